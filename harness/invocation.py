@@ -32,9 +32,13 @@ class Run:
     """
 
     def __init__(
-        self, arguments: argparse.Namespace, further: list[str], defaults: argparse.Namespace, stdout: TextIO,
+        self,
+        arguments: argparse.Namespace,
+        further: list[str],
+        defaults: argparse.Namespace,
+        stdout: TextIO,
         events: Events,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.args, self.further, self.defaults = arguments, further, defaults
         self.stdout, self.events = stdout, events
         self.stack = contextlib.ExitStack()
@@ -334,9 +338,16 @@ class Run:
     def _judge(self, judged: list[Result]) -> None:
         args, (tests, cases) = self.args, self.selection.cases()
         judging = Judging(
-            self.problem, self.device, self.target, args, self.recorder, self.journal, self._enter,
-            self.events, self.devices,
-        )  # fmt: skip
+            self.problem,
+            self.device,
+            self.target,
+            args,
+            self.recorder,
+            self.journal,
+            self._enter,
+            self.events,
+            self.devices,
+        )
         if note := self.selection.note():
             console.say(note)
         with spread.held(self.devices, console.note) if self.devices else self._held(args.mode != "test"):
@@ -417,9 +428,14 @@ class Run:
             us, lo, hi = j.metric or (None, None, None)
             reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             self.events.write(
-                "verdict", variant=j.submission.name, status=j.verdict, reason=reason, time_us=us,
-                ci95_us=[lo, hi] if us else None, against=j.against_all,
-            )  # fmt: skip
+                "verdict",
+                variant=j.submission.name,
+                status=j.verdict,
+                reason=reason,
+                time_us=us,
+                ci95_us=[lo, hi] if us else None,
+                against=j.against_all,
+            )
         winner = ""
         with contextlib.suppress(UsageError):
             winner = self.problem.winner(self.target).name

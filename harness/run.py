@@ -34,16 +34,29 @@ INTERRUPTED_EXIT = 130  # as shells say it
 ALWAYS = ("problem", "device", "events", "quiet", "on", "ray")
 CHOSEN = ("variant", "submission", "all", "case")
 EFFECTIVE = {
-    "--print-completion": ("print_completion",), "--list": ("list", "problem", "events"), "--lint": ("lint", *ALWAYS),
-    "--check-only": ("check_only", *ALWAYS), "--sanitize": ("sanitize", *CHOSEN, *ALWAYS),
+    "--print-completion": ("print_completion",),
+    "--list": ("list", "problem", "events"),
+    "--lint": ("lint", *ALWAYS),
+    "--check-only": ("check_only", *ALWAYS),
+    "--sanitize": ("sanitize", *CHOSEN, *ALWAYS),
     "--mode test": ("mode", *CHOSEN, "seed", "timeout", "devices", "json", *ALWAYS),
     "--mode benchmark": ("mode", *CHOSEN, "timeout", "devices", "json", "against", "processes", *PAIRED, *ALWAYS),
     "--mode leaderboard": (
-        "mode", *CHOSEN, "seed", "timeout", "devices", "json", "against", "processes", *PAIRED, "resume", *ALWAYS,
+        "mode",
+        *CHOSEN,
+        "seed",
+        "timeout",
+        "devices",
+        "json",
+        "against",
+        "processes",
+        *PAIRED,
+        "resume",
+        *ALWAYS,
     ),
     "--mode profile": ("mode", "variant", "submission", "case", "timeout", *ALWAYS),
     "--mode latency": ("mode", "case", "json", *ALWAYS),
-}  # fmt: skip
+}
 CHECK_HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
 leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
 benchmark or profile, --resume, --sanitize and --lint, nor with --submission, of which it says nothing. It receives the
@@ -63,20 +76,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
     p.add_argument("--submission", metavar="FILE", help="a file of your own")
     p.add_argument(
-        "--against", metavar="VARIANT_OR_FILE",
+        "--against",
+        metavar="VARIANT_OR_FILE",
         help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
-    )  # fmt: skip
+    )
     p.add_argument(
         "--processes", type=output.Value(int, "2 to 1000"), metavar="N", help="2 to 1000 of each: more tell more"
     )
     p.add_argument(
-        "--same-within", type=output.Value(float, "over 0 and under 50, in percent"), metavar="PERCENT",
+        "--same-within",
+        type=output.Value(float, "over 0 and under 50, in percent"),
+        metavar="PERCENT",
         help="how near to 1 --against calls SAME (1.5)",
-    )  # fmt: skip
+    )
     p.add_argument(
-        "--fail-on-regression", type=output.Value(float, "0 or more, in percent"), metavar="PERCENT",
+        "--fail-on-regression",
+        type=output.Value(float, "0 or more, in percent"),
+        metavar="PERCENT",
         help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
-    )  # fmt: skip
+    )
     p.add_argument(
         "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
     )
@@ -92,21 +110,27 @@ def parser() -> argparse.ArgumentParser:
         "--seed", type=output.Value(int, "0 to 2^63 - 1"), help="seed of the test cases (timed calls have secret seeds)"
     )
     p.add_argument(
-        "--timeout", type=output.Value(float, "positive and finite, in seconds"), metavar="S",
+        "--timeout",
+        type=output.Value(float, "positive and finite, in seconds"),
+        metavar="S",
         help="seconds a call may take (default 30, the first 120)",
-    )  # fmt: skip
+    )
     p.add_argument(
-        "--json", metavar="FILE",
+        "--json",
+        metavar="FILE",
         help="write the records of this run to FILE as well, in place of what it holds; -: to standard output, and all "
         "else to standard error",
-    )  # fmt: skip
+    )
     p.add_argument("--events", metavar="FILE", help="append a JSON line to FILE for each phase, verdict and mismatch")
     p.add_argument("--quiet", action="store_true", help="print the verdicts only")
     p.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN_ID",
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN_ID",
         help="go on with a run that was killed, by default the newest unfinished one, with its options; --json and "
         "--events may be given again",
-    )  # fmt: skip
+    )
     p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
     p.add_argument("--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2")
     p.add_argument(

@@ -89,9 +89,13 @@ def ranks(intervals: list[tuple[float, float]]) -> list[int]:
 
 
 def build(
-    records: Iterable[dict], machine: str, expected: Mapping[tuple[str, str], list[dict]],
-    known: Provenance | None = None, modelled: Modelled | None = None, predictions: Mapping[tuple[str, str], str] = {},
-) -> list[Board]:  # fmt: skip
+    records: Iterable[dict],
+    machine: str,
+    expected: Mapping[tuple[str, str], list[dict]],
+    known: Provenance | None = None,
+    modelled: Modelled | None = None,
+    predictions: Mapping[tuple[str, str], str] = {},
+) -> list[Board]:
     """The boards of one machine, sorted by problem and target.
 
     records: as harness/results/record.py reads them; those of kind latency are on no board (leaderboard/latency.py).
@@ -129,9 +133,14 @@ def rows_of(table: pd.DataFrame) -> Iterator[Any]:
 
 
 def _board(
-    lines: pd.DataFrame, machine: str, problem: str, target: str, expected: list[dict] | None, known: Provenance,
+    lines: pd.DataFrame,
+    machine: str,
+    problem: str,
+    target: str,
+    expected: list[dict] | None,
+    known: Provenance,
     modelled: Modelled,
-) -> Board:  # fmt: skip
+) -> Board:
     superseded = lines.record.map(lambda record: bool(record.get("superseded"))).astype(bool)
     everything, lines, first_tries = lines, lines[~superseded], lines[superseded]
     repeat = lines.variant.map(ranking.is_repeat).astype(bool)
@@ -175,9 +184,14 @@ def _board(
 
 
 def _row(
-    variant: str, lines: pd.DataFrame, base: str | None, cases: list[str], ranking_by: str,
-    lead: ranking.Leader | None, modelled: Modelled,
-) -> tuple[dict, list[dict], list[dict]]:  # fmt: skip
+    variant: str,
+    lines: pd.DataFrame,
+    base: str | None,
+    cases: list[str],
+    ranking_by: str,
+    lead: ranking.Leader | None,
+    modelled: Modelled,
+) -> tuple[dict, list[dict], list[dict]]:
     """-> (row of standing, rows of times, records that they show) of one variant. The caller fills in rank, attempts,
     source and baseline_ratio.
 

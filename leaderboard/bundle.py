@@ -227,9 +227,13 @@ class Bundle:
         if whole:
             used |= {ref for statement in self.main.statements for ref in statement.refs}
         used |= {
-            ref for module in self.modules.values() if self._is_reached(module, reached)
-            for statement in module.statements if not statement.names for ref in statement.refs
-        }  # fmt: skip
+            ref
+            for module in self.modules.values()
+            if self._is_reached(module, reached)
+            for statement in module.statements
+            if not statement.names
+            for ref in statement.refs
+        }
         lines = set()
         for key, name in used:
             if key == _OUTSIDE:
@@ -346,9 +350,12 @@ class _Rename(_Linked):
         """getattr(ctypes.CDLL(...), name) as ctypes.CDLL(...)[name]: a scan of submissions refuses computed names."""
         visited = self.generic_visit(node)
         if (
-            isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 2
-            and isinstance(node.args[0], ast.Call) and ast.unparse(node.args[0].func).endswith("CDLL")
-        ):  # fmt: skip
+            isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and len(node.args) == 2
+            and isinstance(node.args[0], ast.Call)
+            and ast.unparse(node.args[0].func).endswith("CDLL")
+        ):
             self.changed = True
             return ast.Subscript(node.args[0], node.args[1], ast.Load())
         return visited

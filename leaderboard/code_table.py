@@ -93,10 +93,16 @@ class Table:
             found = next((line for line in self.lines if _same(line, source, whole) and line["code_hash"]), None)
             code, compiler = (found["code_hash"], found["compiler"]) if found else history.compiled(source, root)
         return {
-            "problem": source.problem, "variant": source.variant, "target": source.target,
-            "recorded": source.hash or whole, "source_hash": whole, "problem_hash": problem, "code_hash": code,
-            "compiler": compiler, "commit": commit,
-        }  # fmt: skip
+            "problem": source.problem,
+            "variant": source.variant,
+            "target": source.target,
+            "recorded": source.hash or whole,
+            "source_hash": whole,
+            "problem_hash": problem,
+            "code_hash": code,
+            "compiler": compiler,
+            "commit": commit,
+        }
 
 
 def wanted(records: Iterable[dict], lines: list[dict]) -> list[Source]:

@@ -57,9 +57,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("a", metavar="A", help="what is looked at")
     parser.add_argument("b", metavar="B", help="what it is compared with")
     parser.add_argument(
-        "--fail-on-regression", type=output.Value(float, "0 or more, in percent"), metavar="PERCENT",
+        "--fail-on-regression",
+        type=output.Value(float, "0 or more, in percent"),
+        metavar="PERCENT",
         help="exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
-    )  # fmt: skip
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "leaderboard" / "results", metavar="DIR")
     options = parser.parse_args(arguments)
     percent = options.fail_on_regression

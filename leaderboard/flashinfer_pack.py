@@ -28,10 +28,17 @@ MOST_BYTES = 256 * 2**20  # of the tensors that a workload stores; larger cases 
 # Inputs that may be random bytes: codes, of which every pattern is a value. Everything else is stored.
 CODES = {"moe_gemm": ("w13", "w2")}
 DTYPES = {
-    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int64: "int64",
-    torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2", torch.int32: "int32",
-    torch.int16: "int16", torch.int8: "int8", torch.bool: "bool",
-}  # fmt: skip
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int64: "int64",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.bool: "bool",
+}
 BYTES = (torch.uint8, torch.float4_e2m1fn_x2)  # which become int8
 FACTORS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # by which a size may be a parameter's multiple or part
 
@@ -205,9 +212,13 @@ def _axis_name(sizes: tuple[int, ...], calls: list[Call], otherwise: str, taken:
     for factor in FACTORS:
         for word, up, down in (("over", 1, factor), ("times", factor, 1)):
             for param, first in calls[0].case.params.items():
-                same = isinstance(first, int) and not isinstance(first, bool) and all(
-                    size * down == call.case.params[param] * up for size, call in zip(sizes, calls, strict=True)
-                )  # fmt: skip
+                same = (
+                    isinstance(first, int)
+                    and not isinstance(first, bool)
+                    and all(
+                        size * down == call.case.params[param] * up for size, call in zip(sizes, calls, strict=True)
+                    )
+                )
                 name = param if factor == 1 else f"{param}_{word}_{factor}"
                 if same and name not in taken:
                     return name
@@ -224,7 +235,11 @@ def _definition(problem: Problem, name: str, leaves: list[Leaf], calls: list[Cal
     specs = {leaf.name: _spec(leaf, calls[0], axes) for leaf in leaves if leaf.dtype or not _is_text(leaf, calls[0])}
     about = load.summary(problem.folder / "task.py")
     return {
-        "name": name, "op_type": problem.name, "tags": ["dsv4-kernels"], "description": about, "constraints": [],
+        "name": name,
+        "op_type": problem.name,
+        "tags": ["dsv4-kernels"],
+        "description": about,
+        "constraints": [],
         "axes": {
             axis: {"type": "const", "value": next(iter(found))} if axis in fixed else {"type": "var"}
             for axis, found in sizes.items()
@@ -232,7 +247,7 @@ def _definition(problem: Problem, name: str, leaves: list[Leaf], calls: list[Cal
         "inputs": {leaf.name: specs[leaf.name] for leaf in leaves if leaf.name in specs and not leaf.is_output},
         "outputs": {leaf.name: specs[leaf.name] for leaf in leaves if leaf.is_output},
         "reference": _reference(problem, leaves, calls[0], axes, {axis: next(iter(sizes[axis])) for axis in fixed}),
-    }  # fmt: skip
+    }
 
 
 def _spec(leaf: Leaf, call: Call, axes: dict) -> dict:
@@ -285,7 +300,7 @@ def _reference(problem: Problem, leaves: list[Leaf], call: Call, axes: dict, fix
     lines += [
         f"    found = ref_kernel({_built(leaves, call, spell)})",
         "    found = found if isinstance(found, tuple) else (found,)",
-    ]  # fmt: skip
+    ]
     parts = [
         f"found[{i}].to({first}.device, {leaf.dtype}).permute({', '.join(map(str, leaf.order))}).contiguous()"
         for i, leaf in enumerate(results)
@@ -302,28 +317,42 @@ def _reference(problem: Problem, leaves: list[Leaf], call: Call, axes: dict, fix
 
 
 def _solution(
-    problem: Problem, variant: Submission, target: str, name: str, leaves: list[Leaf], call: Call, packed: str,
-    notes: list[str], author: str,
-) -> dict:  # fmt: skip
+    problem: Problem,
+    variant: Submission,
+    target: str,
+    name: str,
+    leaves: list[Leaf],
+    call: Call,
+    packed: str,
+    notes: list[str],
+    author: str,
+) -> dict:
     spell = {kind: kind for kind in commits.data_classes(problem.folder / "task.py")}
     arguments = [leaf.name for leaf in leaves if not _is_text(leaf, call)]
     ordered = [one for one in arguments if not _named(leaves, one).is_output]
     ordered += [one for one in arguments if _named(leaves, one).is_output]
     wrapper = RUN.format(
-        name=ENTRY, arguments=", ".join(ordered), about="Call the kernel; outputs are written in place.",
+        name=ENTRY,
+        arguments=", ".join(ordered),
+        about="Call the kernel; outputs are written in place.",
         body=f"    custom_kernel({_built(leaves, call, spell)})",
-    )  # fmt: skip
+    )
     content = "\n".join(line for line in packed.split("\n") if not line.startswith("#!POPCORN")) + wrapper
     ast.parse(content)
     return {
-        "name": f"{name}_{variant.name}_{target}", "definition": name, "author": author,
+        "name": f"{name}_{variant.name}_{target}",
+        "definition": name,
+        "author": author,
         "description": f"{variant.summary} {' '.join(notes)}",
         "spec": {
-            "language": "python", "target_hardware": ["cpu" if target == "cpu" else "cuda"],
-            "entry_point": f"main.py::{ENTRY}", "dependencies": [], "destination_passing_style": True,
+            "language": "python",
+            "target_hardware": ["cpu" if target == "cpu" else "cuda"],
+            "entry_point": f"main.py::{ENTRY}",
+            "dependencies": [],
+            "destination_passing_style": True,
         },
         "sources": [{"path": "main.py", "content": content}],
-    }  # fmt: skip
+    }
 
 
 def _named(leaves: list[Leaf], name: str) -> Leaf:
@@ -379,14 +408,17 @@ def _evaluation(one: dict) -> dict:
         "source_hash": one.get("source_hash"),
     }
     return {
-        "status": "PASSED", "environment": {"hardware": kind, "libs": libs}, "timestamp": one["time"],
+        "status": "PASSED",
+        "environment": {"hardware": kind, "libs": libs},
+        "timestamp": one["time"],
         "log": "measured by another judge: one call on cold caches",
         "correctness": {
-            "max_relative_error": _number(error.get("rel")), "max_absolute_error": _number(error.get("max")),
+            "max_relative_error": _number(error.get("rel")),
+            "max_absolute_error": _number(error.get("max")),
             "extra": said,
         },
         "performance": {"latency_ms": one["median_us"] / 1e3, "reference_latency_ms": 0.0, "speedup_factor": 0.0},
-    }  # fmt: skip
+    }
 
 
 def _number(value: float | None) -> float | str:

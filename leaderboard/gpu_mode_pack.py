@@ -108,8 +108,10 @@ def pack(problem: Problem, variant: Submission, target: str, gpu: str, notes: li
     parts = [
         "\n".join(head) + "\n" + f'"""{_docstring(variant.file)}"""',
         "\n".join(_sorted(imports)),
-        *prelude, body, *call,
-    ]  # fmt: skip
+        *prelude,
+        body,
+        *call,
+    ]
     if any("_packed" in module.text for module in linked.modules.values()):
         raise ValueError("names that hold _packed are for the packed file: rename yours")
     text = parts[0] + "\n\n" + "\n\n\n".join(part.strip("\n") for part in parts[1:]) + "\n"
@@ -223,9 +225,16 @@ def clear_l2_cache() -> None:
 
 # Names of task.py that only this judge reads; with OUTPUTS it takes a folder for one of this project's format.
 OURS = (
-    "OUTPUTS", "INOUT", "OPAQUE", "TESTS", "BENCHMARKS", "BENCHMARKS_CPU", "BENCHMARKS_SM100", "ONLY_BY_TARGET",
+    "OUTPUTS",
+    "INOUT",
+    "OPAQUE",
+    "TESTS",
+    "BENCHMARKS",
+    "BENCHMARKS_CPU",
+    "BENCHMARKS_SM100",
+    "ONLY_BY_TARGET",
     "PRECISION",
-)  # fmt: skip
+)
 
 
 def task_folder(problem: Problem) -> dict[str, str]:
@@ -248,8 +257,10 @@ def task_folder(problem: Problem) -> dict[str, str]:
     arguments = ", ".join([*problem.tests[0].params, "seed"])
     kept = [
         (reference.main.key, name)
-        for one in reference.main.statements for name in one.names if name != "check_implementation"
-    ]  # fmt: skip
+        for one in reference.main.statements
+        for name in one.names
+        if name != "check_implementation"
+    ]
     lines = {*reference.import_lines(kept, whole=False), "import torch", f"from task import {data}"}
     here = [name for name in OURS if f"from task import {name}" in lines]  # which the reference wants all the same
     lines -= {f"from task import {name}" for name in here}
@@ -267,12 +278,14 @@ def task_folder(problem: Problem) -> dict[str, str]:
     files = [{"name": "submission.py", "source": "@SUBMISSION@"}]
     files += [{"name": name, "source": name} for name in ("task.py", "reference.py", "utils.py")]
     spec = {
-        "files": [*files, {"name": "eval.py", "source": "../eval.py"}], "lang": "py",
-        "description": _docstring(task_file) + "\n", "config": {"main": "eval.py"},
+        "files": [*files, {"name": "eval.py", "source": "../eval.py"}],
+        "lang": "py",
+        "description": _docstring(task_file) + "\n",
+        "config": {"main": "eval.py"},
         "ranking_by": problem.ranking_by,
         "tests": [_case(case) for case in problem.tests],
         "benchmarks": [_case(case) for case in problem.benchmarks["cuda"]],
-    }  # fmt: skip
+    }
     yml = yaml.safe_dump(spec, sort_keys=False, width=120, default_flow_style=None)
     head = "# Put this folder into a set of problems of the service, beside whose folders its eval.py is.\n"
     found = {"task.yml": head + yml, "task.py": both, "reference.py": text, "utils.py": UTILS}

@@ -31,8 +31,17 @@ def table(records: list[dict], known: Provenance) -> Table:
     """Header and rows, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
     names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
     header = [
-        *names, "eager us", "graph us", "in a row us", "tokens/s", "SOL us", "% of SOL", "launches", "source", "state",
-    ]  # fmt: skip
+        *names,
+        "eager us",
+        "graph us",
+        "in a row us",
+        "tokens/s",
+        "SOL us",
+        "% of SOL",
+        "launches",
+        "source",
+        "state",
+    ]
     rows = []
     for one in records:
         case = one["case"] or {}
@@ -62,9 +71,16 @@ def winners(steps: Steps, known: Provenance) -> list[list[str]]:
                 seen.add(what)
                 time = f"{tables.us(number(one.get('median_us')))} us"
                 rows.append(
-                    [f"{problem}, {what}, a token", one["variant"], time, f"{tables.percent(share(one))} of SOL", "",
-                     machine, known.state(one)]
-                )  # fmt: skip
+                    [
+                        f"{problem}, {what}, a token",
+                        one["variant"],
+                        time,
+                        f"{tables.percent(share(one))} of SOL",
+                        "",
+                        machine,
+                        known.state(one),
+                    ]
+                )
     return rows
 
 
@@ -103,10 +119,15 @@ def breakdown(records: list[dict]) -> Table:
         case = [text.line((one["case"] or {}).get(name, ""), tables.REASON) for name in names]
         for op, part in (found.get("ops") or {}).items():
             us = number(part.get("us"))
-            rows.append([
-                *case, text.line(op, tables.REASON) or OUTSIDE, tables.us(us), str(part.get("launches") or ""),
-                tables.percent(us / span) if span > 0 else "",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    *case,
+                    text.line(op, tables.REASON) or OUTSIDE,
+                    tables.us(us),
+                    str(part.get("launches") or ""),
+                    tables.percent(us / span) if span > 0 else "",
+                ]
+            )
     return header, rows
 
 
@@ -132,10 +153,17 @@ def layers(records: list[dict]) -> Table:
             for name in ("median_us", "row_us", "sol_us")
         )
         values = [text.line(dict(rest).get(name, ""), tables.REASON) for name in names]
-        rows.append([
-            config, *values, f"{fewest} and {most}", tables.us(us), tables.us(row), tables.us(sol),
-            tables.percent(sol / us) if us > 0 else "",
-        ])  # fmt: skip
+        rows.append(
+            [
+                config,
+                *values,
+                f"{fewest} and {most}",
+                tables.us(us),
+                tables.us(row),
+                tables.us(sol),
+                tables.percent(sol / us) if us > 0 else "",
+            ]
+        )
     return header, rows
 
 

@@ -58,8 +58,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variant", metavar="NAME", help="a file of variants/; default: the winner for --target")
     parser.add_argument("--target", choices=("cpu", "sm90", "sm100"), help="default: the variant's first")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0])
-    parser.add_argument("-o", dest="out", type=Path, required=True, metavar="PATH", help="the file; with "
-                        "--format flashinfer-bench the folder")  # fmt: skip
+    parser.add_argument(
+        "-o",
+        dest="out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="the file; with --format flashinfer-bench the folder",
+    )
     parser.add_argument("--gpu", default="", metavar="NAME", help="the service's name of the GPU, in the directive")
     parser.add_argument("--case", default="", metavar="TEXT", help="flashinfer-bench: only cases with these words")
     parser.add_argument("--author", default="dsv4-kernels", metavar="NAME", help="flashinfer-bench: of the solution")

@@ -181,9 +181,10 @@ def terminal(shown: Shown, console: Console) -> None:
     for title, records in shown.steps.items():
         console.rule(_text(f"{title}: time per decode step", "bold"), align="left")
         for what, (header, rows) in (
-            ("", latency.table(records, shown.known)), ("A layer:", latency.layers(records)),
+            ("", latency.table(records, shown.known)),
+            ("A layer:", latency.layers(records)),
             ("Where the time of a step goes:", latency.breakdown(records)),
-        ):  # fmt: skip
+        ):
             if rows:
                 console.print(_text(what))
                 _print(console, header, rows, [""] * len(rows))
@@ -312,7 +313,7 @@ def readme(options: argparse.Namespace) -> int:
     new = {
         file: output.spliced(old[file], MARKS, table, str(file.relative_to(top.parent)))
         for file, table in pages.items()
-    }  # fmt: skip
+    }
     stale = [file for file in pages if new[file] != old[file]]
     for file in pages:
         name = file.relative_to(top.parent)

@@ -57,18 +57,22 @@ def by_case(board: Board) -> DotPlot | None:
     for case in board.cases:
         its = [(number, cells.get((variant, case))) for number, variant in enumerate(shown)]
         points = [
-            Point(one.median_us, one.lo_us, one.hi_us, number) for number, one in its
+            Point(one.median_us, one.lo_us, one.hi_us, number)
+            for number, one in its
             if one is not None and one.median_us > 0
-        ]  # fmt: skip
+        ]
         rooflines = [one.roofline_us for _, one in its if one is not None and one.roofline_us > 0]
         middle = [sorted(rooflines)[len(rooflines) // 2]] if rooflines else []
         lines.append(Dots(own[case], points, middle))
     if not any(line.points for line in lines):
         return None
     return DotPlot(
-        lines, [name(variant) for variant in shown], "time of a call, us, median with 95 % interval",
-        "measured roofline", _baselines(board, shown),
-    )  # fmt: skip
+        lines,
+        [name(variant) for variant in shown],
+        "time of a call, us, median with 95 % interval",
+        "measured roofline",
+        _baselines(board, shown),
+    )
 
 
 def _baselines(board: Board, shown: Sequence[str]) -> frozenset[int]:
@@ -198,9 +202,7 @@ def model_history(records: Iterable[dict]) -> Lines | None:
 
 def ratios(found: Sequence[tuple[str, float, float, float]], axis: str) -> DotPlot | None:
     """Ratios with their intervals around 1. found: (label, ratio, low, high)."""
-    lines = [
-        Dots(label, [Point(ratio, lo, hi)], said=f"{ratio:.3f}") for label, ratio, lo, hi in found if ratio > 0
-    ]  # fmt: skip
+    lines = [Dots(label, [Point(ratio, lo, hi)], said=f"{ratio:.3f}") for label, ratio, lo, hi in found if ratio > 0]
     return DotPlot(lines, ("ratio",), axis, at=1.0) if lines else None
 
 

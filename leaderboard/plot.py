@@ -35,17 +35,30 @@ LABEL = 400  # characters of a label; it wraps
 # Okabe and Ito's palette, which the common forms of colour blindness tell apart; shapes say it once more. The page
 # replaces each colour by the theme's (site/page.css), so no two names may share one.
 COLOURS = {
-    "ink": "#1f2328", "muted": "#59636e", "grid": "#dfe3e8", "paper": "#fefefe", "roofline": "#c0392b",
-    "s0": "#0072b2", "s1": "#d55e00", "s2": "#009e73", "s3": "#a3528a", "s4": "#8a6d00", "s5": "#2a8fc7",
-    "s6": "#5a5f69", "s7": "#7f3b08",
-}  # fmt: skip
+    "ink": "#1f2328",
+    "muted": "#59636e",
+    "grid": "#dfe3e8",
+    "paper": "#fefefe",
+    "roofline": "#c0392b",
+    "s0": "#0072b2",
+    "s1": "#d55e00",
+    "s2": "#009e73",
+    "s3": "#a3528a",
+    "s4": "#8a6d00",
+    "s5": "#2a8fc7",
+    "s6": "#5a5f69",
+    "s7": "#7f3b08",
+}
 SHAPES = "oDs^vPX*"
 MOST_SERIES = len(SHAPES)
 MOST_POINTS = 400  # of a strip; more are thinned evenly
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans", "svg.fonttype": "none", "text.parse_math": False, "path.simplify": False,
+    "font.family": "DejaVu Sans",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "path.simplify": False,
     "axes.unicode_minus": False,
-}  # fmt: skip
+}
 # Ticks of a logarithmic axis, at these multiples of powers of ten: the first choice that fits.
 SUBS = (tuple(1 + i / 10 for i in range(0, 90, 2)), (1, 1.5, 2, 3, 4, 6, 8), (1, 2, 5), (1, 3), (1,))
 
@@ -145,8 +158,9 @@ def inline(plot: Plot, said: str, key: str) -> str:
     said: the text for who cannot see it; key: makes the ids, unique on the page.
     """
     forms = ((WIDE, "wide"), (NARROW, "narrow"))
-    return "\n".join(_element(_svg(draw(plot, width), f"{key}-{name}"), said, f"{key}-{name}", name, width)
-                     for width, name in forms)  # fmt: skip
+    return "\n".join(
+        _element(_svg(draw(plot, width), f"{key}-{name}"), said, f"{key}-{name}", name, width) for width, name in forms
+    )
 
 
 def _element(svg: str, said: str, key: str, name: str, width: int) -> str:
@@ -214,9 +228,16 @@ class _Sheet:
         """Text around (x, y), centred in y."""
         if said:
             self.figure.text(
-                x, y, said, transform=self.px, ha=ha, va="center_baseline", size=size, color=COLOURS[colour],
+                x,
+                y,
+                said,
+                transform=self.px,
+                ha=ha,
+                va="center_baseline",
+                size=size,
+                color=COLOURS[colour],
                 parse_math=False,
-            )  # fmt: skip
+            )
 
     def line(self, x: Sequence[float], y: Sequence[float], colour: str, lw: float = 1, **how: Any) -> None:
         """A line through these points, with gaps at NaN."""
@@ -231,9 +252,15 @@ class _Sheet:
     def shapes(self, x: Sequence[float], y: Sequence[float], series: int, hollow: bool) -> None:
         colour = f"s{series % MOST_SERIES}"
         self.line(
-            x, y, colour, linestyle="none", marker=SHAPES[series % MOST_SERIES], markersize=6.5, markeredgewidth=1.3,
+            x,
+            y,
+            colour,
+            linestyle="none",
+            marker=SHAPES[series % MOST_SERIES],
+            markersize=6.5,
+            markeredgewidth=1.3,
             markerfacecolor=COLOURS["paper" if hollow else colour],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

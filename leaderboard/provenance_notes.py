@@ -9,9 +9,10 @@ from leaderboard import provenance
 from leaderboard.provenance import Provenance
 
 SOURCE = {
-    provenance.MATCH: "with these sources", provenance.SAME_CODE: "with sources that compile to the same GPU code",
+    provenance.MATCH: "with these sources",
+    provenance.SAME_CODE: "with sources that compile to the same GPU code",
     provenance.STALE: "with other sources than these",
-}  # fmt: skip
+}
 
 
 def of(problem: str, variant: Submission, target: str, results: Path) -> list[str]:
@@ -39,9 +40,10 @@ def of(problem: str, variant: Submission, target: str, results: Path) -> list[st
 def _passed(file: Path, variant: str, target: str) -> list[dict]:
     records = record.parse(file.read_bytes(), file.name)[0]
     return [
-        one for one in records
+        one
+        for one in records
         if (one["variant"], one["target"], one["status"]) == (variant, target, "PASSED") and one["kind"] != "compile"
-    ]  # fmt: skip
+    ]
 
 
 def _ran(machine: str, found: list[dict], known: Provenance) -> str:

@@ -192,9 +192,18 @@ def _take(found: Quality, machine: str, line: dict) -> None:
     elif line["kind"] == "bare_loop":
         loops = _Loops.model_validate(line)
         found.loops += [
-            Loop(machine, loops.problem, loops.variant, ranking.case_label(one.case), one.judge_us, one.loop_us,
-                 one.ratio, one.standard_error) for one in loops.cases
-        ]  # fmt: skip
+            Loop(
+                machine,
+                loops.problem,
+                loops.variant,
+                ranking.case_label(one.case),
+                one.judge_us,
+                one.loop_us,
+                one.ratio,
+                one.standard_error,
+            )
+            for one in loops.cases
+        ]
 
 
 def _experiment(line: bytes) -> dict:

@@ -68,8 +68,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         options.readme = ROOT / "README.md"
     shown = options.out or options.html or options.serve or options.format != "terminal"
     if options.readme and (options.problems or options.machine or shown):
-        parser.error("--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --format, --out, "
-                     "--html or --serve")  # fmt: skip
+        parser.error(
+            "--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --format, --out, "
+            "--html or --serve"
+        )
     return options
 
 

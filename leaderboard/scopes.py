@@ -21,9 +21,7 @@ class Scoped(ast.NodeTransformer):
     def is_global(self, name: str) -> bool:
         """Whether a name here is that of the module, or of Python."""
         inner = len(self.scopes) - 1
-        return not any(
-            name in names for i, (names, is_class) in enumerate(self.scopes) if not is_class or i == inner
-        )  # fmt: skip
+        return not any(name in names for i, (names, is_class) in enumerate(self.scopes) if not is_class or i == inner)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._function(node)

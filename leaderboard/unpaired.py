@@ -11,10 +11,13 @@ KEYS = ("problem", "variant", "target", "machine", "run", "commit")
 Key = tuple[str, str, str]  # problem, target, variant
 # Of a run: the field of its records, what it is called where the two differ.
 DIFFERENCES = {
-    "machine": "other machines", "commit": "other commits", "source_hash": "other sources of the variant",
-    "problem_hash": "another problem (cases, tolerances, task or reference)", "harness_hash": "another judge",
+    "machine": "other machines",
+    "commit": "other commits",
+    "source_hash": "other sources of the variant",
+    "problem_hash": "another problem (cases, tolerances, task or reference)",
+    "harness_hash": "another judge",
     "software": "other versions of driver or packages",
-}  # fmt: skip
+}
 _SOFTWARE = ("driver", "cuda", "torch", "triton", "cute_dsl")
 
 
@@ -96,10 +99,11 @@ class Pair:
         same = self.a.first["run_id"] == self.b.first["run_id"]
         when = "one run, but not its pairs" if same else ", ".join(["runs at other times", *self.differ()])
         said = [
-            f"{self.problem}, {self.target}: time of A / time of B; below 1 A is faster", f"  A: {self.a}",
+            f"{self.problem}, {self.target}: time of A / time of B; below 1 A is faster",
+            f"  A: {self.a}",
             f"  B: {self.b}",
             f"  UNPAIRED: {when}. The intervals (95 %) have the scatter within each run, not what differs",
-        ]  # fmt: skip
+        ]
         rows = [(label, *self._row(label)) for label in {**self.a.cases, **self.b.cases}]
         if labels := self.common:
             count = "" if len(labels) == len(rows) else f" of {len(labels)} of {len(rows)} cases"
@@ -121,8 +125,9 @@ class Pair:
         cases = [(label, [label]) for label in self.common]
         found = [
             f"{self.problem}, {self.a.variant}, {label}: B was timed on it, A was not"
-            for label in self.b.cases if _samples(self.b, label) and not _samples(self.a, label)
-        ]  # fmt: skip
+            for label in self.b.cases
+            if _samples(self.b, label) and not _samples(self.a, label)
+        ]
         for what, labels in [*cases, *([("all cases together", self.common)] if cases else [])]:
             ratio = self.ratio(labels)
             if ratio.regressed(percent):

@@ -41,9 +41,15 @@ CHECK = ["--config", "tiny", "--format", "fp32", "--steps", "1"]
 STOPS = {"--check-only", "--lint", "--sanitize"}
 # What this suite is part of, or takes hours.
 NOT_WITHIN = (
-    "make test", "make test-slow", "make test-system", "make lint", "make clean", "make setup", "make setup-system",
+    "make test",
+    "make test-slow",
+    "make test-system",
+    "make lint",
+    "make clean",
+    "make setup",
+    "make setup-system",
     ".ci/run",
-)  # fmt: skip
+)
 ELSEWHERE = re.compile(r"tools/remote\.py|--on |--ray ")  # tests/system runs these, with a host and a cluster
 # Slow: the same command for another problem, and options of the model's check and the page, which have other tests.
 REPEATS = re.compile(

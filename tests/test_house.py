@@ -28,10 +28,18 @@ PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*
 CPU_NEEDS, GPU_NEEDS = (setup.wanted(PROJECT, gpu) for gpu in (False, True))
 # A python3 with torch for CUDA and everything that nothing works without.
 GPU_PACKAGES = {
-    "torch": "2.11.0+cu130", "numpy": "2.5.2", "pytest": "8.4.0", "pandas": "2.3.1", "matplotlib": "3.10.0",
-    "rich": "14.0.0", "pyyaml": "6.0.2", "pydantic": "2.11.0", "hypothesis": "6.140.0", "cuda-bindings": "13.0.1",
+    "torch": "2.11.0+cu130",
+    "numpy": "2.5.2",
+    "pytest": "8.4.0",
+    "pandas": "2.3.1",
+    "matplotlib": "3.10.0",
+    "rich": "14.0.0",
+    "pyyaml": "6.0.2",
+    "pydantic": "2.11.0",
+    "hypothesis": "6.140.0",
+    "cuda-bindings": "13.0.1",
     "pip": "25.0",
-}  # fmt: skip
+}
 
 
 def facts(**changes: object) -> setup.Facts:
@@ -69,9 +77,20 @@ def test_torch_with_cuda_is_used_and_what_is_there_is_kept():
     plan = setup.decide(gpu_facts(), GPU_NEEDS, PINS)
     assert (plan.stop, plan.torch) == ("", "python3")
     assert sorted(names(plan.requirements)) == [
-        "humming-kernels", "jinja2", "nvidia-cutlass-dsl", "pygments", "pytest-xdist", "ruff", "safetensors",
-        "sgl-deep-gemm", "shtab", "tokenizers", "tokenspeed-flashmla", "transformers", "ty",
-    ]  # fmt: skip
+        "humming-kernels",
+        "jinja2",
+        "nvidia-cutlass-dsl",
+        "pygments",
+        "pytest-xdist",
+        "ruff",
+        "safetensors",
+        "sgl-deep-gemm",
+        "shtab",
+        "tokenizers",
+        "tokenspeed-flashmla",
+        "transformers",
+        "ty",
+    ]
     assert plan.pins["torch"] == "2.11.0+cu130" and plan.pins["numpy"] == "2.5.2"
     assert plan.pins["nvidia-cutlass-dsl"] == PINS["nvidia-cutlass-dsl"]
     assert any(r.startswith("nvidia-cutlass-dsl[cu13]==") for r in plan.requirements)
@@ -138,12 +157,20 @@ def test_what_is_lost_without_a_package_is_said():
 @pytest.mark.parametrize(
     ("requirement", "version", "expected"),
     [
-        ("pkg>=1.10", "1.9", False), ("pkg>=1.10", "1.10.0", True), ("pkg>=2.10", "2.13.0+cpu", True),
-        ("pkg==1.2", "1.2.0", True), ("pkg==1.2", "1.2.1", False), ("pkg[extra]>=1", "0.9", False), ("pkg", "1", True),
-        ("pkg==1.0.post2", "1.0.0.post2", True), ("pkg==1.0.post2", "1.0.post3", False),
-        ("pkg==1.0", "1.0.post2", False), ("pkg>=1.0.1", "1.0.post2", False), ("pkg>=1.0.post2", "1.1", True),
+        ("pkg>=1.10", "1.9", False),
+        ("pkg>=1.10", "1.10.0", True),
+        ("pkg>=2.10", "2.13.0+cpu", True),
+        ("pkg==1.2", "1.2.0", True),
+        ("pkg==1.2", "1.2.1", False),
+        ("pkg[extra]>=1", "0.9", False),
+        ("pkg", "1", True),
+        ("pkg==1.0.post2", "1.0.0.post2", True),
+        ("pkg==1.0.post2", "1.0.post3", False),
+        ("pkg==1.0", "1.0.post2", False),
+        ("pkg>=1.0.1", "1.0.post2", False),
+        ("pkg>=1.0.post2", "1.1", True),
     ],
-)  # fmt: skip
+)
 def test_bounds(requirement, version, expected):
     assert setup.satisfied(requirement, {"pkg": version}) is expected
     assert not setup.satisfied(requirement, {"other": version})
@@ -210,9 +237,10 @@ Successfully installed idna-3.10 rich-15.0.0 torch-2.13.0+cpu
 def test_setup_says_what_takes_long_and_not_every_package(capsys):
     assert "".join(setup.show(PIP.splitlines(keepends=True))) == PIP
     assert capsys.readouterr().out.splitlines() == [
-        "setup: package 1: downloading torch, 190.4 MB", "setup: package 3: downloading nvidia_big, 1.2 GB",
+        "setup: package 1: downloading torch, 190.4 MB",
+        "setup: package 3: downloading nvidia_big, 1.2 GB",
         "setup: unpacking 3 packages into .venv",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -18,32 +18,47 @@ EXCEPTIONS = {
     "Turn": {"harness/judge/handle.py"},  # what a request to the checker for one turn of a CPU's clock carries
     "Row": {"harness/lint/linter.py"},  # a row of the table that lint prints
     "floor": {  # rounding down
-        "harness/results/text.py", "leaderboard/plot.py", "problems/dsv4_forward/cache/state.py",
-        "problems/dsv4_forward/torch_ops/rope.py", "problems/dsv4_forward/trace.py",
+        "harness/results/text.py",
+        "leaderboard/plot.py",
+        "problems/dsv4_forward/cache/state.py",
+        "problems/dsv4_forward/torch_ops/rope.py",
+        "problems/dsv4_forward/trace.py",
     },
     "product": {  # of two matrices
-        "harness/runner/runner.py", "problems/dsv4_forward/adapters/gemv.py",
-        "problems/dsv4_forward/adapters/linear.py", "problems/dsv4_forward/torch_ops/indexer.py",
+        "harness/runner/runner.py",
+        "problems/dsv4_forward/adapters/gemv.py",
+        "problems/dsv4_forward/adapters/linear.py",
+        "problems/dsv4_forward/torch_ops/indexer.py",
     },
     "products": {"problems/dsv4_forward/adapters/gemv.py", "problems/dsv4_forward/traffic.py"},
     "entry": {  # of a folder, of /proc, of a cache of compressed tokens
-        "harness/sandbox/policy.py", "harness/sandbox/workdir.py", "problems/dsv4_forward/cache/batch.py",
-        "problems/dsv4_forward/cache/plan.py", "problems/dsv4_forward/torch_ops/fmha.py",
+        "harness/sandbox/policy.py",
+        "harness/sandbox/workdir.py",
+        "problems/dsv4_forward/cache/batch.py",
+        "problems/dsv4_forward/cache/plan.py",
+        "problems/dsv4_forward/torch_ops/fmha.py",
         "problems/dsv4_forward/traffic.py",
     },
     "entries": {
-        "harness/sandbox/policy.py", "harness/sandbox/workdir.py", "problems/dsv4_forward/cache/batch.py",
-        "problems/dsv4_forward/adapters/indexer.py", "problems/dsv4_forward/cache/plan.py",
-        "problems/dsv4_forward/kernels/indexer.py", "problems/dsv4_forward/kernels/start.py",
-        "problems/dsv4_forward/layers.py", "problems/dsv4_forward/torch_ops/chains.py",
+        "harness/sandbox/policy.py",
+        "harness/sandbox/workdir.py",
+        "problems/dsv4_forward/cache/batch.py",
+        "problems/dsv4_forward/adapters/indexer.py",
+        "problems/dsv4_forward/cache/plan.py",
+        "problems/dsv4_forward/kernels/indexer.py",
+        "problems/dsv4_forward/kernels/start.py",
+        "problems/dsv4_forward/layers.py",
+        "problems/dsv4_forward/torch_ops/chains.py",
         "problems/dsv4_forward/torch_ops/fmha.py",
-        "problems/dsv4_forward/torch_ops/indexer.py", "problems/dsv4_forward/traffic.py",
-        "problems/dsv4_forward/wrong/choose_by_the_first_table.py", "problems/dsv4_forward/wrong/index_without_relu.py",
+        "problems/dsv4_forward/torch_ops/indexer.py",
+        "problems/dsv4_forward/traffic.py",
+        "problems/dsv4_forward/wrong/choose_by_the_first_table.py",
+        "problems/dsv4_forward/wrong/index_without_relu.py",
     },
     "private": {"harness/sandbox/process.py", "harness/sandbox/workdir.py"},  # memory, paths
     "figure": {"leaderboard/plot.py"},  # matplotlib's
     "peer": {"problems/dsv4_forward/reference.py"},  # a problem's `compare(..., peer=)`
-}  # fmt: skip
+}
 
 
 def found() -> dict[str, set[str]]:

@@ -41,10 +41,13 @@ def _records(problem: str, limit_s: int) -> Part:
 PARTS = {
     "times": Part(
         (
-            f"{LOOP} linear_decode sm90_mma plain", f"{LOOP} mhc_site sm90_columns alike",
-            f"{LOOP} indexer sm90_join plain", f"{LOOP} fmha_decode sm90_wgmma plain",
+            f"{LOOP} linear_decode sm90_mma plain",
+            f"{LOOP} mhc_site sm90_columns alike",
+            f"{LOOP} indexer sm90_join plain",
+            f"{LOOP} fmha_decode sm90_wgmma plain",
         ),
-        120, "times by a plain loop, a case at a time: no records",
+        120,
+        "times by a plain loop, a case at a time: no records",
     ),
     "kernels": Part(
         (
@@ -53,10 +56,13 @@ PARTS = {
             f"{TEST} tests/problems/test_indexer.py tests/problems/test_moe_gpu.py tests/problems/test_moe_gemm.py",
             f"{TEST} tests/problems/test_fmha_decode_variants.py",
         ),
-        200, "tests of the problems' kernels",
+        200,
+        "tests of the problems' kernels",
     ),
     "model": Part(
-        (f"{TEST} tests/dsv4 --ignore tests/dsv4/test_steps.py",), 200, "tests of the model's kernels and passes",
+        (f"{TEST} tests/dsv4 --ignore tests/dsv4/test_steps.py",),
+        200,
+        "tests of the model's kernels and passes",
     ),
     "steps": Part((f"{TEST} tests/dsv4/test_steps.py",), 500, "steps of the model: 2,000 in a row, replays, drafting"),
     "check": Part((f"{RUN} dsv4_forward --check-only --quiet",), 200, "the end-to-end check in all formats"),
@@ -67,15 +73,19 @@ PARTS = {
             f"{RUN} {problem} --sanitize --quiet"
             for problem in ("linear_decode", "mhc_site", "indexer", "fmha_decode", "moe_gemm", "nvfp4_gemv")
         ),
-        560, "small cases of the winners under compute-sanitizer",
+        560,
+        "small cases of the winners under compute-sanitizer",
     ),
     "latency": Part((f"{RUN} dsv4_forward --mode latency --quiet",), 400, "recorded latency of the composed model"),
     "pairs": Part(("-m tests.exploits.honest_pairs run --same 3 --slowed 3",), 300, "pairs whose ratio is known"),
     "loop": Part(("-m tests.exploits.bare_loop",), 150, "the judge's times beside a plain loop's, recorded"),
-    "nvfp4_gemv": _records("nvfp4_gemv", 300), "fmha_decode": _records("fmha_decode", 250),
-    "mhc_site": _records("mhc_site", 250), "indexer": _records("indexer", 250),
-    "linear_decode": _records("linear_decode", 350), "moe_gemm": _records("moe_gemm", 560),
-}  # fmt: skip
+    "nvfp4_gemv": _records("nvfp4_gemv", 300),
+    "fmha_decode": _records("fmha_decode", 250),
+    "mhc_site": _records("mhc_site", 250),
+    "indexer": _records("indexer", 250),
+    "linear_decode": _records("linear_decode", 350),
+    "moe_gemm": _records("moe_gemm", 560),
+}
 
 
 def _heed() -> None:

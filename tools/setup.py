@@ -138,8 +138,10 @@ def decide(facts: Facts, requirements: Sequence[str], pins: Mapping[str, str]) -
         torch, first = "cuda" if facts.gpu else "cpu", [f"torch=={pins['torch']}"]
     if not facts.ensurepip and facts.pip < (22, 3):  # pip --python came with 22.3
         if first or any(split(r)[0] in ESSENTIAL for r in rest):
-            return Plan(stop="python3 has neither ensurepip nor a pip of 22.3 or later, so nothing can be installed: "
-                        "get one (Debian: apt install python3-venv) and make again")  # fmt: skip
+            return Plan(
+                stop="python3 has neither ensurepip nor a pip of 22.3 or later, so nothing can be installed: "
+                "get one (Debian: apt install python3-venv) and make again"
+            )
         rest = []
     named = [f"{name}{extra}=={pins[name]}" for name, extra, _ in map(split, rest)]
     return Plan("", torch, facts.ensurepip, (*first, *named), pins)
@@ -259,8 +261,19 @@ def torch_choice(plan: Plan) -> tuple[str, list[str]]:
     """
     plain = plan.requirements[0]
     for where, extra in (("pip's own indexes", []), (CPU_INDEX, ["--extra-index-url", CPU_INDEX])):
-        probe = pip_command(plan, "install", "--dry-run", "--no-deps", "--only-binary=:all:", "--retries", "1",
-                            "--timeout", "20", *extra, f"{plain}+cpu")  # fmt: skip
+        probe = pip_command(
+            plan,
+            "install",
+            "--dry-run",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--retries",
+            "1",
+            "--timeout",
+            "20",
+            *extra,
+            f"{plain}+cpu",
+        )
         if subprocess.run(probe, capture_output=True).returncode == 0:
             say(f"{plain}+cpu from {where}")
             return f"{plain}+cpu", extra
@@ -290,8 +303,18 @@ def run_pip(plan: Plan, extra: Sequence[str], requirements: Sequence[str]) -> bo
         constraints.writelines(f"{n}=={v}\n" for n, v in plan.pins.items() if n not in named)
         constraints.flush()
         # Modules are compiled when first imported, not all 20,000 now.
-        command = pip_command(plan, "install", "--no-compile", "--only-binary=:all:", "--progress-bar", "off", *extra,
-                              "-c", constraints.name, *requirements)  # fmt: skip
+        command = pip_command(
+            plan,
+            "install",
+            "--no-compile",
+            "--only-binary=:all:",
+            "--progress-bar",
+            "off",
+            *extra,
+            "-c",
+            constraints.name,
+            *requirements,
+        )
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
             lines = show(pip.stdout)
     LOG.write_text("".join(lines))

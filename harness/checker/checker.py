@@ -160,12 +160,20 @@ class Checker:
             self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
-            "device": "cuda" if cuda else "cpu", "sizes": layout.used, "bytes": self._bytes(case), "held": self._held(),
+            "device": "cuda" if cuda else "cpu",
+            "sizes": layout.used,
+            "bytes": self._bytes(case),
+            "held": self._held(),
             "open": {
-                "data": self.spec, "outputs": self.outputs, "inout": self.inout, "captures": self.captures,
-                "own": self.own, "split": self.split, "values": self.values and self.values["leaf"],
+                "data": self.spec,
+                "outputs": self.outputs,
+                "inout": self.inout,
+                "captures": self.captures,
+                "own": self.own,
+                "split": self.split,
+                "values": self.values and self.values["leaf"],
             },
-        }  # fmt: skip
+        }
 
     def _take_values(self, layout: tree.Layout) -> dict | None:
         """Take the numbers and texts of a folder from elsewhere out of the specification, on a CPU: they are contents

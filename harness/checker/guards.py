@@ -65,8 +65,9 @@ def _places(gaps: list[Gap], changed: torch.Tensor) -> list[str]:
     for gap, part in zip(gaps, changed.split([gap.last - gap.first for gap in gaps]), strict=True):
         middle = len(part) // 2 if gap.behind and gap.before else len(part) if gap.behind else 0
         for count, where, name in (
-            (int(part[:middle].sum()), "behind", gap.behind), (int(part[middle:].sum()), "before", gap.before)
-        ):  # fmt: skip
+            (int(part[:middle].sum()), "behind", gap.behind),
+            (int(part[middle:].sum()), "before", gap.before),
+        ):
             if count:
                 found.append(f"{count} byte{'s' if count > 1 else ''} {where} {name}")
     return found

@@ -10,9 +10,13 @@ FP4 = torch.float4_e2m1fn_x2
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples, less their whole part, never repeat
 # Floating-point types with one value per element: bits after the leading one.
 BITS = {
-    torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7, torch.float8_e4m3fn: 3,
+    torch.float64: 52,
+    torch.float32: 23,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 2,
-}  # fmt: skip
+}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,10 +86,19 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         process.ask(replies.Ready, {**message, "baseline": handle.baseline, "bytes": nbytes}, plan.limit_s)
     # The checker stops the runner, fills the buffer, says "go", reads its clock, and stops the runner again.
     message = {
-        "op": "turn", "number": process.number, "which": plan.which, "first": first, "last": not stays,
-        "fill": not handle.baseline, "judges": judges, "limit_s": plan.limit_s, "key": None,
-        "baseline": handle.baseline, "bytes": nbytes, **address,
-    }  # fmt: skip
+        "op": "turn",
+        "number": process.number,
+        "which": plan.which,
+        "first": first,
+        "last": not stays,
+        "fill": not handle.baseline,
+        "judges": judges,
+        "limit_s": plan.limit_s,
+        "key": None,
+        "baseline": handle.baseline,
+        "bytes": nbytes,
+        **address,
+    }
     found, _ = checker.request(message, limit_s=plan.limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
     turn = process.turn_of(found, plan.limit_s)
     # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
@@ -123,9 +132,14 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
             before = {**address, "op": "warm", "buffer": (process.turn - 2) % request.buffers}
             process.ask(replies.Done, before, plan.limit_s)
     message = {
-        "op": "call", "key": key, "spin_us": process.spin_us, "what": request.what, "audit": request.audit,
-        "bytes": 0 if handle.submission else plan.content.moved, **address,
-    }  # fmt: skip
+        "op": "call",
+        "key": key,
+        "spin_us": process.spin_us,
+        "what": request.what,
+        "audit": request.audit,
+        "bytes": 0 if handle.submission else plan.content.moved,
+        **address,
+    }
     # The parent's own clock: until the runner is ready, and from "go" to its reply.
     child, ready_us, outside_us = process.child, math.nan, math.nan
     deadline = time.monotonic() + plan.limit_s

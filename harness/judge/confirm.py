@@ -28,9 +28,10 @@ def challenger(judged: list[Result], leader: Leader | None, everything: bool) ->
     if leader is None:
         return None
     eligible = [
-        j for j in judged
+        j
+        for j in judged
         if j.verdict == "PASSED" and not j.submission.baseline and not ranking.is_repeat(j.submission.name)
-    ]  # fmt: skip
+    ]
     timed = [(j.metric, j) for j in eligible if j.metric]
     if not timed or (everything and any(is_leader(j, leader) for _, j in timed)):
         return None

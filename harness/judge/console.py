@@ -50,9 +50,14 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
         yield also
         return
     columns = (
-        TextColumn("{task.fields[phase]}"), BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}", markup=False),
-    )  # fmt: skip
+        TextColumn("{task.fields[phase]}"),
+        BarColumn(BAR),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     # What goes to standard error elsewhere stays there.
     with Bars(*columns, console=console, transient=True, redirect_stderr=sys.stderr.isatty()) as bars:
         task = bars.add_task("", total=None, phase="starting")
@@ -115,13 +120,19 @@ def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
     setup, error = t.timing.flat("setup_us"), t.timing.worst_error or {}
     host_bound = int(sum(t.timing.flat("host_bound")))
     return [
-        j.submission.name, case, f"{t.median:.2f}", f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
-        f"{t.readings.bytes / t.median / 1e3:.0f}", f"{t.readings.roofline_us:.2f} {t.readings.roofline_kind}",
+        j.submission.name,
+        case,
+        f"{t.median:.2f}",
+        f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
+        f"{t.readings.bytes / t.median / 1e3:.0f}",
+        f"{t.readings.roofline_us:.2f} {t.readings.roofline_kind}",
         f"{t.readings.roofline_us / t.median:.0%}",
-        f"{stats.median(t.timing.flat('host_us')):.0f}", f"{stats.median(setup):.0f}" if setup else "",
-        f"{error['rel']:.1e}" if error else "", f"{error['tol']:.1e}" if error else "",
+        f"{stats.median(t.timing.flat('host_us')):.0f}",
+        f"{stats.median(setup):.0f}" if setup else "",
+        f"{error['rel']:.1e}" if error else "",
+        f"{error['tol']:.1e}" if error else "",
         f"host-bound in {host_bound} calls" if host_bound else "",
-    ]  # fmt: skip
+    ]
 
 
 def readings(judged: list[Result]) -> None:

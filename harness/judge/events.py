@@ -79,9 +79,15 @@ class Events:
         if found := _MISMATCH.search(reason):
             index, got, expected = [int(i) for i in found[1].split(",") if i.strip()], found[2], found[3]
         self.write(
-            "mismatch", variant=variant, case=case, status=status, index=index, expected=_number(expected),
-            got=_number(got), reason=reason,
-        )  # fmt: skip
+            "mismatch",
+            variant=variant,
+            case=case,
+            status=status,
+            index=index,
+            expected=_number(expected),
+            got=_number(got),
+            reason=reason,
+        )
 
 
 def _number(said: str | None) -> float | str | None:

@@ -310,9 +310,13 @@ class RunnerHandle:
         self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
         self.last_loss = None
         message = {
-            "device": device, "folder": str(folder), "file": file, "files": files,
-            "compile": compile_only, "common": str(box.common) if box and box.common else None,
-        }  # fmt: skip
+            "device": device,
+            "folder": str(folder),
+            "file": file,
+            "files": files,
+            "compile": compile_only,
+            "common": str(box.common) if box and box.common else None,
+        }
         with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
             child.send(message)
 

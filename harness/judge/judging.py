@@ -28,10 +28,17 @@ class Judging:
     """
 
     def __init__(
-        self, problem: Problem, device: str, target: str, args: argparse.Namespace, recorder: Recorder,
-        journal: Journal | None, enter: Callable[[Submission], Result | None], events: Events,
+        self,
+        problem: Problem,
+        device: str,
+        target: str,
+        args: argparse.Namespace,
+        recorder: Recorder,
+        journal: Journal | None,
+        enter: Callable[[Submission], Result | None],
+        events: Events,
         devices: Sequence[Place] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.devices = devices
         self.problem, self.device, self.target, self.args = problem, device, target, args
         self.recorder, self.journal, self.enter, self.events = recorder, journal, enter, events
@@ -150,16 +157,28 @@ class Judging:
             verdict.pair(*judged, stats.SAME_WITHIN if percent is None else percent / 100)
 
     def _work(
-        self, session: Session, judged: list[Result], cases: list[Case], limit_s: float | None,
-        how: phases.Plan | None = None, paired: bool = False,
-    ) -> Work:  # fmt: skip
+        self,
+        session: Session,
+        judged: list[Result],
+        cases: list[Case],
+        limit_s: float | None,
+        how: phases.Plan | None = None,
+        paired: bool = False,
+    ) -> Work:
         """Return what the parts of a phase have in common, and compile the submissions once for all of them."""
         session.build(*(self._handle(j) for j in judged))
         plan = dataclasses.asdict(how) if how else None
         return Work(
-            self.problem, self.device, self.target, [j.submission for j in judged], cases, self.args.timeout, limit_s,
-            plan, paired,
-        )  # fmt: skip
+            self.problem,
+            self.device,
+            self.target,
+            [j.submission for j in judged],
+            cases,
+            self.args.timeout,
+            limit_s,
+            plan,
+            paired,
+        )
 
     def _spread(
         self, session: Session, work: Work, shares: list[Share], have: Have, phase: str, progress: Progress

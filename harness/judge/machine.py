@@ -17,10 +17,29 @@ from harness.sandbox.policy import SandboxError
 from problems.common import build
 
 _ERRORS = {
-    errno.EACCES, errno.EAGAIN, errno.EBUSY, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ELOOP, errno.EMFILE,
-    errno.ENAMETOOLONG, errno.ENFILE, errno.ENODEV, errno.ENOEXEC, errno.ENOLCK, errno.ENOMEM, errno.ENOSPC,
-    errno.ENOTDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.EPERM, errno.EROFS, errno.ESTALE, errno.ETXTBSY,
-}  # fmt: skip
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENAMETOOLONG,
+    errno.ENFILE,
+    errno.ENODEV,
+    errno.ENOEXEC,
+    errno.ENOLCK,
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.ENXIO,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ETXTBSY,
+}
 _SAID = 500  # characters
 
 

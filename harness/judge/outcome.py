@@ -154,9 +154,14 @@ def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float, baseline: b
     # Only baselines have a setup whose time does not count.
     setup_us = reply.setup_us if baseline else None
     return Outcome(
-        "PASSED", us=reply.us, host_us=reply.host_us, host_bound=reply.host_bound, setup_us=setup_us,
-        ready_us=ready_us, outside_us=outside_us,
-    )  # fmt: skip
+        "PASSED",
+        us=reply.us,
+        host_us=reply.host_us,
+        host_bound=reply.host_bound,
+        setup_us=setup_us,
+        ready_us=ready_us,
+        outside_us=outside_us,
+    )
 
 
 def written_later(changed: int) -> Outcome | None:

@@ -43,9 +43,14 @@ class Part:
             if self.order["plan"] is None:
                 twice = tuple(case for number, case in self._numbered() if number in self.order["twice"])
                 phases.run_tests(
-                    session, self.handles, self.cases, self._tested, self._step, limit_s=self.order["limit_s"],
+                    session,
+                    self.handles,
+                    self.cases,
+                    self._tested,
+                    self._step,
+                    limit_s=self.order["limit_s"],
                     twice=twice,
-                )  # fmt: skip
+                )
             else:
                 self._time(session)
             audits = {handle.name: dataclasses.asdict(handle.audit) for handle in self.handles}
@@ -57,10 +62,16 @@ class Part:
     def _time(self, session: Session) -> None:
         first, end = self.order["processes"]
         made = phases.Benchmark(
-            session=session, handles=self.handles, cases=self.cases, progress=self._step, paired=self.order["paired"],
-            done=self._timed, have=phases.NOTHING, budget=phases.Budget(self.order["limit_s"]),
+            session=session,
+            handles=self.handles,
+            cases=self.cases,
+            progress=self._step,
+            paired=self.order["paired"],
+            done=self._timed,
+            have=phases.NOTHING,
+            budget=phases.Budget(self.order["limit_s"]),
             how=phases.Plan(**self.order["plan"]),
-        )  # fmt: skip
+        )
         made.watched = {handle.name: random.randrange(first, end) for handle in self.handles}
         made.run(range(first, end))
 

@@ -69,20 +69,23 @@ class Plan:
 
 def plan(device: str, paired: bool = False) -> Plan:
     """Return the counts of a run on `device`. No submission can change them."""
-    count, together, samples = (
-        (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
-    )  # fmt: skip
+    count, together, samples = (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     extra = EXTRA_ROUNDS[device] * samples[device]
     return Plan(
         count[device], samples[device], WARMUPS[device], BUFFERS[device], AUDITS[device], together[device], extra
-    )  # fmt: skip
+    )
 
 
 def run_tests(
-    session: Session, handles: list[RunnerHandle], cases: list[Case],
-    done: Callable[[RunnerHandle, Case, Outcome], None], progress: Progress, have: Have = NOTHING,
-    limit_s: float | None = None, twice: tuple[Case, ...] = (),
-) -> dict[str, list[Outcome]]:  # fmt: skip
+    session: Session,
+    handles: list[RunnerHandle],
+    cases: list[Case],
+    done: Callable[[RunnerHandle, Case, Outcome], None],
+    progress: Progress,
+    have: Have = NOTHING,
+    limit_s: float | None = None,
+    twice: tuple[Case, ...] = (),
+) -> dict[str, list[Outcome]]:
     """Call every submission once on every case. Return the outcomes by submission, in the order of the cases. `done`
     receives each one. Outcomes in `have` are not measured again. limit_s: for all calls of a submission together.
     twice: cases on which those that pass are called once more, on contents of a secret seed, since a submission can
@@ -123,18 +126,32 @@ def run_tests(
 
 
 def run_benchmarks(
-    session: Session, handles: list[RunnerHandle], cases: list[Case], progress: Progress, paired: bool = False,
-    group: GroupDone | None = None, have: Have = NOTHING, limit_s: float | None = None, how: Plan | None = None,
-) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:  # fmt: skip
+    session: Session,
+    handles: list[RunnerHandle],
+    cases: list[Case],
+    progress: Progress,
+    paired: bool = False,
+    group: GroupDone | None = None,
+    have: Have = NOTHING,
+    limit_s: float | None = None,
+    how: Plan | None = None,
+) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
     """Time every submission on every case. Return (timings by submission, the judge's own readings by case). group:
     receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
     all calls of a submission together.
     """
     how = how or plan(session.device, paired)
     made = Benchmark(
-        session=session, handles=handles, cases=cases, progress=progress, paired=paired, done=group, have=have,
-        budget=Budget(limit_s), how=how,
-    )  # fmt: skip
+        session=session,
+        handles=handles,
+        cases=cases,
+        progress=progress,
+        paired=paired,
+        done=group,
+        have=have,
+        budget=Budget(limit_s),
+        how=how,
+    )
     for handle in handles:
         handle.lost = 0
     made.run(range(how.processes))
@@ -317,10 +334,16 @@ class Benchmark:
             if self.done:
                 self.done(
                     Group(
-                        group.process, number, group.outcomes, group.own, group.seeds, found.state, group.part,
+                        group.process,
+                        number,
+                        group.outcomes,
+                        group.own,
+                        group.seeds,
+                        found.state,
+                        group.part,
                         group.batches,
                     )
-                )  # fmt: skip
+                )
 
     def _batches(self, number: int, groups: list[_Group]) -> None:
         """Read a batch of each submission that had none, in one process; and where the times are shorter than it
@@ -540,7 +563,7 @@ class Budget:
 
 def _unseen(
     session: Session, budget: Budget, case: Case, passed: list[tuple[RunnerHandle, Outcome]]
-) -> Iterator[tuple[RunnerHandle, Outcome]]:  # fmt: skip
+) -> Iterator[tuple[RunnerHandle, Outcome]]:
     """Call these again on contents of `case` that are in no file. Yield the first outcome, or the second if it failed,
     with the seed that gives the contents again.
     """

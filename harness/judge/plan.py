@@ -12,14 +12,28 @@ from harness.results import environment, record, schema
 # Options that say what a run judges, and how. The others choose what is printed, or written besides the records
 # (harness/judge/outputs.py), or are refused in a recorded run.
 OPTIONS = (
-    "mode", "variant", "submission", "against", "processes", "same_within", "fail_on_regression", "all", "seed",
+    "mode",
+    "variant",
+    "submission",
+    "against",
+    "processes",
+    "same_within",
+    "fail_on_regression",
+    "all",
+    "seed",
     "timeout",
-)  # fmt: skip
+)
 _WORDS = {
-    "arguments": "its arguments", "submissions": "the submissions", "tests": "the test cases", "target": "the target",
-    "benchmarks": "the benchmark cases", "problem_hash": "the problem's own files", "environment": "the environment",
-    "harness_hash": "the judge", "schema": "the records' schema",
-}  # fmt: skip
+    "arguments": "its arguments",
+    "submissions": "the submissions",
+    "tests": "the test cases",
+    "target": "the target",
+    "benchmarks": "the benchmark cases",
+    "problem_hash": "the problem's own files",
+    "environment": "the environment",
+    "harness_hash": "the judge",
+    "schema": "the records' schema",
+}
 
 
 class ChangedError(UsageError):
@@ -29,21 +43,30 @@ class ChangedError(UsageError):
 
 
 def make(
-    run_id: str, problem: Problem, target: str, arguments: argparse.Namespace, submissions: list[Result],
-    tests: list[Case], benchmarks: list[Case],
-) -> dict:  # fmt: skip
+    run_id: str,
+    problem: Problem,
+    target: str,
+    arguments: argparse.Namespace,
+    submissions: list[Result],
+    tests: list[Case],
+    benchmarks: list[Case],
+) -> dict:
     """The plan as JSON: what a record names, and a hash of everything that an outcome depends on."""
     with reading(problem.name):
         problem_hash = sources.problem_hash(problem.folder, problem.others)
     return {
-        "run_id": run_id, "schema": schema.SCHEMA, "target": target,
+        "run_id": run_id,
+        "schema": schema.SCHEMA,
+        "target": target,
         "arguments": {name: _absolute(getattr(arguments, name)) for name in OPTIONS},
         "outputs": outputs.noted(arguments),
         "submissions": {one.submission.name: one.source_hash for one in submissions},
-        "tests": [_case(case) for case in tests], "benchmarks": [_case(case) for case in benchmarks],
+        "tests": [_case(case) for case in tests],
+        "benchmarks": [_case(case) for case in benchmarks],
         "problem_hash": problem_hash,
-        "harness_hash": record.harness_hash(), "environment": environment.describe(),
-    }  # fmt: skip
+        "harness_hash": record.harness_hash(),
+        "environment": environment.describe(),
+    }
 
 
 def adopt(plan: dict, arguments: argparse.Namespace, defaults: argparse.Namespace) -> None:

@@ -84,12 +84,18 @@ class Work:
     def order(self, share: Share) -> dict:
         """The JSON that a part receives."""
         return {
-            "problem": str(self.problem.folder), "device": self.device, "target": self.target,
+            "problem": str(self.problem.folder),
+            "device": self.device,
+            "target": self.target,
             "submissions": [[one.name, str(one.file)] for one in self.submissions],
             "cases": [[number, dataclasses.asdict(self.cases[number])] for number in share.cases],
-            "processes": share.processes, "timeout_s": self.timeout_s, "limit_s": self.limit_s, "plan": self.plan,
-            "paired": self.paired, "twice": [number for number in share.cases if self.cases[number] in self.twice],
-        }  # fmt: skip
+            "processes": share.processes,
+            "timeout_s": self.timeout_s,
+            "limit_s": self.limit_s,
+            "plan": self.plan,
+            "paired": self.paired,
+            "twice": [number for number in share.cases if self.cases[number] in self.twice],
+        }
 
 
 def places(wanted: str) -> list[Place]:
@@ -100,8 +106,10 @@ def places(wanted: str) -> list[Place]:
     names = [f"cuda:{number}" for number in range(len(visible))]
     asked = names if wanted == "all" else [re.sub(r"^(?=\d+$)", "cuda:", word.strip()) for word in wanted.split(",")]
     if unknown := [name for name in asked if name not in names]:
-        raise UsageError(f"--devices must be all, or a list of {', '.join(names) or 'GPUs, of which there is none'}, "
-                         f"got {unknown[0]!r}")  # fmt: skip
+        raise UsageError(
+            f"--devices must be all, or a list of {', '.join(names) or 'GPUs, of which there is none'}, "
+            f"got {unknown[0]!r}"
+        )
     if len(set(asked)) < len(asked):
         raise UsageError(f"--devices names a GPU twice: {wanted}")
     chosen = [(name, visible[names.index(name)]) for name in asked]
@@ -194,9 +202,15 @@ class _Parts:
                 return None
             pipe = subprocess.PIPE
             part = subprocess.Popen(
-                COMMAND, cwd=ROOT, env={**os.environ, **place.env}, stdin=pipe, stdout=pipe, stderr=pipe, text=True,
+                COMMAND,
+                cwd=ROOT,
+                env={**os.environ, **place.env},
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             self.running[place.name] = part
             order = self.work.order(self.todo.popleft())
         assert part.stdin

@@ -16,9 +16,18 @@ from harness.sandbox import policy, workdir
 from problems.common import build
 
 EXIT_CODES = {
-    "PASSED": 0, "COMPILED": 0, "MODEL_CHECKED": 0, "INCORRECT": 1, "RULE_BROKEN": 3, "CHEAT_SUSPECTED": 3,
-    "COMPILE_ERROR": 4, "RUNTIME_ERROR": 4, "TIMEOUT": 5, "INVALID_MEASUREMENT": 6, "UNSUPPORTED": 7,
-}  # fmt: skip
+    "PASSED": 0,
+    "COMPILED": 0,
+    "MODEL_CHECKED": 0,
+    "INCORRECT": 1,
+    "RULE_BROKEN": 3,
+    "CHEAT_SUSPECTED": 3,
+    "COMPILE_ERROR": 4,
+    "RUNTIME_ERROR": 4,
+    "TIMEOUT": 5,
+    "INVALID_MEASUREMENT": 6,
+    "UNSUPPORTED": 7,
+}
 REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
 # Where a submission failed in several ways, the one that says most about it is its verdict.
 _GRAVEST = schema.STATUSES
@@ -149,9 +158,14 @@ def regressions(j: Result, percent: float) -> list[str]:
 def _against(other: Result, found: stats.Ratio, within: float) -> dict:
     word = found.word(within)
     said = {
-        "variant": other.submission.name, "ratio": found.ratio, "ci95": list(found.ci95), "ci99": list(found.ci99),
-        "word": word, "processes": found.processes, "same_within": within,
-    } | ({"commit": other.submission.commit} if other.submission.commit else {})  # fmt: skip
+        "variant": other.submission.name,
+        "ratio": found.ratio,
+        "ci95": list(found.ci95),
+        "ci99": list(found.ci99),
+        "word": word,
+        "processes": found.processes,
+        "same_within": within,
+    } | ({"commit": other.submission.commit} if other.submission.commit else {})
     if word != "UNDECIDED":
         return said
     return {**said, "needed": found.needed(within), "needed_range": list(found.needed_range(within))}
@@ -212,33 +226,58 @@ class Recorder:
         """The fields that every record has, but for the verdict."""
         commit, dirty = (judged.submission.commit, False) if judged.submission.commit else environment.commit()
         return {
-            "schema": schema.SCHEMA, "run_id": self.run_id, "time": record.now(), "problem": self.problem.name,
-            "case": case, "kind": kind, "variant": judged.submission.name, "target": judged.target,
-            "baseline": judged.submission.baseline, "source_hash": judged.source_hash,
-            "environment": environment.describe(), "commit": commit, "dirty": dirty,
+            "schema": schema.SCHEMA,
+            "run_id": self.run_id,
+            "time": record.now(),
+            "problem": self.problem.name,
+            "case": case,
+            "kind": kind,
+            "variant": judged.submission.name,
+            "target": judged.target,
+            "baseline": judged.submission.baseline,
+            "source_hash": judged.source_hash,
+            "environment": environment.describe(),
+            "commit": commit,
+            "dirty": dirty,
             "code_hash": self._code_hash(judged),
-            "problem_hash": self.problem_hash, "harness_hash": self.harness_hash, "sandbox": self.sandbox,
-        }  # fmt: skip
+            "problem_hash": self.problem_hash,
+            "harness_hash": self.harness_hash,
+            "sandbox": self.sandbox,
+        }
 
     def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
         return {
-            **self.base(judged, "test", case.params), "status": outcome.status, "reason": outcome.reason,
-            "error": _error(outcome.error), "seeds": [str(case.seed)], "device": self.device,
-        }  # fmt: skip
+            **self.base(judged, "test", case.params),
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "error": _error(outcome.error),
+            "seeds": [str(case.seed)],
+            "device": self.device,
+        }
 
     def _benchmark(self, judged: Result, index: int) -> dict:
         time = judged.times[index]
         timing, readings = time.timing, time.readings
         line = {
-            **self.base(judged, "benchmark", time.case.params), "device": self.device,
+            **self.base(judged, "benchmark", time.case.params),
+            "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
-            "roofline_us": readings.roofline_us, "roofline_kind": readings.roofline_kind,
-            "roofline_config": readings.roofline_config, "empty_call_us": readings.empty_us, "bytes": readings.bytes,
-            "flops": time.case.flops, "seeds": readings.seeds, "clocks_mhz": readings.clocks_mhz,
-            "throttle": readings.throttle, "error": _error(timing.worst_error), "clock": self._clock(timing, readings),
-            "ranking_by": judged.ranking_by, "attempt": judged.attempt, "audit": judged.audit,
-        }  # fmt: skip
+            "roofline_us": readings.roofline_us,
+            "roofline_kind": readings.roofline_kind,
+            "roofline_config": readings.roofline_config,
+            "empty_call_us": readings.empty_us,
+            "bytes": readings.bytes,
+            "flops": time.case.flops,
+            "seeds": readings.seeds,
+            "clocks_mhz": readings.clocks_mhz,
+            "throttle": readings.throttle,
+            "error": _error(timing.worst_error),
+            "clock": self._clock(timing, readings),
+            "ranking_by": judged.ranking_by,
+            "attempt": judged.attempt,
+            "audit": judged.audit,
+        }
         if timing.batches:
             line["batches"] = [{**dataclasses.asdict(one), "least_us": one.least_us} for one in timing.batches]
         if judged.confirms:
@@ -250,7 +289,7 @@ class Recorder:
                 "samples_us": [[round(us, 4) for us in group] for group in timing.samples],
                 "host_us": stats.median(timing.flat("host_us")),
                 "setup_us": stats.median(setup) if setup else None,
-            }  # fmt: skip
+            }
         if time.failure is None:
             line |= {"median_us": time.median, "ci95_us": list(time.interval)}
         if judged.against and judged.against[index]:

@@ -184,7 +184,7 @@ def small(problem: Problem) -> list[Case]:
 
 def survey(
     ask: Ask, cases: list[tuple[str, Case]], baselines: bool, progress: Progress = lambda _: None
-) -> tuple[list[Row], list[str]]:  # fmt: skip
+) -> tuple[list[Row], list[str]]:
     """Put every candidate to the check in every case, with a baseline's tolerance too if there are `baselines`. Return
     the rows, and what else is wrong.
     """
@@ -374,9 +374,10 @@ def _named(problem: Problem, files: list[Path]) -> list[Submission]:
     stems = [one.name for one in found]
     return [
         replace(one, name=file.relative_to(problem.folder).with_suffix("").as_posix())
-        if stems.count(one.name) > 1 else one
+        if stems.count(one.name) > 1
+        else one
         for one, file in zip(found, files, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _place(problem: Problem, one: Submission) -> str:
@@ -386,7 +387,7 @@ def _place(problem: Problem, one: Submission) -> str:
 
 def _judged(
     session: Session, target: str, submissions: list[Submission], cases: list[Case], progress: Progress
-) -> dict[str, list[Outcome]]:  # fmt: skip
+) -> dict[str, list[Outcome]]:
     """Return the outcomes of each submission by name, in the order of `cases`."""
     results: dict[str, list[Outcome]] = {}
     for start in range(0, len(submissions), AT_ONCE):
@@ -397,7 +398,7 @@ def _judged(
 
 def _fit(
     session: Session, submissions: Iterable[Submission], target: str
-) -> tuple[list[Submission], dict[str, Outcome]]:  # fmt: skip
+) -> tuple[list[Submission], dict[str, Outcome]]:
     """Return what can be judged here, and by name why the others cannot."""
     refused = {e: selection.refusal(e, session.device, target) for e in submissions}
     return [e for e, why in refused.items() if not why], {e.name: why for e, why in refused.items() if why}

@@ -292,8 +292,9 @@ class Trivial(Checker):
             found[ALL_NEGATED] = (QUESTION, lambda: spoilt.all_negated(exact))
             for axis in spoilt.axes(exact):
                 found[f"two places of axis {axis} swapped"] = (
-                    QUESTION, lambda axis=axis: spoilt.swapped_along(exact, axis),
-                )  # fmt: skip
+                    QUESTION,
+                    lambda axis=axis: spoilt.swapped_along(exact, axis),
+                )
         if self.unweighted:
             found["answer to other weights"] = (BLIND, lambda: self.unweighted[j])
         for i in self._some(self.inputs):
@@ -392,9 +393,7 @@ class Trivial(Checker):
         content = values.numbers(content)
         return values.like(form, values.cast(values.fitted(_filled(content), form.shape), form.dtype))
 
-    def _answer_to(
-        self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> list:  # fmt: skip
+    def _answer_to(self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]) -> list:
         """The answer to the inputs of which those in `which` went through `change`, which gives None where it means
         nothing. What is OPAQUE stays as it is. Each output takes its part of one answer.
         """
@@ -405,9 +404,7 @@ class Trivial(Checker):
             raise found
         return found
 
-    def _derive(
-        self, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> list | AbsentError:  # fmt: skip
+    def _derive(self, which: list[int], change: Callable[[torch.Tensor], torch.Tensor | None]) -> list | AbsentError:
         if which and self.opaque.issuperset(which):
             return AbsentError(f"task.py says that {', '.join(self.names[i] for i in which)} is OPAQUE")
         data, changed, apt = tree.clone(self.pristine), False, False

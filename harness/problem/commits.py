@@ -126,9 +126,11 @@ def _changes(now: Path, then: Path, variant: Path) -> list[str]:
             found.append(f"{literal} was {was}, now {is_}")
     defined = {name for node in load.parse(now).body for name in _bound(node)}
     wanted = [
-        alias.name for node in ast.walk(load.parse(variant))
-        if isinstance(node, ast.ImportFrom) and node.module == "task" and not node.level for alias in node.names
-    ]  # fmt: skip
+        alias.name
+        for node in ast.walk(load.parse(variant))
+        if isinstance(node, ast.ImportFrom) and node.module == "task" and not node.level
+        for alias in node.names
+    ]
     found += [f"the variant imports {name} from task, which has none" for name in wanted if name not in defined]
     return found
 

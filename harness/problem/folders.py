@@ -359,12 +359,13 @@ def _read(folder: Path) -> Problem:
             return tuple(
                 Case(
                     {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
-                    spec.seed, _count(folder, spec.bytes_moved),
+                    spec.seed,
+                    _count(folder, spec.bytes_moved),
                     _count(folder, spec.flops) if hasattr(spec, "flops") else None,
                     _count(folder, spec.weight_bytes) if hasattr(spec, "weight_bytes") else 0,
                 )
                 for spec in specs
-            )  # fmt: skip
+            )
 
         benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}
         if hasattr(task, "BENCHMARKS_SM100"):

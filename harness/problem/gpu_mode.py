@@ -63,11 +63,17 @@ def read(folder: Path) -> Problem:
     files = _files(folder, task.files)
     elsewhere = files.pop("reference.py", None)
     return Problem(
-        sources.qualified(folder), folder, False, _cases(file, task, "tests"), {"cuda": benchmarks, "cpu": benchmarks},
-        files, task.ranking_by,
+        sources.qualified(folder),
+        folder,
+        False,
+        _cases(file, task, "tests"),
+        {"cuda": benchmarks, "cpu": benchmarks},
+        files,
+        task.ranking_by,
         {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout},
-        elsewhere=elsewhere, helpers=_helpers(folder, elsewhere or folder / "reference.py", files),
-    )  # fmt: skip
+        elsewhere=elsewhere,
+        helpers=_helpers(folder, elsewhere or folder / "reference.py", files),
+    )
 
 
 def _task(file: Path) -> _Task:

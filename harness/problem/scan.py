@@ -23,7 +23,6 @@ from types import CodeType
 from typing import Any
 
 from harness.problem import sources
-from harness.results import record
 from problems.common import build, load
 
 WORD = re.compile("stream", re.IGNORECASE)
@@ -34,20 +33,33 @@ _SHOWN = 60  # characters of a line in a message
 _CALLS = {"exec", "eval", "__import__", "compile"}  # builtins that make code out of text
 # Values of torch.compile that make it capture graphs, and what to do instead.
 _GRAPH_MODES = {
-    "reduce-overhead": "leave the mode out", "max-autotune": 'use "max-autotune-no-cudagraphs"',
-    "triton.cudagraphs": "leave the option out", "cudagraphs": "use the default backend",
-}  # fmt: skip
+    "reduce-overhead": "leave the mode out",
+    "max-autotune": 'use "max-autotune-no-cudagraphs"',
+    "triton.cudagraphs": "leave the option out",
+    "cudagraphs": "use the default backend",
+}
 _MODULES = {
-    "base64", "builtins", "code", "codecs", "codeop", "marshal", "pickle", "runpy", "zlib", "ctypes.util",
-}  # fmt: skip
+    "base64",
+    "builtins",
+    "code",
+    "codecs",
+    "codeop",
+    "marshal",
+    "pickle",
+    "runpy",
+    "zlib",
+    "ctypes.util",
+}
 # What C++ takes a text for, in this order: (pattern, what it is replaced by).
 _CPP_FORMS: tuple[tuple[re.Pattern, Any], ...] = (
     (re.compile(r"\\[ \t]*\r?\n"), ""),  # a line goes on
-    (re.compile(r"\\(?:u([0-9a-fA-F]{4})|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2}))"),
-     lambda found: chr(min(int(found[1] or found[2] or found[3], 16), 0x10FFFF))),
+    (
+        re.compile(r"\\(?:u([0-9a-fA-F]{4})|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2}))"),
+        lambda found: chr(min(int(found[1] or found[2] or found[3], 16), 0x10FFFF)),
+    ),
     (re.compile(r'"\s*"'), ""),  # neighbouring strings
     (re.compile(r"(?<!\s)\s*##\s*"), ""),  # names put together
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
 def source_hash(file: Path, folder: Path | None = None) -> str:
     """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
     files = closure(file, folder)
-    return record.source_hash((*files, *sources.shared(files)))
+    return sources.hash_of((*files, *sources.shared(files)))
 
 
 def findings(files: list[Path], baseline: bool = False, own: bool = True) -> list[Finding]:
@@ -154,11 +166,12 @@ def _named(file: Path, number: int, line: str, match: re.Match, in_comment: bool
     shown = line.strip() if len(line.strip()) <= _SHOWN else f"{line.strip()[: _SHOWN - 3]}..."
     holds = "is" if WORD.fullmatch(match[0]) else "contains"
     return Finding(
-        file, number,
+        file,
+        number,
         f'"{match[0]}" {holds} the reserved word "stream" (rule 1: default stream only; it counts inside other words, '
         f"comments and strings too). Rename it, or leave it out: {shown}",
         in_comment,
-    )  # fmt: skip
+    )
 
 
 def _comments(file: Path, text: str) -> set[tuple[int, int]]:

@@ -10,11 +10,10 @@ import ast
 import contextlib
 import functools
 import hashlib
-import io
 import json
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,6 +26,7 @@ HIDDEN = ("reference", "check", "wrong", "variants")
 # What task.py says of sm100 only. It is no part of problem_hash, or records of other targets would seem to be of
 # another problem; a record names its case.
 _LATER = {"BENCHMARKS_SM100", "ONLY_BY_TARGET"}
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @contextlib.contextmanager
@@ -109,56 +109,49 @@ def of_problem(folder: Path, others: Iterable[Path] = ()) -> list[Path]:
     return [*dict.fromkeys((*files, *shared(files)))] + ([cases] if cases.is_file() else [])
 
 
+def hash_of(files: Iterable[Path]) -> str:
+    """Hash of the sources of a submission: their names, and what they say. SyntaxError: one cannot be parsed."""
+    return record.content_hash((file.name, content(file)) for file in sorted(files))
+
+
 def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
     """Hash of what defines the problem `folder`: the names of its files, and what they say. ValueError, SyntaxError,
     yaml.YAMLError: one of them cannot be read.
     """
-    return record.content_hash((path.name, _code(path)) for path in sorted(of_problem(folder, others)))
+    return record.content_hash(
+        (path.name, content(path, docstrings=False)) for path in sorted(of_problem(folder, others))
+    )
 
 
-def _code(path: Path) -> bytes:
-    """What a file says: of a Python file its tokens, without comments, docstrings and line breaks, and of YAML what is
-    in it. So rewording or formatting a problem does not change it.
+def content(path: Path, docstrings: bool = True) -> bytes:
+    """What a source says: of a Python file its syntax tree, so that comments and layout do not matter, of YAML its
+    data, of any other file its bytes. SyntaxError: a Python file cannot be parsed.
     """
     if path.suffix == ".yml":
         return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
-    text, tree = load.text(path), load.parse(path)
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    later = [node for node in assigned if _LATER & {ast.unparse(target) for target in node.targets}]
-    docstrings = {
-        (node.body[0].lineno, node.body[0].col_offset)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node, clean=False) is not None
-    }
-    lines = {line for node in later for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    return "\n".join(_tokens(text, docstrings, lines)).encode()
+    if path.suffix != ".py":
+        return path.read_bytes()
+    tree = load.parse(path)
+    if not docstrings:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.Assign) and _LATER & _targets(node))]
+    return _dump(tree, docstrings).encode()
 
 
-def _tokens(text: str, without: set[tuple[int, int]], unread: set[int]) -> Iterator[str]:
-    """The tokens of a Python text but for comments, line breaks, the strings that begin at `without`, and the lines
-    `unread`.
-    """
-    left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
-    lines, inside, start = text.splitlines(keepends=True), 0, (0, 0)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        name = tokenize.tok_name[token.type]
-        if token.start[0] in unread:
-            continue
-        # From Python 3.12 an f-string is several tokens; here it is one, as before.
-        if name == "FSTRING_START":
-            start = start if inside else token.start
-            inside += 1
-        elif name == "FSTRING_END":
-            inside -= 1
-            if not inside:
-                (first, begin), (last, end) = start, token.end
-                whole = "".join(lines[first - 1 : last])
-                yield whole[begin : len(whole) - len(lines[last - 1]) + end]
-        elif (
-            not inside and token.type not in left_out and (token.type != tokenize.STRING or token.start not in without)
-        ):
-            yield token.string.strip() or name  # a change of indentation has no text to compare
+def _targets(node: ast.Assign) -> set[str]:
+    return {ast.unparse(target) for target in node.targets}
+
+
+def _dump(node: Any, docstrings: bool) -> str:
+    """A syntax tree as text, equal for every version of Python: `ast.dump` differs in what it shows of empty fields."""
+    if isinstance(node, list):
+        return f"[{','.join(_dump(one, docstrings) for one in node)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if not docstrings and isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = fields["body"][1:]
+    parts = [f"{name}={_dump(value, docstrings)}" for name, value in fields.items() if value not in (None, [])]
+    return f"{type(node).__name__}({','.join(parts)})"
 
 
 def is_composition(folder: Path) -> bool:

@@ -35,9 +35,12 @@ def block() -> str:
     runtime = f"CUDA {e['cuda']}, driver {e['driver']}" if e["driver"] else "no GPU driver"
     dsl = f", CuTe DSL {e['cutlass_dsl']}" if e["cutlass_dsl"] else ""
     rows = (
-        ("GPU", e["gpu"] or "none"), ("CPU", e["cpu"]), ("Runtime", runtime), ("Platform", e["platform"]),
+        ("GPU", e["gpu"] or "none"),
+        ("CPU", e["cpu"]),
+        ("Runtime", runtime),
+        ("Platform", e["platform"]),
         ("Torch", f"{e['torch']}, Python {e['python']}{dsl}"),
-    )  # fmt: skip
+    )
     return "\n".join(f"{name + ':':<10}{value}" for name, value in rows)
 
 

@@ -28,10 +28,15 @@ LEFT_OUT = "left out; it stays there (append a corrected line if you need it)"
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
 _HELP = {
-    errno.ENOSPC: "free some space", errno.EDQUOT: "free some of the quota", errno.EFBIG: "raise `ulimit -f`",
-    errno.EROFS: "make it writable", errno.EACCES: "make it writable", errno.EPERM: "make it writable",
-    errno.ENOTDIR: "a folder is wanted where a file is", errno.EEXIST: "a folder is wanted where a file is",
-}  # fmt: skip
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of the quota",
+    errno.EFBIG: "raise `ulimit -f`",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.ENOTDIR: "a folder is wanted where a file is",
+    errno.EEXIST: "a folder is wanted where a file is",
+}
 
 
 class StorageError(RuntimeError):

@@ -20,9 +20,18 @@ from harness.results import text
 SCHEMA = 3
 # Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
 Status = Literal[
-    "RULE_BROKEN", "CHEAT_SUSPECTED", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "INVALID_MEASUREMENT",
-    "UNSUPPORTED", "COMPILED", "MODEL_CHECKED", "PASSED",
-]  # fmt: skip
+    "RULE_BROKEN",
+    "CHEAT_SUSPECTED",
+    "COMPILE_ERROR",
+    "RUNTIME_ERROR",
+    "TIMEOUT",
+    "INCORRECT",
+    "INVALID_MEASUREMENT",
+    "UNSUPPORTED",
+    "COMPILED",
+    "MODEL_CHECKED",
+    "PASSED",
+]
 STATUSES: tuple[str, ...] = get_args(Status)
 Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -30,9 +39,13 @@ Target = Literal["cpu", "sm90", "sm100"]
 TIMED = ("benchmark", "latency")
 # Of schema 1, what the field is called now.
 OLD_NAMES = {
-    "peer": "baseline", "roof_us": "roofline_us", "roof_kind": "roofline_kind", "roof_config": "roofline_config",
-    "untimed_us": "setup_us", "downgrades": "warnings",
-}  # fmt: skip
+    "peer": "baseline",
+    "roof_us": "roofline_us",
+    "roof_kind": "roofline_kind",
+    "roof_config": "roofline_config",
+    "untimed_us": "setup_us",
+    "downgrades": "warnings",
+}
 
 
 def name(value: str) -> str:
@@ -232,8 +245,9 @@ class Record(_Checked):
     throttle: Any = _field("reasons why the GPU throttled its clocks", ("benchmark",))
     clock: Clock | None = _field(
         "how times were taken: name, cold (how caches are emptied), delivery (how inputs arrive), warnings (a list of "
-        "texts: what was less than it should be for these times)", TIMED,
-    )  # fmt: skip
+        "texts: what was less than it should be for these times)",
+        TIMED,
+    )
     ranking_by: Literal["geom", "mean", "last"] | None = _field(
         "what the problem ranks by: geom, mean or last", ("benchmark",)
     )
@@ -241,8 +255,9 @@ class Record(_Checked):
     audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
     batches: Any = _field(
         "by the judge's own clock, calls together on a GPU: calls, us, empty_us (as many empty ones), noise_us, alone "
-        "(each in a separate batch), least_us (of a call, at least)", ("benchmark",),
-    )  # fmt: skip
+        "(each in a separate batch), least_us (of a call, at least)",
+        ("benchmark",),
+    )
     superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
     confirms: Confirms | None = _field("the leader against whom these times confirm a first place", ("benchmark",))
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))
@@ -323,13 +338,17 @@ def _latency(old: dict) -> dict:
     launches = {name: old[f"{name}_launches"] for name in ("eager", "graph") if f"{name}_launches" in old}
     failed = old.get("ok") is not True
     return kept | {
-        "run_id": old.get("time"), "target": "sm90", "variant": "composed",
+        "run_id": old.get("time"),
+        "target": "sm90",
+        "variant": "composed",
         "case": {name: old.get(name) for name in ("config", "format", "batch", "context")},
         "status": "INVALID_MEASUREMENT" if failed else "PASSED",
         "reason": _failed_checks(old.get("checks")) if failed else "",
-        "median_us": _from_ms(old.get("graph_ms")), "eager_us": _from_ms(old.get("eager_ms")),
-        "sol_us": _from_ms(old.get("floor_ms")), "launches": launches,
-    }  # fmt: skip
+        "median_us": _from_ms(old.get("graph_ms")),
+        "eager_us": _from_ms(old.get("eager_ms")),
+        "sol_us": _from_ms(old.get("floor_ms")),
+        "launches": launches,
+    }
 
 
 def _failed_checks(checks: object) -> str:
@@ -356,9 +375,13 @@ def tables() -> str:
 
 
 _PARTS = {
-    "against": Against, "confirms": Confirms, "resources": Resource, "breakdown": Breakdown,
-    "breakdown: a part": Share, "code.jsonl": Code,
-}  # fmt: skip
+    "against": Against,
+    "confirms": Confirms,
+    "resources": Resource,
+    "breakdown": Breakdown,
+    "breakdown: a part": Share,
+    "code.jsonl": Code,
+}
 
 
 def _table(model: type[BaseModel], kinds: bool = False) -> str:

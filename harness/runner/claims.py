@@ -137,7 +137,12 @@ def form(item: object, own: torch.Tensor | None = None) -> dict:
         and (item.dtype, item.shape, item.stride()) == (own.dtype, own.shape, own.stride())
     )
     return {
-        "type": "Tensor", "dtype": str(item.dtype).removeprefix("torch."), "shape": list(item.shape),
-        "stride": list(item.stride()), "device": item.device.type, "same": same, "conj": item.is_conj(),
+        "type": "Tensor",
+        "dtype": str(item.dtype).removeprefix("torch."),
+        "shape": list(item.shape),
+        "stride": list(item.stride()),
+        "device": item.device.type,
+        "same": same,
+        "conj": item.is_conj(),
         "neg": item.is_neg(),
-    }  # fmt: skip
+    }

@@ -37,9 +37,11 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     first = (compiler and compiler_said(text)) or place + _what(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return {
-        "failed": "compile" if compiler else where, "type": type(error).__name__, "memory": out_of_memory,
+        "failed": "compile" if compiler else where,
+        "type": type(error).__name__,
+        "memory": out_of_memory,
         "text": _clip(f"{first}\n{text}"),
-    }  # fmt: skip
+    }
 
 
 def of_folder(error: BaseException, file: Path) -> str:

@@ -55,9 +55,17 @@ class Gate:
         # (page, number): call `number` of a stopped runner was its last. The runner replies when it is let go.
         self.leave = _typed(code.judge_leave, c_void_p, c_uint32)
         self._time = _typed(
-            code.judge_time, c_void_p, c_uint32, c_uint32, *group, c_double, c_void_p, c_int, c_void_p,
+            code.judge_time,
+            c_void_p,
+            c_uint32,
+            c_uint32,
+            *group,
+            c_double,
+            c_void_p,
+            c_int,
+            c_void_p,
             ctypes.POINTER(_Reading),
-        )  # fmt: skip
+        )
         self._peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
         self._note_returned = _typed(code.judge_note_returned, c_void_p, c_void_p, c_int, c_char_p, c_uint64)
         self._note_returned.restype = self.leave.restype = None
@@ -68,9 +76,14 @@ class Gate:
         self._take_turns.restype = ctypes.py_object
 
     def time(
-        self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float,
+        self,
+        page: int,
+        number: int,
+        which: int,
+        group: tuple[int, ...],
+        limit_s: float,
         outputs: list[tuple[int, int]],
-    ) -> tuple[Reading, list[tuple[int, int]]]:  # fmt: skip
+    ) -> tuple[Reading, list[tuple[int, int]]]:
         """Let a stopped runner make call `number`, and stop it again. which: of its calls. outputs: (address, bytes) of
         what the call writes; address 0: the runner notes where it is. Return (the reading, (address, bytes) of each as
         noted: untrusted numbers).
@@ -107,9 +120,16 @@ class Gate:
 
 class _Reading(ctypes.Structure):
     _fields_ = (
-        ("call_us", c_double), ("stop_us", c_double), ("delay_us", c_double), ("others", c_int32),
-        ("changed", c_int32), ("urgent", c_int32), ("threads", c_int32), ("noted", c_int32), ("raised", c_int32),
-    )  # fmt: skip
+        ("call_us", c_double),
+        ("stop_us", c_double),
+        ("delay_us", c_double),
+        ("others", c_int32),
+        ("changed", c_int32),
+        ("urgent", c_int32),
+        ("threads", c_int32),
+        ("noted", c_int32),
+        ("raised", c_int32),
+    )
 
 
 def artefact() -> build.Artefact:

@@ -26,9 +26,23 @@ _CLASSES: tuple[type, ...] = (socket.socket, json.JSONEncoder, json.JSONDecoder,
 _OS = ("read", "write", "close", "open", "getpid", "sched_yield")
 _CUDA = ("synchronize", "current_stream", "default_stream", "Event", "get_device_properties")
 _TENSOR = (
-    "copy_", "data_ptr", "view", "as_strided", "set_", "storage_offset", "untyped_storage", "numel", "stride",
-    "element_size", "is_contiguous", "__eq__", "__getitem__", "shape", "dtype", "device",
-)  # fmt: skip
+    "copy_",
+    "data_ptr",
+    "view",
+    "as_strided",
+    "set_",
+    "storage_offset",
+    "untyped_storage",
+    "numel",
+    "stride",
+    "element_size",
+    "is_contiguous",
+    "__eq__",
+    "__getitem__",
+    "shape",
+    "dtype",
+    "device",
+)
 _TORCH = ("empty", "as_tensor", "frombuffer", "equal", "zeros", "allclose")
 _TESTING = ("assert_close",)
 _PREFIXES = ("harness", "problems.common")
@@ -114,9 +128,11 @@ def _watched() -> Iterator[tuple[str, Mapping, str, object]]:
     for cls in _CLASSES:
         yield from _namespace(f"{cls.__module__}.{cls.__qualname__}", vars(cls))
     for prefix, module, names in (
-        ("os", os, _OS), ("torch.cuda", torch.cuda, _CUDA), ("torch", torch, _TORCH),
+        ("os", os, _OS),
+        ("torch.cuda", torch.cuda, _CUDA),
+        ("torch", torch, _TORCH),
         ("torch.testing", torch.testing, _TESTING),
-    ):  # fmt: skip
+    ):
         yield from ((f"{prefix}.{name}", vars(module), name, vars(module)[name]) for name in names)
 
 

@@ -114,8 +114,14 @@ class Timer:
         self._elapsed = code.function("judge_elapsed", c_void_p)
         self._call = locked.judge_call
         self._call.argtypes = (
-            c_uint64, c_int, ctypes.py_object, ctypes.py_object, c_void_p, c_int, ctypes.POINTER(_Called),
-        )  # fmt: skip
+            c_uint64,
+            c_int,
+            ctypes.py_object,
+            ctypes.py_object,
+            c_void_p,
+            c_int,
+            ctypes.POINTER(_Called),
+        )
         self._call.restype = ctypes.py_object
 
     def call(self, spin_ns: int, call: Call) -> tuple[object, float, bool]:
@@ -200,7 +206,7 @@ def open_gate(masked: list[tuple[torch.Tensor, bytes]], page: int, seen: int, ah
     us = c_double()
     opener = library("cuda").function(
         "judge_open", c_void_p, c_int, c_void_p, c_void_p, c_int, c_double, c_double, c_void_p
-    )  # fmt: skip
+    )
     place = ctypes.addressof(us)
     _check("cuda", opener(parts, len(masked), page, seen, _multiprocessors("cuda"), ahead_us, limit_s, place))
     return us.value
@@ -262,8 +268,11 @@ class DeviceBuffer:
         self.handle = handle
         self.address = pointer.value or 0
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3,
-        }  # fmt: skip
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
         self.bytes = torch.as_tensor(self, device="cuda")
 
     def close(self) -> None:

@@ -484,11 +484,18 @@ def main() -> None:
         return
     wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
     handlers: dict[str, Callable] = {
-        "open": runner.open, "hold": runner.hold, "trim": runner.trim, "warm": runner.warm, "call": runner.call,
+        "open": runner.open,
+        "hold": runner.hold,
+        "trim": runner.trim,
+        "warm": runner.warm,
+        "call": runner.call,
         "batch": runner.batch,
-        "profile": runner.profile, "repeat": runner.repeat, "report": runner.report, "compile": runner.compile,
+        "profile": runner.profile,
+        "repeat": runner.repeat,
+        "report": runner.report,
+        "compile": runner.compile,
         "sealed": runner.changes,
-    }  # fmt: skip
+    }
     while True:
         try:
             message, fds = wire.receive(sock)

@@ -48,10 +48,15 @@ def describe(value: Any, layout: Layout, above: tuple[int, ...] = ()) -> dict:
         nbytes = extent(value) * value.element_size()
         traits = [name for name, has in _TRAITS.items() if has(value)]
         return {
-            "kind": "tensor", "space": space, "offset": layout.place(space, nbytes), "nbytes": nbytes,
-            "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
-            "stride": list(value.stride()), **({"traits": traits} if traits else {}),
-        }  # fmt: skip
+            "kind": "tensor",
+            "space": space,
+            "offset": layout.place(space, nbytes),
+            "nbytes": nbytes,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+            **({"traits": traits} if traits else {}),
+        }
     spec, items = _opened(value)
     if items is None:
         return spec
@@ -118,9 +123,7 @@ def unpacked(leaf: dict | None, host: torch.Tensor | None) -> Sequence:
     return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))
 
 
-def build(
-    spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None, values: Sequence = ()
-) -> Any:  # fmt: skip
+def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None, values: Sequence = ()) -> Any:
     """Return the value that `spec` describes, with its tensors as views of `buffers` (uint8, flat). Classes come from
     `task` (an attribute of that name), from a module of this process, or from their definitions. values: what
     take_values took out of it.

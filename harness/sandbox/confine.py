@@ -27,9 +27,15 @@ SCOPES = 0b11  # abstract sockets and signals stay among the confined
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PRCTL = {
-    "pdeathsig": 1, "dumpable": 4, "keepcaps": 8, "bounding_drop": 24, "securebits": 28, "subreaper": 36,
-    "no_new_privs": 38, "ambient": 47,
-}  # fmt: skip
+    "pdeathsig": 1,
+    "dumpable": 4,
+    "keepcaps": 8,
+    "bounding_drop": 24,
+    "securebits": 28,
+    "subreaper": 36,
+    "no_new_privs": 38,
+    "ambient": 47,
+}
 _AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
 _PASSING, _SETPCAP = 2, 8  # capabilities: CAP_DAC_READ_SEARCH; CAP_SETPCAP
 _SECUREBITS = 0b11000011  # root's uid gives no capability and none can be made ambient; both locked
@@ -43,23 +49,101 @@ _SPEC_ALLOW = 1 << 2  # without it some kernels slow a filtered process down, an
 
 # System calls of x86_64 that no kernel author needs, by number. What the comments name is what they would open.
 _DENIED = (
-    101, 310, 311, 438, 312, 440, 448,  # ptrace, process_vm_*, pidfd_getfd, kcmp, process_madvise, process_mrelease
-    29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240, 241,  # System V shared memory, semaphores, queues; POSIX queues
-    425, 426, 427,  # io_uring: file and socket calls that no filter sees
-    298, 321, 323, 300, 154,  # perf_event_open, bpf, userfaultfd, fanotify_init, modify_ldt
-    253, 294, 254, 301,  # inotify, fanotify_mark: they tell that another process opened a file that all read
-    248, 249, 250,  # keys
-    165, 166, 155, 161, 442, 428, 467, 429, 430, 431, 432, 433,  # mounts, chroot, pivot_root
-    308, 272, 304, 212, 179, 443,  # setns, unshare, open_by_handle_at, lookup_dcookie, quotactl
-    246, 320, 169, 167, 168, 175, 313, 176, 172, 173, 163, 103, 153,  # kexec, reboot, swap, modules, ports, logs
-    164, 227, 170, 171,  # clock and host name
-)  # fmt: skip
+    101,
+    310,
+    311,
+    438,
+    312,
+    440,
+    448,  # ptrace, process_vm_*, pidfd_getfd, kcmp, process_madvise, process_mrelease
+    29,
+    30,
+    31,
+    64,
+    65,
+    66,
+    220,
+    68,
+    69,
+    70,
+    71,
+    240,
+    241,  # System V shared memory, semaphores, queues; POSIX queues
+    425,
+    426,
+    427,  # io_uring: file and socket calls that no filter sees
+    298,
+    321,
+    323,
+    300,
+    154,  # perf_event_open, bpf, userfaultfd, fanotify_init, modify_ldt
+    253,
+    294,
+    254,
+    301,  # inotify, fanotify_mark: they tell that another process opened a file that all read
+    248,
+    249,
+    250,  # keys
+    165,
+    166,
+    155,
+    161,
+    442,
+    428,
+    467,
+    429,
+    430,
+    431,
+    432,
+    433,  # mounts, chroot, pivot_root
+    308,
+    272,
+    304,
+    212,
+    179,
+    443,  # setns, unshare, open_by_handle_at, lookup_dcookie, quotactl
+    246,
+    320,
+    169,
+    167,
+    168,
+    175,
+    313,
+    176,
+    172,
+    173,
+    163,
+    103,
+    153,  # kexec, reboot, swap, modules, ports, logs
+    164,
+    227,
+    170,
+    171,  # clock and host name
+)
 # Landlock does not govern these. A separate user owns nothing outside its folders, so only a shared one needs them.
 _DENIED_SHARED = (
-    90, 91, 268, 452, 92, 93, 94, 260,  # chmod, chown
-    132, 235, 261, 280,  # times
-    188, 189, 190, 197, 198, 199, 463, 466, 469,  # extended attributes
-)  # fmt: skip
+    90,
+    91,
+    268,
+    452,
+    92,
+    93,
+    94,
+    260,  # chmod, chown
+    132,
+    235,
+    261,
+    280,  # times
+    188,
+    189,
+    190,
+    197,
+    198,
+    199,
+    463,
+    466,
+    469,  # extended attributes
+)
 _SOCKET, _CONNECT, _CLONE, _CLONE3, _PRLIMIT = 41, 42, 56, 435, 302
 _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = 76, 2, 257, 437
 _MEMORY_FILES = (319, 447)  # memfd_create, memfd_secret: memory that the judge could not count
@@ -176,8 +260,13 @@ def _write(path: str, text: str) -> None:
 
 
 def _limit(own_user: bool) -> None:
-    wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: FILE_LIMIT, resource.RLIMIT_MSGQUEUE: 0,
-              resource.RLIMIT_RTPRIO: 0, resource.RLIMIT_NICE: 0}  # fmt: skip
+    wanted = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: FILE_LIMIT,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_NICE: 0,
+    }
     if own_user:  # the count is the user's, so that it would hit what else a shared one runs
         wanted[resource.RLIMIT_NPROC] = PROCESS_LIMIT
     for kind, value in wanted.items():
@@ -304,9 +393,13 @@ def assemble(rules: list[_Rule]) -> bytes:
     """Return the BPF program of a seccomp filter that denies what `rules` say and allows the rest."""
     refuse = _ERRNO | errno.ENOSYS
     code = [
-        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_X86_64), (_RETURN, 0, 0, refuse),
-        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, refuse),
-    ]  # fmt: skip
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, _AUDIT_X86_64),
+        (_RETURN, 0, 0, refuse),
+        (_LOAD, 0, 0, 0),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, refuse),
+    ]
     loaded = True  # the accumulator holds the call's number
     for number, error, conditions in rules:
         tests: list[tuple[int, int, int, int]] = []  # a jump distance of -1: to the next rule

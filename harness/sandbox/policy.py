@@ -25,16 +25,44 @@ UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a use
 MEASURES = ("uid", "capabilities", "landlock", "tcp", "scope", "seccomp", "network", "memfd", "rlimits", "oom")
 SECRET = {"harness", "problems", "leaderboard", "tests", "docs", "tools", "shared", ".git", ".build"}  # of the checkout
 SYSTEM = (
-    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/proc", "/opt/nvidia", "/usr/local", "/nix/store",
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/proc",
+    "/opt/nvidia",
+    "/usr/local",
+    "/nix/store",
     # Of /sys all but what root's debuggers read (/sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...) and the
     # cgroups, which tell when another runner is continued.
-    "/sys/block", "/sys/bus", "/sys/class", "/sys/dev", "/sys/devices", "/sys/kernel/mm", "/sys/module",
-)  # fmt: skip
+    "/sys/block",
+    "/sys/bus",
+    "/sys/class",
+    "/sys/dev",
+    "/sys/devices",
+    "/sys/kernel/mm",
+    "/sys/module",
+)
 # Of /etc what programs read when they start and compile; nothing of users, hosts and services.
 ETC = (
-    "OpenCL", "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "locale.alias",
-    "locale.conf", "localtime", "malloc.conf", "nsswitch.conf", "os-release", "python3*", "ssl/openssl.cnf", "timezone",
-)  # fmt: skip
+    "OpenCL",
+    "alternatives",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "ld.so.preload",
+    "locale.alias",
+    "locale.conf",
+    "localtime",
+    "malloc.conf",
+    "nsswitch.conf",
+    "os-release",
+    "python3*",
+    "ssl/openssl.cnf",
+    "timezone",
+)
 DEVICES = ("null", "zero", "full", "random", "urandom", "nvidia*", "dxg")
 COMPILERS = ("nvcc", "g++")
 IMPORTED = ("torch", "numpy", "triton", "cutlass")  # by what runs in a runner; those that are installed
@@ -95,10 +123,16 @@ class Jail:
         library = os.pathsep.join(library_path())
         user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
         cache = {
-            "KERNEL_BUILD_DIR": "build", "TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "torch_extensions",
-            "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUTE_DSL_CACHE_DIR": "cute_dsl", "XDG_CACHE_HOME": "xdg",
-            "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba", "HUMMING_CACHE_DIR": "humming",
-        }  # fmt: skip
+            "KERNEL_BUILD_DIR": "build",
+            "TRITON_CACHE_DIR": "triton",
+            "TORCH_EXTENSIONS_DIR": "torch_extensions",
+            "TORCHINDUCTOR_CACHE_DIR": "inductor",
+            "CUTE_DSL_CACHE_DIR": "cute_dsl",
+            "XDG_CACHE_HOME": "xdg",
+            "CUDA_CACHE_PATH": "cuda",
+            "NUMBA_CACHE_DIR": "numba",
+            "HUMMING_CACHE_DIR": "humming",
+        }
         return {
             **kept,
             **({"LD_LIBRARY_PATH": library} if library else {}),
@@ -196,9 +230,11 @@ def _why_no_uid(passing: bool) -> str:
         "print(confine.closed(*marshal.loads(sys.stdin.buffer.read())))"
     )
     result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], input=marshal.dumps((mapped[0], passing, needed)),
-        capture_output=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-I", "-S", "-c", script],
+        input=marshal.dumps((mapped[0], passing, needed)),
+        capture_output=True,
+        timeout=60,
+    )
     if result.returncode:
         return f"root here cannot become another user: {result.stderr.decode(errors='replace').strip()[-300:]}"
     closed = result.stdout.decode(errors="replace").strip()

@@ -59,13 +59,22 @@ class Guarded:
     """
 
     def __init__(
-        self, argv: list[str], env: dict[str, str], keep: tuple[int, ...], jail: Jail | None, stdout: int | None,
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        keep: tuple[int, ...],
+        jail: Jail | None,
+        stdout: int | None,
         cgroup: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = {
-            "argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": jail.orders() if jail else None,
+            "argv": argv,
+            "env": env,
+            "cwd": str(ROOT),
+            "keep": list(keep),
+            "jail": jail.orders() if jail else None,
             "cgroup": cgroup,
-        }  # fmt: skip
+        }
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         try:
@@ -86,9 +95,14 @@ class Guarded:
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LD_LIBRARY_PATH")}
         return subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, str(control), str(status)],
-            stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT if stdout else None,
-            pass_fds=(control, status, *keep), env=kept, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT if stdout else None,
+            pass_fds=(control, status, *keep),
+            env=kept,
+            cwd=ROOT,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

@@ -64,9 +64,16 @@ class Workdir:
     common: Path | None = None
 
     @classmethod
-    def make(cls, file: Path, problem: Problem, built: Path | None = None, device: str = "cpu",
-             base: Path | None = None, without: frozenset[str] = frozenset(),
-             tree: Path | None = None) -> "Workdir":  # fmt: skip
+    def make(
+        cls,
+        file: Path,
+        problem: Problem,
+        built: Path | None = None,
+        device: str = "cpu",
+        base: Path | None = None,
+        without: frozenset[str] = frozenset(),
+        tree: Path | None = None,
+    ) -> "Workdir":
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
         is made; without: see sandbox.Jail; tree: a copy of another commit's files, in which `file` lies. BuildError:
         the judge's own code does not compile here. ValueError: its closure cannot be read, or laid out.
@@ -342,9 +349,13 @@ class _Keeper:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, "--folder", str(control), str(_executable_place())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(control,), start_new_session=True,
-                env={k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")}, cwd="/",
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                pass_fds=(control,),
+                start_new_session=True,
+                env={k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")},
+                cwd="/",
+            )
         finally:
             os.close(control)
         said = self._process.stdout.readline() if self._process.stdout else b""

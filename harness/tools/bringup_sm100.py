@@ -34,9 +34,13 @@ OUT = ROOT / "leaderboard" / "out" / "bringup_sm100.json"
 MODEL_S, GPU_S, TESTS_S = 120, 30, 60
 # What is tested behind the stages: (problem, variant), the surest first.
 TESTS = (
-    ("nvfp4_gemv", "sm100_native"), ("nvfp4_gemv", "sm100_cute"), ("moe_gemm", "sm90_grouped"),
-    ("moe_gemm", "sm90_cute"), ("moe_gemm", "sm100_cute"), ("fmha_decode", "sm100_cute"),
-)  # fmt: skip
+    ("nvfp4_gemv", "sm100_native"),
+    ("nvfp4_gemv", "sm100_cute"),
+    ("moe_gemm", "sm90_grouped"),
+    ("moe_gemm", "sm90_cute"),
+    ("moe_gemm", "sm100_cute"),
+    ("fmha_decode", "sm100_cute"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,9 +71,14 @@ def _bring_up(stages: list[str], options: argparse.Namespace) -> int:
     gpu = _gpu()
     commit, dirty = environment.commit()
     found: dict = {
-        "gpu": gpu, "environment": environment.describe(), "nvcc": _nvcc(), "commit": commit, "dirty": dirty,
-        "stages": [], "tests": [],
-    }  # fmt: skip
+        "gpu": gpu,
+        "environment": environment.describe(),
+        "nvcc": _nvcc(),
+        "commit": commit,
+        "dirty": dirty,
+        "stages": [],
+        "tests": [],
+    }
     if gpu is None:
         print("no GPU of compute capability 10.x: the stages run in the model only")
     models = _process(options.stage, "model", MODEL_S)

@@ -102,9 +102,15 @@ def _pair() -> Stage:
 # In this order, each with one piece more: tensor memory; a copy with a tensor map; a copy to tensor memory; a product;
 # a tile of products; a ring of tiles; products with scales; a pair of blocks.
 STAGES: dict[str, Callable[[], Stage]] = {
-    "echo": _echo, "copy": _copy, "scales": _scales, "product": lambda: _product(1, 1),
-    "tile": lambda: _product(1, 4), "ring": lambda: _product(RING_TILES, 4), "nvfp4": _nvfp4, "pair": _pair,
-}  # fmt: skip
+    "echo": _echo,
+    "copy": _copy,
+    "scales": _scales,
+    "product": lambda: _product(1, 1),
+    "tile": lambda: _product(1, 4),
+    "ring": lambda: _product(RING_TILES, 4),
+    "nvfp4": _nvfp4,
+    "pair": _pair,
+}
 
 
 def run(names: list[str], where: str, file: str, flags: tuple[str, ...] = (), policy: str = "lazy") -> int:

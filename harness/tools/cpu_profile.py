@@ -99,9 +99,19 @@ def perf(pid: int, file: Path) -> Iterator[list[str]]:
     control, ours = os.pipe(), os.pipe()
     try:
         command = [
-            tool, "record", "-q", "-F", str(PERF_HZ), "-D", "-1", f"--control=fd:{control[0]},{ours[1]}",
-            "-p", str(pid), "-o", str(file),
-        ]  # fmt: skip
+            tool,
+            "record",
+            "-q",
+            "-F",
+            str(PERF_HZ),
+            "-D",
+            "-1",
+            f"--control=fd:{control[0]},{ours[1]}",
+            "-p",
+            str(pid),
+            "-o",
+            str(file),
+        ]
         sampler = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, pass_fds=(control[0], ours[1])
         )
@@ -152,7 +162,9 @@ def by_loop(log: str) -> list[str]:
     found = Counter((Path(file).name, int(line), what) for file, line, what in _LOOP.findall(log))
     if not found:
         return ["g++ vectorised no loop of it, or it has no C++ source"]
-    rows = [f"  {file}:{line}: {what}" + (f" ({n} times)" if n > 1 else "") for (file, line, what), n in
-            sorted(found.items())]  # fmt: skip
+    rows = [
+        f"  {file}:{line}: {what}" + (f" ({n} times)" if n > 1 else "")
+        for (file, line, what), n in sorted(found.items())
+    ]
     more = [f"  ... and {len(rows) - 2 * LINES} more"] if len(rows) > 2 * LINES else []
     return ["vectorised by g++:", *rows[: 2 * LINES], *more]

@@ -92,9 +92,12 @@ def compiled(source: Source, root: Path) -> tuple[str | None, str | None]:
         return None, None
     with tempfile.TemporaryDirectory() as folder:
         env = {
-            **os.environ, "PYTHONPATH": str(root), "KERNEL_BUILD_DIR": folder, "NVCC_APPEND_FLAGS": "--no-compress",
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "KERNEL_BUILD_DIR": folder,
+            "NVCC_APPEND_FLAGS": "--no-compress",
             "CUTE_DSL_ARCH": build.ARCH[source.target],
-        }  # fmt: skip
+        }
         command = [sys.executable, "-c", COMPILE, source.problem, source.variant, source.target]
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         if done.returncode:

@@ -41,9 +41,11 @@ ROWS, ROW = 5, 20  # rows of steps that the host does not wait between, and step
 TRACED = 5  # replays whose kernels are timed
 PER_THREAD = 2  # cudaStreamPerThread: the default one of code that build.capturable() made
 CLOCK = {
-    "name": "host clock, from the launch of a step until the GPU has done it", "cold": "no: each step follows another",
-    "delivery": "in place", "warnings": [],
-}  # fmt: skip
+    "name": "host clock, from the launch of a step until the GPU has done it",
+    "cold": "no: each step follows another",
+    "delivery": "in place",
+    "warnings": [],
+}
 
 
 # --- in the judge
@@ -179,21 +181,33 @@ def measure(decode: Any) -> dict:
     in_eager, in_graph = _names(traced), _names(max(found.replays, key=len))
     missing, further = apart(in_eager, in_graph)
     failed = {
-        "host_synchronisations": bool(wait), "replay_equals_eager": not same, "not_captured": bool(found.left_out),
+        "host_synchronisations": bool(wait),
+        "replay_equals_eager": not same,
+        "not_captured": bool(found.left_out),
         "missing_in_graph": not holds(missing, in_eager, in_graph),
-    }  # fmt: skip
+    }
     reason = "; ".join(name for name, bad in failed.items() if bad)
     return {
-        "status": "INVALID_MEASUREMENT" if reason else "PASSED", "reason": reason, "bytes": decode.bytes,
-        "flops": decode.flops, "median_us": statistics.median(found.samples), "samples_us": [found.samples],
-        "n": len(found.samples), "row_us": found.row_us, "eager_us": statistics.median(_times_us(step)),
-        "kernels": eager_ops.names, "launches": {"eager": len(in_eager), "graph": len(in_graph)},
+        "status": "INVALID_MEASUREMENT" if reason else "PASSED",
+        "reason": reason,
+        "bytes": decode.bytes,
+        "flops": decode.flops,
+        "median_us": statistics.median(found.samples),
+        "samples_us": [found.samples],
+        "n": len(found.samples),
+        "row_us": found.row_us,
+        "eager_us": statistics.median(_times_us(step)),
+        "kernels": eager_ops.names,
+        "launches": {"eager": len(in_eager), "graph": len(in_graph)},
         "breakdown": device_trace.breakdown(traced, found.replays),
         "checks": {
-            "host_synchronisations": wait, "replay_equals_eager": same, "missing_in_graph": missing,
-            "only_in_graph": further, "not_captured": found.left_out,
+            "host_synchronisations": wait,
+            "replay_equals_eager": same,
+            "missing_in_graph": missing,
+            "only_in_graph": further,
+            "not_captured": found.left_out,
         },
-    }  # fmt: skip
+    }
 
 
 def _eager(decode: Any, chosen: Any) -> dict:
@@ -203,12 +217,19 @@ def _eager(decode: Any, chosen: Any) -> dict:
     named = decode.step(chosen, named=True)
     traced = [device_trace.launches(named) for _ in range(TRACED)]
     return {
-        "status": "PASSED", "reason": "", "bytes": decode.bytes, "flops": decode.flops,
-        "median_us": statistics.median(samples), "samples_us": [samples], "n": len(samples),
-        "eager_us": statistics.median(samples), "kernels": chosen.names,
+        "status": "PASSED",
+        "reason": "",
+        "bytes": decode.bytes,
+        "flops": decode.flops,
+        "median_us": statistics.median(samples),
+        "samples_us": [samples],
+        "n": len(samples),
+        "eager_us": statistics.median(samples),
+        "kernels": chosen.names,
         "launches": {"eager": len(max(traced, key=len))},
-        "breakdown": device_trace.breakdown(max(traced, key=len), traced), "checks": {},
-    }  # fmt: skip
+        "breakdown": device_trace.breakdown(max(traced, key=len), traced),
+        "checks": {},
+    }
 
 
 def _names(launches: list[Launch]) -> list[str]:

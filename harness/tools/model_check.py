@@ -45,9 +45,13 @@ class Order:
 
 
 ORDERS = (
-    Order("eager", 0xFF, 0), Order("lazy", 0x5A), Order("late-tma", 0x00), Order("late-tensor-core", 0xFF),
-    Order("random:1", 0x5A), Order("random:2", 0xFF),
-)  # fmt: skip
+    Order("eager", 0xFF, 0),
+    Order("lazy", 0x5A),
+    Order("late-tma", 0x00),
+    Order("late-tensor-core", 0xFF),
+    Order("random:1", 0x5A),
+    Order("random:2", 0xFF),
+)
 
 
 def target_of(submission: Submission) -> str:
@@ -143,11 +147,15 @@ def records(recorder: Recorder, judged: Result) -> list[dict]:
     """The records of a checked submission: one for each case."""
     lines = [
         {
-            **recorder.base(judged, "model", case.params), "status": outcome.status, "reason": outcome.reason,
-            "seeds": [str(case.seed)], "orders": [order.policy for order in ORDERS], "sandbox": None,
+            **recorder.base(judged, "model", case.params),
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "seeds": [str(case.seed)],
+            "orders": [order.policy for order in ORDERS],
+            "sandbox": None,
         }
         for case, outcome in judged.tests
-    ]  # fmt: skip
+    ]
     for line in lines:
         schema.see_known(line)
     return [record.plain(line) for line in lines]

@@ -61,18 +61,36 @@ class Mutant:
 
 
 EXPERTS = {
-    "tokens": 11, "experts": 6, "topk": 3, "hidden": 704, "inner": 320, "activation": "nvfp4", "router": "one",
-    "content": "plain", "seed": 5,
-}  # fmt: skip
+    "tokens": 11,
+    "experts": 6,
+    "topk": 3,
+    "hidden": 704,
+    "inner": 320,
+    "activation": "nvfp4",
+    "router": "one",
+    "content": "plain",
+    "seed": 5,
+}
 KERNELS = {
     "ring": Kernel("nvfp4_gemv", "sm100_native", "sm100", {"m": 40, "k": 5184, "l": 1, "seed": 5}, "gemv"),
     "tma": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 1, "seed": 5}, "rank2"),
     "cluster": Kernel("nvfp4_gemv", "sm90_classic_tma", "sm90", {"m": 300, "k": 17472, "l": 2, "seed": 5}, "rank3"),
     "attention": Kernel(
-        "fmha_decode", "sm90_wgmma", "sm90",
+        "fmha_decode",
+        "sm90_wgmma",
+        "sm90",
         {
-            "batch": 1, "queries": 2, "heads": 64, "window": 64, "compressed": 63, "page_window": 64,
-            "page_compressed": 64, "pool": 8, "order": "random", "content": "plain", "seed": 5,
+            "batch": 1,
+            "queries": 2,
+            "heads": 64,
+            "window": 64,
+            "compressed": 63,
+            "page_window": 64,
+            "page_compressed": 64,
+            "pool": 8,
+            "order": "random",
+            "content": "plain",
+            "seed": 5,
         },
         "attend",
     ),
@@ -81,31 +99,64 @@ KERNELS = {
     "tokens": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "quantise"),
     # Three tiles a block: a chunk of shared memory is filled three times.
     "transposed": Kernel(
-        "fmha_decode", "sm100_cute", "sm100",
+        "fmha_decode",
+        "sm100_cute",
+        "sm100",
         {
-            "batch": 2, "queries": 1, "heads": 72, "window": 100, "compressed": 250, "page_window": 64,
-            "page_compressed": 2, "pool": 300, "order": "random", "content": "ragged", "seed": 5,
+            "batch": 2,
+            "queries": 1,
+            "heads": 72,
+            "window": 100,
+            "compressed": 250,
+            "page_window": 64,
+            "page_compressed": 2,
+            "pool": 300,
+            "order": "random",
+            "content": "ragged",
+            "seed": 5,
         },
         "attend",
     ),
     # Scores rise along the list, so that tiles rescale what others have added.
     "rescaled": Kernel(
-        "fmha_decode", "sm100_cute", "sm100",
+        "fmha_decode",
+        "sm100_cute",
+        "sm100",
         {
-            "batch": 2, "queries": 1, "heads": 128, "window": 1, "compressed": 511, "page_window": 64,
-            "page_compressed": 64, "pool": 511, "order": "sequential", "content": "maxima", "seed": 5,
+            "batch": 2,
+            "queries": 1,
+            "heads": 128,
+            "window": 1,
+            "compressed": 511,
+            "page_window": 64,
+            "page_compressed": 64,
+            "pool": 511,
+            "order": "sequential",
+            "content": "maxima",
+            "seed": 5,
         },
         "attend",
     ),
     "joined": Kernel(
-        "fmha_decode", "sm100_cute", "sm100",
+        "fmha_decode",
+        "sm100_cute",
+        "sm100",
         {
-            "batch": 1, "queries": 1, "heads": 20, "window": 64, "compressed": 450, "page_window": 64,
-            "page_compressed": 64, "pool": 450, "order": "random", "content": "maxima", "seed": 5,
+            "batch": 1,
+            "queries": 1,
+            "heads": 20,
+            "window": 64,
+            "compressed": 450,
+            "page_window": 64,
+            "page_compressed": 64,
+            "pool": 450,
+            "order": "random",
+            "content": "maxima",
+            "seed": 5,
         },
         "combine",
     ),
-}  # fmt: skip
+}
 _WAIT = r"mbarrier\.try_wait\S+ p, \[[^\]]*\], [^;]*;"
 _WAIT_PARITY = r"(mbarrier\.try_wait\S+ p, \[[^\]]*\]), [^;]*;"
 _EXPECT = r"(mbarrier\.arrive\.expect_tx\S+ _, \[[^\]]*\], )(%r\d+);"
@@ -222,7 +273,7 @@ def _experts() -> list[Mutant]:
         Mutant(first, "halves of a pair of codes exchanged", _CODES.format(0), r"\1, \3, \2;"),
         Mutant("tokens", "halves of a pair of codes exchanged", _CODES.format(2), r"\1, \3, \2;"),
         Mutant("tokens", "a token of the next slot", r"(st\.global\.v2\S+\s+\[%rd\d+)\]", r"\1+16]"),
-    ]  # fmt: skip
+    ]
     return found
 
 
@@ -250,9 +301,13 @@ def _moved(register: int, by: int) -> str:
 def _transposed() -> list[Mutant]:
     """Of fmha_decode/sm100_cute. In its text products come first, then softmax, then gathering and output."""
     waits = (
-        (0, "queries", ""), (1, "a chunk of K", "both"), (2, "P^T", "both"), (3, "scores", "both"),
-        (4, "a free chunk", "both"), (8, "O^T", ""),
-    )  # fmt: skip
+        (0, "queries", ""),
+        (1, "a chunk of K", "both"),
+        (2, "P^T", "both"),
+        (3, "scores", "both"),
+        (4, "a free chunk", "both"),
+        (8, "O^T", ""),
+    )
     edits = []
     for n, what, parities in waits:
         edits.append((f"{what}: no wait", _DSL_WAIT, "setp.eq.u32 P1, 0, 0;", n))
@@ -310,7 +365,7 @@ def _transposed() -> list[Mutant]:
         ("what is no entry counts", r"mov\.b32 (%r\d+), -1; @wanted", r"mov.b32 \1, 0; @wanted", 0),
         ("sums over 16 lanes", r"(shfl\.sync\.bfly\S+\s+[^;]*), 16, 31, -1;", r"\1, 8, 31, -1;", 0),
         ("pairs of dims from the wrong lane", r"(shfl\.sync\.bfly\S+\s+[^;]*), 1, 31, -1;", r"\1, 2, 31, -1;", 3),
-    ]  # fmt: skip
+    ]
     rescaled = [
         ("O^T is not scaled", _TMEM_STORE, _NONE, 0),
         ("warps do not meet ahead of the maxima", _RESCALES, _NONE, 1),
@@ -320,7 +375,7 @@ def _transposed() -> list[Mutant]:
         ("least reference of the shares", r"max(\.ftz)?\.f32", r"min\1.f32", 0),
         ("weight of another share", r"(shfl\.sync\.idx\S+\s+%r\d+, %r\d+, )%r\d+, 31", r"\g<1>1, 31", 0),
         ("sums of the next head", _LOAD.format(r"\.v4", r"\{[^}]*\}", 0), r"\1 + 2048]", 0),
-    ]  # fmt: skip
+    ]
     named = (("transposed", edits), ("rescaled", rescaled), ("joined", joined))
     return [Mutant(kernel, *edit) for kernel, found in named for edit in found]
 
@@ -361,13 +416,13 @@ def mutants() -> list[Mutant]:
         Mutant("cluster", "blocks do not meet before copies", _MEET, _NONE, 0),
         Mutant("cluster", "remote arrival is missing", _REMOTE, _NONE, 0),
         Mutant("cluster", "multicast to this block only", r"(multicast::cluster [^;]*), %rs\d+;", r"\1, 1;", 0),
-    ]  # fmt: skip
+    ]
     attention = [
         *(Mutant("attention", f"wait {n} is missing", _WAIT, "setp.eq.u32 p, 0, 0;", n) for n in range(4)),
         *(Mutant("attention", f"fence {n} ahead of wgmma is missing", _FENCE, _NONE, n) for n in range(2)),
         Mutant("attention", "wgmma: groups of 8 rows 512 bytes apart", _WGMMA, _STRIDE, 0),
         Mutant("attention", "products are not waited for", r"wgmma\.wait_group\S*\s+0;", _NONE, 0),
-    ]  # fmt: skip
+    ]
     return [*ring, *_tma("tma", 4), *_tma("cluster", 4), *cluster, *attention, *_experts(), *_transposed()]
 
 

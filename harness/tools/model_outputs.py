@@ -110,9 +110,15 @@ def _write(folder: Path, problem_name: str, variant: str, words: str) -> int:
         model.check()
         named = f"{problem.name}-{variant}-{'exact-' * exact}{case['seed']}.pt"
         kept = {
-            "problem": problem.name, "variant": variant, "target": TARGET, "case": case, "exact": exact,
-            "sources": _sources(problem.name, variant), "commit": environment.commit()[0], "outputs": outputs,
-        }  # fmt: skip
+            "problem": problem.name,
+            "variant": variant,
+            "target": TARGET,
+            "case": case,
+            "exact": exact,
+            "sources": _sources(problem.name, variant),
+            "commit": environment.commit()[0],
+            "outputs": outputs,
+        }
         torch.save(kept, folder / named)
         print(f"{folder / named}: {folders.label(case)}{', exact sums' * exact}", flush=True)
     return 0
@@ -255,16 +261,25 @@ def _compare(file: Path) -> list[dict]:
     names = load.module(load.PROBLEMS / problem, "task").OUTPUTS
     return [
         {
-            "problem": problem, "variant": variant, "target": kept["target"], "case": case, "exact": kept["exact"],
-            "output": name, "elements": want.numel(), "equal": equal, "max_ulp": ulp,
-            "device": environment.machine("cuda"), "date": record.now(), "commit": kept["commit"],
+            "problem": problem,
+            "variant": variant,
+            "target": kept["target"],
+            "case": case,
+            "exact": kept["exact"],
+            "output": name,
+            "elements": want.numel(),
+            "equal": equal,
+            "max_ulp": ulp,
+            "device": environment.machine("cuda"),
+            "date": record.now(),
+            "commit": kept["commit"],
             "sources": kept["sources"],
         }
         for name, got, want in zip(
             names, _run(problem, variant, case, kept["exact"], "cuda"), kept["outputs"], strict=True
         )
         for equal, ulp in [differences(got, want)]
-    ]  # fmt: skip
+    ]
 
 
 def differences(got: Any, want: Any) -> tuple[int, float | None]:

@@ -240,9 +240,13 @@ class _Supervisor:
 
         said = subprocess.DEVNULL if quiet else None
         child = subprocess.Popen(
-            command, cwd=self.tree, env={**os.environ, **env, JOB_VARIABLE: os.path.join(self.place, "")},
-            preexec_fn=begin, stdout=said, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=self.tree,
+            env={**os.environ, **env, JOB_VARIABLE: os.path.join(self.place, "")},
+            preexec_fn=begin,
+            stdout=said,
+            start_new_session=True,
+        )
         asked_s = None
         while child.poll() is None:
             if self.stopping() and asked_s is None:

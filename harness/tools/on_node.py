@@ -45,10 +45,12 @@ def job(packed: bytes, words: list[str], env: dict[str, str]) -> dict:
             if not file.name.endswith(".partial.jsonl")
         }
         return {
-            "node": socket.gethostname(), "code": code, "log": _tail(place / "log"),
+            "node": socket.gethostname(),
+            "code": code,
+            "log": _tail(place / "log"),
             "json": (place / "json").read_bytes() if (place / "json").is_file() else b"",
             "records": {name: lines for name, lines in found.items() if lines},
-        }  # fmt: skip
+        }
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -26,13 +26,24 @@ FOUND_EXIT = 66  # of compute-sanitizer where it found errors, so that it is no 
 TAIL = 40  # lines of its output: a Python traceback and an error with its backtrace
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: |$)")  # the last line of a traceback
 NCU_SECTIONS = (
-    "SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SchedulerStats",
-)  # fmt: skip
+    "SpeedOfLight",
+    "MemoryWorkloadAnalysis",
+    "Occupancy",
+    "LaunchStats",
+    "WarpStateStats",
+    "SchedulerStats",
+)
 _MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3}
 _TERABYTES = {
-    "byte/second": 1e-12, "byte/s": 1e-12, "Mbyte/second": 1e-6, "Mbyte/s": 1e-6, "Gbyte/second": 1e-3,
-    "Gbyte/s": 1e-3, "Tbyte/second": 1, "Tbyte/s": 1,
-}  # fmt: skip
+    "byte/second": 1e-12,
+    "byte/s": 1e-12,
+    "Mbyte/second": 1e-6,
+    "Mbyte/s": 1e-6,
+    "Gbyte/second": 1e-3,
+    "Gbyte/s": 1e-3,
+    "Tbyte/second": 1,
+    "Tbyte/s": 1,
+}
 _STALL = "smsp__average_warps_issue_stalled_"
 _DIGEST = (
     ("duration", "gpu__time_duration.sum", "us", _MICROSECONDS),
@@ -44,7 +55,7 @@ _DIGEST = (
     ("grid", "launch__grid_size", "CTAs", {}),
     ("block", "launch__block_size", "threads", {}),
     ("waves", "launch__waves_per_multiprocessor", "a SM", {}),
-)  # fmt: skip
+)
 
 
 def place(problem: Problem, submission: Submission, case: Case, suffix: str) -> Path:
@@ -84,11 +95,21 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
     report = place(problem, submission, case, ".ncu-rep")
     sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
     command = [
-        _tool("ncu"), "--clock-control", "none", "--profile-from-start", "off",
-        "--target-processes", "application-only", "-f", "-o", str(report), *sections,
-        "--metrics", "dram__bytes_read.sum.per_second",
+        _tool("ncu"),
+        "--clock-control",
+        "none",
+        "--profile-from-start",
+        "off",
+        "--target-processes",
+        "application-only",
+        "-f",
+        "-o",
+        str(report),
+        *sections,
+        "--metrics",
+        "dram__bytes_read.sum.per_second",
         *_solo(problem, submission, [case]),
-    ]  # fmt: skip
+    ]
     _run(command, "ncu", _dsl(target))
     page = _run([_tool("ncu"), "--import", str(report), "--page", "raw", "--csv"], "ncu --import", {})
     shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
@@ -126,16 +147,27 @@ def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: 
     # A separate allocation for every tensor, so that the tool sees an access past one. Compilers that the submission
     # starts are not looked into: the tool would run them too, and count what they do.
     command = [
-        _tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", str(FOUND_EXIT), "--launch-timeout", "120",
-        "--target-processes", "application-only",
+        _tool("compute-sanitizer"),
+        "--tool",
+        tool,
+        "--error-exitcode",
+        str(FOUND_EXIT),
+        "--launch-timeout",
+        "120",
+        "--target-processes",
+        "application-only",
         *_solo(problem, submission, cases),
-    ]  # fmt: skip
+    ]
     extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
     try:
         result = subprocess.run(
-            command, cwd=ROOT, env=_environment(extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            env=_environment(extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             timeout=TOOL_LIMIT_S,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as error:
         tail = _tail((error.output or b"").decode(errors="replace"))
         raise RuntimeError(f"{tool} was not done after {TOOL_LIMIT_S} s\n{tail}") from None

@@ -83,9 +83,11 @@ class Host:
         """Return the answer to a command of harness/tools/on_host.py. UsageError: it was refused. LostError."""
         with tempfile.TemporaryFile() as errors:
             done = subprocess.run(
-                [*self.ssh, self.name, LOGIN], input=self._program(command, arguments), stdout=subprocess.PIPE,
+                [*self.ssh, self.name, LOGIN],
+                input=self._program(command, arguments),
+                stdout=subprocess.PIPE,
                 stderr=errors,
-            )  # fmt: skip
+            )
             said = done.stdout.decode(errors="replace")
             if on_host.REPLY not in said:
                 self._failed(done.returncode, errors, said)
@@ -389,10 +391,11 @@ def control(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = output.Parser(
-        NAME, description="Judge on another machine, over your own ssh and rsync.",
+        NAME,
+        description="Judge on another machine, over your own ssh and rsync.",
         usage=f"{NAME} HOST PROBLEM ... | HOST --attach [JOB] | HOST --status | HOST --stop [JOB]",
         epilog="PROBLEM ...: arguments of harness/run.py, of which this is --on HOST.",
-    )  # fmt: skip
+    )
     p.add_argument("host", metavar="HOST", help="as ssh knows it")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--attach", nargs="?", const="", metavar="JOB", help="follow a run, fetch what it made")

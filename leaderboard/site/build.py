@@ -157,9 +157,16 @@ class Site:
         first = grids.boards(self.shown.boards, lambda b: f"{problem_page(b.problem)}#{grids.key_of(b)}", "first")
         said = [text.line(one) for one in self.shown.complaints + self.quality.complaints]
         self.page(
-            "index.html", "index.html", "Leaderboard", first=first, machines=by_machine, complaints=said,
-            facts=tables.facts, problem_page=problem_page, runs=_runs(self.shown.records.values()),
-        )  # fmt: skip
+            "index.html",
+            "index.html",
+            "Leaderboard",
+            first=first,
+            machines=by_machine,
+            complaints=said,
+            facts=tables.facts,
+            problem_page=problem_page,
+            runs=_runs(self.shown.records.values()),
+        )
 
     def problem(self, name: str) -> None:
         """The page of a problem: a section for each of its boards."""
@@ -188,24 +195,34 @@ class Site:
         output.write_whole(self.folder / "pictures" / csv, tables.csv([board]))
         broken = trend.records_broken(points)
         return {
-            "board": board, "key": key, "title": f"{board.target} on {board.machine}", "facts": tables.facts(board),
-            "standing": grids.standing(board, f"{key}-variants", href), "csv": f"{root}pictures/{csv}",
+            "board": board,
+            "key": key,
+            "title": f"{board.target} on {board.machine}",
+            "facts": tables.facts(board),
+            "standing": grids.standing(board, f"{key}-variants", href),
+            "csv": f"{root}pictures/{csv}",
             "by_variant": self.picture(drawn, f"{key}-variant", f"By variant{left}.", root, files=True),
             "by_case": self.picture(
                 pictures.by_case(board), f"{key}-case", f"By case{more}{in_common}.", root, files=True
             ),
-            "cases": cases, "shared": shared, "pairs": grids.pairs(board, f"{key}-pairs"),
+            "cases": cases,
+            "shared": shared,
+            "pairs": grids.pairs(board, f"{key}-pairs"),
             "history": self.picture(
-                pictures.history(board, points), f"{key}-history",
+                pictures.history(board, points),
+                f"{key}-history",
                 "Over the commits. Runs are not paired: one machine differs from another of its name by some percent.",
                 root,
             ),
             "speed_up": self.picture(
-                pictures.speed_up(points), f"{key}-speed",
-                "The fastest so far. The first correct version is the slowest of the earliest run that has one.", root,
+                pictures.speed_up(points),
+                f"{key}-speed",
+                "The fastest so far. The first correct version is the slowest of the earliest run that has one.",
+                root,
             ),
-            "milestones": grids.milestones(broken, f"{key}-fastest", href), "notes": tables.notes(board),
-        }  # fmt: skip
+            "milestones": grids.milestones(broken, f"{key}-fastest", href),
+            "notes": tables.notes(board),
+        }
 
     def variant(self, problem: str, name: str) -> None:
         """The page of a variant: what it is, then a section for each of its boards."""
@@ -218,26 +235,39 @@ class Site:
                 found.append(variant.section(board, name, self.shown.records[board.machine]))
         sections = [
             {
-                "key": (key := grids.key_of(one.board)), "board": one.board, "row": one.row,
+                "key": (key := grids.key_of(one.board)),
+                "board": one.board,
+                "row": one.row,
                 "rank": "" if pd.isna(one.row.rank) else str(one.row.rank),
-                "title": f"{one.board.target} on {one.board.machine}", "facts": one.facts,
-                "back": f"{root}{problem_page(problem)}#{key}", "cases": grids.cases_of(one.judged, f"{key}-cases"),
+                "title": f"{one.board.target} on {one.board.machine}",
+                "facts": one.facts,
+                "back": f"{root}{problem_page(problem)}#{key}",
+                "cases": grids.cases_of(one.judged, f"{key}-cases"),
                 "samples": self.picture(
-                    pictures.samples(one.timed), f"{key}-samples",
-                    _thinned(one.timed), root,
+                    pictures.samples(one.timed),
+                    f"{key}-samples",
+                    _thinned(one.timed),
+                    root,
                 ),
                 "resources": one.resources,
-            } for one in found
-        ]  # fmt: skip
+            }
+            for one in found
+        ]
         stem = Path(place).stem
         rows = self.rows[(self.rows.problem == problem) & (self.rows.variant == name)]
         downloads = variant.downloads(folder, stem, rows, found)
         profiles = [variant.profile(file, folder, stem) for file in self.profiles.get((problem, name), ())]
         self.page(
-            place, "variant.html", text.line(name), problem=problem, sections=sections, downloads=downloads,
-            profiles=profiles, source=variant.source(problem, name),
+            place,
+            "variant.html",
+            text.line(name),
+            problem=problem,
+            sections=sections,
+            downloads=downloads,
+            profiles=profiles,
+            source=variant.source(problem, name),
             problem_href=root + problem_page(problem),
-        )  # fmt: skip
+        )
 
     def model(self) -> None:
         sections = []
@@ -246,22 +276,27 @@ class Site:
             problem, _, rest = title.partition(", ")
             machine = rest.partition(", on ")[2]
             every = [
-                one for one in self.shown.records[machine]
+                one
+                for one in self.shown.records[machine]
                 if one["kind"] == "latency" and one["problem"] == problem and rest.startswith(one["target"])
-            ]  # fmt: skip
-            sections.append({
-                "title": title, "key": key, "steps": grids.steps(records, self.shown.known, f"{key}-steps"),
-                "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
-                "parts": self.picture(
-                    pictures.components(records), f"{key}-parts", "Where a step's time goes.", "", files=True
-                ),
-                "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
-                "layers": grids.of_model("Time of a layer", latency.layers(records), f"{key}-layers"),
-                "breakdown": grids.of_model(
-                    "Where a step's time goes", latency.breakdown(records), f"{key}-breakdown"
-                ),
-                "ops": grids.ops(records, f"{key}-ops"),
-            })  # fmt: skip
+            ]
+            sections.append(
+                {
+                    "title": title,
+                    "key": key,
+                    "steps": grids.steps(records, self.shown.known, f"{key}-steps"),
+                    "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
+                    "parts": self.picture(
+                        pictures.components(records), f"{key}-parts", "Where a step's time goes.", "", files=True
+                    ),
+                    "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
+                    "layers": grids.of_model("Time of a layer", latency.layers(records), f"{key}-layers"),
+                    "breakdown": grids.of_model(
+                        "Where a step's time goes", latency.breakdown(records), f"{key}-breakdown"
+                    ),
+                    "ops": grids.ops(records, f"{key}-ops"),
+                }
+            )
         found = [self._check(one) for one in self.checks]
         self.page("model.html", "model.html", "The composed model", sections=sections, checks=found)
 
@@ -269,21 +304,28 @@ class Site:
         key = grids.slug(f"{one.problem}-{one.config}-{one.format}")
         said = "A short line is a budget: 1.5 times what the reference kernels are off."
         return {
-            "check": one, "key": key, "ops": grids.op_times(one, f"{key}-op"),
+            "check": one,
+            "key": key,
+            "ops": grids.op_times(one, f"{key}-op"),
             "times": self.picture(pictures.op_times(one), f"{key}-ops", "The ops of one step.", ""),
             "errors": self.picture(pictures.layer_errors(one), f"{key}-errors", said, ""),
             "layers": grids.layers(one, f"{key}-layer"),
-        }  # fmt: skip
+        }
 
     def judge(self) -> None:
         found, outcomes = self.quality, collections.Counter(attack.outcome for attack in self.quality.attacks)
         self.page(
-            "judge.html", "judge.html", "How good the judge is", outcomes=outcomes, allowed=quality.ALLOWED,
+            "judge.html",
+            "judge.html",
+            "How good the judge is",
+            outcomes=outcomes,
+            allowed=quality.ALLOWED,
             within=tables.percent(stats.SAME_WITHIN),
             same=self._compared("same", [one for one in found.comparisons if not one.planted]),
             planted=self._compared("planted", [one for one in found.comparisons if one.planted]),
-            loops=grids.loops(found.loops, "loops"), attacks=grids.attacks(found.attacks, "attacks"),
-        )  # fmt: skip
+            loops=grids.loops(found.loops, "loops"),
+            attacks=grids.attacks(found.attacks, "attacks"),
+        )
 
     def _compared(self, key: str, found: list[quality.Comparison]) -> dict[str, Any]:
         """What is shown of comparisons of one kind."""
@@ -293,10 +335,11 @@ class Site:
             [(f"{one.processes or '?'} processes", one.ratio, one.lo, one.hi) for one in found], f"time of {what}"
         )
         return {
-            "counts": quality.counts(found), "plans": grids.plans(found, f"{key}-plans"),
+            "counts": quality.counts(found),
+            "plans": grids.plans(found, f"{key}-plans"),
             "picture": self.picture(drawn, key, f"{len(found)} comparisons with their 95 % intervals, by ratio.", ""),
             "all": grids.comparisons(found, f"{key}-all"),
-        }  # fmt: skip
+        }
 
 
 def problem_page(name: str) -> str:
@@ -338,5 +381,5 @@ def _highlighting(theme: tuple[str, str]) -> str:
     rules = [
         "\n".join(line for line in HtmlFormatter(style=style).get_style_defs(prefix).splitlines() if ".code ." in line)
         for prefix in (chosen, system)
-    ]  # fmt: skip
+    ]
     return f"{rules[0]}\n@media (prefers-color-scheme: {name}) {{\n{rules[1]}\n}}"

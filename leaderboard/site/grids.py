@@ -80,9 +80,18 @@ def percent(value: float) -> Cell:
 
 
 STANDING = (
-    "rank", "variant", "time, us", "95 % interval", "% of roofline", "x baseline", "coverage", "error / tolerance",
-    "attempts", "source", "state",
-)  # fmt: skip
+    "rank",
+    "variant",
+    "time, us",
+    "95 % interval",
+    "% of roofline",
+    "x baseline",
+    "coverage",
+    "error / tolerance",
+    "attempts",
+    "source",
+    "state",
+)
 
 
 def standing(board: Board, key: str, href: Callable[[str], str]) -> Grid:
@@ -187,12 +196,19 @@ def pairs(board: Board, key: str) -> Grid:
 def milestones(broken: Sequence[trend.Timing], key: str, href: Callable[[str], str]) -> Grid:
     """Who was the fastest so far, from the first correct version on."""
     lines = [
-        Line(f"{key}-{place}", [
-            Cell(one.time[:16].replace("T", " ")), Cell(one.commit, code=True),
-            Cell(text.line(one.variant), href=href(one.variant), code=True), us(one.us),
-            number(ratio := broken[0].us / one.us, f"{ratio:.2f}x"), Cell(one.run_id),
-        ]) for place, one in enumerate(broken)
-    ]  # fmt: skip
+        Line(
+            f"{key}-{place}",
+            [
+                Cell(one.time[:16].replace("T", " ")),
+                Cell(one.commit, code=True),
+                Cell(text.line(one.variant), href=href(one.variant), code=True),
+                us(one.us),
+                number(ratio := broken[0].us / one.us, f"{ratio:.2f}x"),
+                Cell(one.run_id),
+            ],
+        )
+        for place, one in enumerate(broken)
+    ]
     columns = ("time", "commit", "variant", "time, us", "speed-up", "run")
     return Grid(key, "The fastest so far", columns, lines, frozenset({"time, us", "speed-up"}))
 
@@ -200,20 +216,31 @@ def milestones(broken: Sequence[trend.Timing], key: str, href: Callable[[str], s
 def cases_of(found: Iterable[dict], key: str) -> Grid:
     """A line for each test and benchmark record of a variant."""
     columns = (
-        "case", "kind", "verdict", "time, us", "95 % interval", "% of roofline", "samples", "error / tolerance",
+        "case",
+        "kind",
+        "verdict",
+        "time, us",
+        "95 % interval",
+        "% of roofline",
+        "samples",
+        "error / tolerance",
         "reason",
-    )  # fmt: skip
+    )
     lines = []
     for place, one in enumerate(found):
         median, (lo, hi) = latency.number(one.get("median_us")), one.get("ci95_us") or (math.nan, math.nan)
         roofline, error = latency.number(one.get("roofline_us")), one.get("error") or {}
         cells = [
-            Cell(ranking.case_label(one["case"]) or "all cases", code=True), Cell(one["kind"]), Cell(one["status"]),
-            us(median), Cell(_interval(lo, hi), lo if math.isfinite(lo) else None),
+            Cell(ranking.case_label(one["case"]) or "all cases", code=True),
+            Cell(one["kind"]),
+            Cell(one["status"]),
+            us(median),
+            Cell(_interval(lo, hi), lo if math.isfinite(lo) else None),
             percent(roofline / median if median > 0 else math.nan),
             number(latency.number(one.get("n")), str(one.get("n") or "")),
-            Cell(_error(error, bool(one.get("baseline")))), Cell(text.line(one.get("reason") or "", REASON)),
-        ]  # fmt: skip
+            Cell(_error(error, bool(one.get("baseline")))),
+            Cell(text.line(one.get("reason") or "", REASON)),
+        ]
         lines.append(Line(f"{key}-{place}", cells, "" if one["status"] in ("PASSED", *UNRUN) else "failed"))
     return Grid(key, "All cases of the run", columns, lines, frozenset({"time, us", "% of roofline", "samples"}))
 
@@ -229,9 +256,18 @@ def steps(records: Sequence[dict], known: Provenance, key: str) -> Grid:
     """A line for each case of a model's decode step. us a token: of a sequence, in a batch all get one at once."""
     names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
     columns = (
-        *names, "eager, us", "graph, us", "us a token", "tokens a second", "speed of light, us", "% of speed of light",
-        "launches", "bytes", "source", "state",
-    )  # fmt: skip
+        *names,
+        "eager, us",
+        "graph, us",
+        "us a token",
+        "tokens a second",
+        "speed of light, us",
+        "% of speed of light",
+        "launches",
+        "bytes",
+        "source",
+        "state",
+    )
     lines = []
     for place, one in enumerate(records):
         case, graph = one["case"] or {}, latency.graph_us(one)
@@ -289,11 +325,17 @@ def op_times(check: Check, key: str) -> Grid:
     longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
     found = [*longest, ("between the ops", check.step_us - sum(check.ops_us.values()))]
     lines = [
-        Line(f"{key}-{slug(op)}", [
-            Cell(text.line(op), code=True), us(spent), percent(spent / check.step_us),
-            Cell(text.line(check.kernels.get(op, ""))),
-        ]) for op, spent in found
-    ]  # fmt: skip
+        Line(
+            f"{key}-{slug(op)}",
+            [
+                Cell(text.line(op), code=True),
+                us(spent),
+                percent(spent / check.step_us),
+                Cell(text.line(check.kernels.get(op, ""))),
+            ],
+        )
+        for op, spent in found
+    ]
     columns = ("op", "time, us", "share of the step", "filled by")
     return Grid(key, "Time of each op in a decode step", columns, lines, frozenset(columns[1:3]))
 
@@ -361,9 +403,19 @@ def attacks(found: Iterable[quality.Attack], key: str) -> Grid:
 def boards(found: Iterable[Board], href: Callable[[Board], str], key: str) -> Grid:
     """A line for each board: its first, and how many variants it has."""
     columns = (
-        "machine", "problem", "target", "first", "time, us", "95 % interval", "% of roofline", "x baseline", "coverage",
-        "variants", "source", "last run",
-    )  # fmt: skip
+        "machine",
+        "problem",
+        "target",
+        "first",
+        "time, us",
+        "95 % interval",
+        "% of roofline",
+        "x baseline",
+        "coverage",
+        "variants",
+        "source",
+        "last run",
+    )
     lines = []
     for board in found:
         one = next((one for one in rows_of(board.standing) if not pd.isna(one.rank)), None)

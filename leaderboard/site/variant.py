@@ -80,11 +80,18 @@ def _of(resource: dict, one: dict, target: str) -> bool:
 
 
 def _resource(one: dict) -> str:
-    said = [f"{one[key]} {what}" for key, what in (
-        ("registers", "registers a thread"), ("spill_bytes", "B spilled"), ("stack_bytes", "B of stack"),
-        ("shared_bytes", "B of static shared memory"), ("bytes", "B of machine code"),
-        ("tmem_columns", "columns of tensor memory"),
-    ) if one.get(key) is not None]  # fmt: skip
+    said = [
+        f"{one[key]} {what}"
+        for key, what in (
+            ("registers", "registers a thread"),
+            ("spill_bytes", "B spilled"),
+            ("stack_bytes", "B of stack"),
+            ("shared_bytes", "B of static shared memory"),
+            ("bytes", "B of machine code"),
+            ("tmem_columns", "columns of tensor memory"),
+        )
+        if one.get(key) is not None
+    ]
     said += [f"{count} {text.line(name, 60)}" for name, count in (one.get("sass") or {}).items()]
     return f"{text.line(one.get('name') or 'kernel', 200)}: {', '.join(said) or NO_RECORD}"
 
@@ -96,9 +103,19 @@ def _facts(one: dict, timed: Sequence[dict]) -> list[tuple[str, str]]:
     found = [("run", one["run_id"]), ("time", one["time"]), ("commit", commit)]
     found += [(key, _words(environment.get(key))) for key in environment]
     found += [(f"clock, {key}", _words(clock[key])) for key in clock]
-    found += [(key.replace("_", " "), _words(one.get(key))) for key in (
-        "source_hash", "code_hash", "problem_hash", "harness_hash", "clocks_mhz", "throttle", "sandbox", "audit",
-    )]  # fmt: skip
+    found += [
+        (key.replace("_", " "), _words(one.get(key)))
+        for key in (
+            "source_hash",
+            "code_hash",
+            "problem_hash",
+            "harness_hash",
+            "clocks_mhz",
+            "throttle",
+            "sandbox",
+            "audit",
+        )
+    ]
     calls = [len(one.get("seeds") or ()) for one in timed]
     return [*found, ("secret seeds", f"{sum(calls)} in {len(calls)} cases" if any(calls) else NO_RECORD)]
 

@@ -29,9 +29,23 @@ CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall")
 _INCLUDE = re.compile(rb'^[ \t\f\v]*#[ \t\f\v]*include[ \t\f\v]*"([^"\r\n]+)"', re.MULTILINE)
 # What an include may bring along, by the end of its name: no Python file, no results, no keys.
 INCLUDED = {
-    ".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".ipp", ".tpp", ".def", ".c", ".cc", ".cpp", ".cxx", ".cu",
+    ".h",
+    ".hh",
+    ".hpp",
+    ".hxx",
+    ".cuh",
+    ".inc",
+    ".inl",
+    ".ipp",
+    ".tpp",
+    ".def",
+    ".c",
+    ".cc",
+    ".cpp",
+    ".cxx",
+    ".cu",
     ".ptx",
-}  # fmt: skip
+}
 SOURCE_LIMIT = 4 * 2**20  # bytes of one source; the longest headers of public kernel libraries have a tenth of that
 CLOSURE_LIMIT = 16 * 2**20  # bytes of a source with all that it includes: the judge reads them several times
 CLOSURE_FILES = 1000  # of a source with all that it includes
@@ -139,8 +153,10 @@ def closure(*sources: Path) -> list[Path]:
         included = dict.fromkeys(_INCLUDE.findall(content))
         size, names = size + len(content), names + len(included)
         for count, limit, what in (
-            (size, CLOSURE_LIMIT, "bytes"), (len(found), CLOSURE_FILES, "files"), (names, INCLUDES, "includes"),
-        ):  # fmt: skip
+            (size, CLOSURE_LIMIT, "bytes"),
+            (len(found), CLOSURE_FILES, "files"),
+            (names, INCLUDES, "includes"),
+        ):
             if count > limit:
                 raise BuildError(f"{sources[0].name}: a source may have {limit} {what}, headers included: at {path}")
         todo += filter(None, (_header(name, path.parent, folder) for name in included))
@@ -220,8 +236,11 @@ def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> 
         with tempfile.TemporaryDirectory(dir=directory(), prefix="tmp-") as scratch:
             result = subprocess.run(
                 [*command, "-o", f"{scratch}/{library.name}"],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "TMPDIR": scratch},
-            )  # fmt: skip
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "TMPDIR": scratch},
+            )
             if result.returncode:
                 raise BuildError(f"{' '.join(command)}\nexit status {result.returncode}\n{result.stdout}")
             Path(scratch, log.name).write_text(result.stdout)

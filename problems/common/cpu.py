@@ -27,7 +27,9 @@ class Launcher:
         """RuntimeError, which says what is missing or wrong, unless `status` is 0."""
         if status:
             reasons = {
-                1: f"this CPU lacks {self.needs}", 2: "the system refused a thread", 3: "the system refused memory",
+                1: f"this CPU lacks {self.needs}",
+                2: "the system refused a thread",
+                3: "the system refused memory",
                 BAD_INDEX: "an index is outside the pages",
-            }  # fmt: skip
+            }
             raise RuntimeError(f"{self.source.stem}: {reasons[status]}")

@@ -143,15 +143,29 @@ class Descriptor:
         """For the launcher. ValueError if the address is not known yet."""
         if self.address is None:
             raise ValueError("address must be set before the map is encoded, got None: use at(address)")
-        pad = [(*values, *([0] * (size - len(values)))) for values, size in (
-            (self.dims, MAX_RANK), (self.strides, MAX_RANK - 1), (self.box, MAX_RANK), (self.element_strides, MAX_RANK)
-        )]  # fmt: skip
+        pad = [
+            (*values, *([0] * (size - len(values))))
+            for values, size in (
+                (self.dims, MAX_RANK),
+                (self.strides, MAX_RANK - 1),
+                (self.box, MAX_RANK),
+                (self.element_strides, MAX_RANK),
+            )
+        ]
         dims, strides, box, element_strides = pad
         return Fields(
-            self.address, dims, strides, box, element_strides, DTYPES[self.dtype][0], self.rank,
-            INTERLEAVES[self.interleave], SWIZZLES[self.swizzle][0], L2_PROMOTIONS[self.l2_promotion],
+            self.address,
+            dims,
+            strides,
+            box,
+            element_strides,
+            DTYPES[self.dtype][0],
+            self.rank,
+            INTERLEAVES[self.interleave],
+            SWIZZLES[self.swizzle][0],
+            L2_PROMOTIONS[self.l2_promotion],
             OOB_FILLS[self.oob_fill],
-        )  # fmt: skip
+        )
 
 
 def check(
@@ -184,7 +198,7 @@ def check(
     element_strides = (1,) * len(dims) if element_strides is None else tuple(element_strides)
     made = Descriptor(
         dtype, dims, strides, box, element_strides, interleave, swizzle, address, l2_promotion, oob_fill, target
-    )  # fmt: skip
+    )
     _check_storage(made, storage)
     if made.transaction_bytes > shared_limit:
         raise ValueError(
@@ -195,10 +209,13 @@ def check(
 
 def _check_names(d: Descriptor) -> None:
     for name, value, known in (
-        ("dtype", d.dtype, DTYPES), ("interleave", d.interleave, INTERLEAVES), ("swizzle", d.swizzle, SWIZZLES),
-        ("l2_promotion", d.l2_promotion, L2_PROMOTIONS), ("oob_fill", d.oob_fill, OOB_FILLS),
+        ("dtype", d.dtype, DTYPES),
+        ("interleave", d.interleave, INTERLEAVES),
+        ("swizzle", d.swizzle, SWIZZLES),
+        ("l2_promotion", d.l2_promotion, L2_PROMOTIONS),
+        ("oob_fill", d.oob_fill, OOB_FILLS),
         ("target", d.target, TARGETS),
-    ):  # fmt: skip
+    ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     for name, value in (("dtype", d.dtype), ("swizzle", d.swizzle)):
@@ -252,9 +269,7 @@ def _overlap(dims: tuple[int, ...], strides: tuple[int, ...], bits: int) -> int:
 
 
 def _check_box(d: Descriptor) -> None:
-    for name, values, most in (
-        ("box", d.box, MAX_BOX), ("element_strides", d.element_strides, MAX_ELEMENT_STRIDE)
-    ):  # fmt: skip
+    for name, values, most in (("box", d.box, MAX_BOX), ("element_strides", d.element_strides, MAX_ELEMENT_STRIDE)):
         if len(values) != d.rank:
             raise ValueError(f"{name} must have rank = {d.rank} entries, got {len(values)}: {values}")
         _check_range(name, values, 1, most)

@@ -330,8 +330,9 @@ def _say_kernels(recorder: Recorder) -> list[str]:
     return [
         f"{w.layer} {w.op}: {w.output} is off by {w.error:.3g} of {w.of}, budget {w.budget:.3g} "
         f"(cosine {w.cosine:.4f}), on the oracle's inputs"
-        for w in recorder.worst.values() if not w.ok
-    ]  # fmt: skip
+        for w in recorder.worst.values()
+        if not w.ok
+    ]
 
 
 @dataclass(frozen=True)
@@ -387,11 +388,18 @@ def _write(folder: Path, case: Case, chosen: ops.Chosen, layers: Sequence[Layer]
     """Write CONFIG-FORMAT.json; numbers that are not finite are null there."""
     step_us, ops_us = _op_times(case, chosen.ops)
     found = {
-        "problem": "dsv4_forward", "config": case.cfg.name, "format": case.fmt, "device": case.device, "right": right,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "kernels": chosen.names,
-        "context": PROMPTS[0], "step_us": step_us, "ops_us": ops_us,
+        "problem": "dsv4_forward",
+        "config": case.cfg.name,
+        "format": case.fmt,
+        "device": case.device,
+        "right": right,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "kernels": chosen.names,
+        "context": PROMPTS[0],
+        "step_us": step_us,
+        "ops_us": ops_us,
         "layers": [{name: _finite(value) for name, value in vars(one).items()} for one in layers],
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{case.cfg.name}-{case.fmt}.json").write_text(json.dumps(found) + "\n")
 

@@ -92,7 +92,7 @@ def plan(planner: Planner, inputs: NamedTuple) -> Batch:
     count, new = inputs.tokens.shape
     return planner.planned(
         tuple(range(count)), inputs.tokens.flatten(), [new] * count, inputs.lengths.tolist(), stamps=()
-    )  # fmt: skip
+    )
 
 
 def compile_for(problems: tuple[str, ...], target: str) -> list:

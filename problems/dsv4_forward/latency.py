@@ -28,25 +28,35 @@ from problems.dsv4_forward.weights.tree import ModelWeights
 
 CONTEXT, LONG, LONGER, LONGEST = 512, 4096, 65536, 262144  # tokens of each sequence before the timed steps
 PREFILL = 2048  # tokens, in one chunk
-CASES = [
-    {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
-    for name, formats in (("tiny-k", ("bf16", "nvfp4")), ("flash-4l32e", config.FORMATS[1:])) for fmt in formats
-    for batch in (1, 8)
-] + [  # of the time for 8 layers and for 4, the difference is that of four layers, without the head
-    {"config": name, "format": "nvfp4", "batch": batch, "context": context}
-    for name in ("flash-4l256e", "flash-8l256e") for batch, context in ((1, LONG), (8, LONG), (32, LONG), (8, LONGER))
-] + [
-    {"config": "flash-4l256e", "format": fmt, "batch": 1, "context": 0, "new": PREFILL}
-    for fmt in ("nvfp4", "nvfp4_experts")
-] + [  # to be compared with the same case without `early`
-    {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": LONG, "early": 0} for batch in (1, 8)
-] + [
-    {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context}
-    for batch, context in ((1, LONGER), (1, LONGEST), (8, LONGEST))
-] + [  # the indexer's steps as a kernel each; to be compared with the same case without `kernels`
-    {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context, "kernels": "choose=reference"}
-    for context in (LONG, LONGER, LONGEST) for batch in (1, 8)
-]  # fmt: skip
+CASES = (
+    [
+        {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
+        for name, formats in (("tiny-k", ("bf16", "nvfp4")), ("flash-4l32e", config.FORMATS[1:]))
+        for fmt in formats
+        for batch in (1, 8)
+    ]
+    + [  # of the time for 8 layers and for 4, the difference is that of four layers, without the head
+        {"config": name, "format": "nvfp4", "batch": batch, "context": context}
+        for name in ("flash-4l256e", "flash-8l256e")
+        for batch, context in ((1, LONG), (8, LONG), (32, LONG), (8, LONGER))
+    ]
+    + [
+        {"config": "flash-4l256e", "format": fmt, "batch": 1, "context": 0, "new": PREFILL}
+        for fmt in ("nvfp4", "nvfp4_experts")
+    ]
+    + [  # to be compared with the same case without `early`
+        {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": LONG, "early": 0} for batch in (1, 8)
+    ]
+    + [
+        {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context}
+        for batch, context in ((1, LONGER), (1, LONGEST), (8, LONGEST))
+    ]
+    + [  # the indexer's steps as a kernel each; to be compared with the same case without `kernels`
+        {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context, "kernels": "choose=reference"}
+        for context in (LONG, LONGER, LONGEST)
+        for batch in (1, 8)
+    ]
+)
 
 
 @dataclass
@@ -145,9 +155,12 @@ class Decode:
             found.append(len(args[6].unique()))
 
         step = Step(
-            Model(self.made, dataclasses.replace(ops.REFERENCE, route=route)), self.state, self.sequences, self.tokens,
+            Model(self.made, dataclasses.replace(ops.REFERENCE, route=route)),
+            self.state,
+            self.sequences,
+            self.tokens,
             self.bound,
-        )  # fmt: skip
+        )
         step()
         self.reset()
         return tuple(found)

@@ -95,9 +95,7 @@ class Pending:
         return Pending(self.y[index], second, self.copies[index], self.post[index], self.comb[index])
 
 
-def block(
-    residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context
-) -> Pending:  # fmt: skip
+def block(residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context) -> Pending:
     """Run one layer: attention, then experts; each reads the hc copies (N, n, d) behind the sublayer ahead of it.
 
     residual: the copies, or what is still to be written to them. -> what the experts returned, still to be written.
@@ -144,17 +142,27 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     scoring = rest[0].view(n_tokens, cfg.index_n_heads, cfg.index_head_dim) if rest else None
     turn = cfg.rms_norm_eps, rope.cos, rope.sin
     ops.layer_rows(
-        (raised, None, *turn, query), (key, w.kv_norm, *turn, state.window, batch.window_target), entries,
+        (raised, None, *turn, query),
+        (key, w.kv_norm, *turn, state.window, batch.window_target),
+        entries,
         None if scoring is None else (scoring, rope.cos, rope.sin, ctx.quantised_index, scoring),
-    )  # fmt: skip
+    )
     index = _visible(scoring, gates, state, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
     ops.fmha_rotate(
-        query.unsqueeze(1), state.window, batch.window_index.unsqueeze(1),
-        None if index is None else state.cache, None if index is None else index.unsqueeze(1),
-        w.sink, width**-0.5, rope.cos, rope.sin, out, lse,
-    )  # fmt: skip
+        query.unsqueeze(1),
+        state.window,
+        batch.window_index.unsqueeze(1),
+        None if index is None else state.cache,
+        None if index is None else index.unsqueeze(1),
+        w.sink,
+        width**-0.5,
+        rope.cos,
+        rope.sin,
+        out,
+        lse,
+    )
     grouped = out.view(n_tokens, cfg.o_groups, heads // cfg.o_groups * width)
     low = ctx.empty(n_tokens, cfg.o_groups, cfg.o_lora_rank)
     ops.grouped_linear(grouped, w.wo_a, low)
@@ -184,11 +192,24 @@ def _entries(
     batch, ratio = ctx.batch, state.ratio
     return [
         (
-            part, one.ape, one.norm, batch.position, batch.sequence, tail, batch.emit[ratio], ratio, ratio == CSA,
-            rope.freqs, ctx.config.rms_norm_eps, ctx.dtype, pages, batch.target[ratio], hadamard,
+            part,
+            one.ape,
+            one.norm,
+            batch.position,
+            batch.sequence,
+            tail,
+            batch.emit[ratio],
+            ratio,
+            ratio == CSA,
+            rope.freqs,
+            ctx.config.rms_norm_eps,
+            ctx.dtype,
+            pages,
+            batch.target[ratio],
+            hadamard,
         )
         for part, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
-    ], gates  # fmt: skip
+    ], gates
 
 
 def _scores(state: LayerState, ctx: Context) -> bool:
@@ -221,10 +242,15 @@ def _select(query: torch.Tensor, weights: torch.Tensor, state: LayerState, ctx: 
     for start, stop, row, rows, count in _groups(batch):
         part, shape = slice(start, stop), (rows, count)
         ops.choose(
-            query[part].view(*shape, heads, width), weights[part].view(*shape, heads), (width * heads) ** -0.5,
-            state.index_keys, batch.rows[row : row + rows], batch.visible[CSA][part].view(shape), batch.entries[CSA],
+            query[part].view(*shape, heads, width),
+            weights[part].view(*shape, heads),
+            (width * heads) ** -0.5,
+            state.index_keys,
+            batch.rows[row : row + rows],
+            batch.visible[CSA][part].view(shape),
+            batch.entries[CSA],
             places[part].view(*shape, k),
-        )  # fmt: skip
+        )
     return places
 
 

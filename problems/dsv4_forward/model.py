@@ -41,9 +41,13 @@ class Model:
     """Weights, ops and what is derived from the configuration once. Holds no state of any sequence."""
 
     def __init__(
-        self, weights: ModelWeights, table: Ops | None = None, dtype: torch.dtype | None = None,
-        probe: Probe | None = None, early: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        weights: ModelWeights,
+        table: Ops | None = None,
+        dtype: torch.dtype | None = None,
+        probe: Probe | None = None,
+        early: bool = True,
+    ) -> None:
         """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given. early:
         whether kernels of other problems may begin before the one ahead has ended, as this folder's do.
         """
@@ -160,9 +164,12 @@ def _difference(mine: Config, other: Config) -> str:
 
 
 def forward(
-    tokens: Mapping[int, Sequence[int] | torch.Tensor], weights: ModelWeights, state: State,
-    table: Ops | None = None, dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    tokens: Mapping[int, Sequence[int] | torch.Tensor],
+    weights: ModelWeights,
+    state: State,
+    table: Ops | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Feed new tokens to sequences of `state` (sequence -> tokens, any number of each), which become part of these.
 
     -> logits fp32 (B, vocab) after each sequence's last token, in the mapping's order. OutOfBlocks: nothing is written.

@@ -236,9 +236,7 @@ REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
 # This folder's own; the first that has an op fills it. A module may define FORMATS, those that it fills ops in, and
 # SERVES, by op that spans others which calls it serves, as Partial has it.
-KERNELS = (
-    start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel, fmha_kernel, experts_kernel
-)  # fmt: skip
+KERNELS = (start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel, fmha_kernel, experts_kernel)
 
 
 @dataclass(frozen=True)

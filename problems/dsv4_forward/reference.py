@@ -58,7 +58,7 @@ _latest: _Oracle | None = None
 
 def generate_weights(
     config: str, format: str, batch: int, context: int, phase: str, new: int, seed: int, device: str
-) -> Weights:  # fmt: skip
+) -> Weights:
     """Random weights under which every part of the model matters (random_weights.py), all in one buffer."""
     global _latest
     _latest = None  # before the next ones are made: they may be large
@@ -72,7 +72,7 @@ def generate_weights(
 @torch.no_grad()
 def generate_input(
     config: str, format: str, batch: int, context: int, phase: str, new: int, seed: int, device: str
-) -> tuple[Inputs, Outputs]:  # fmt: skip
+) -> tuple[Inputs, Outputs]:
     """Make new tokens, and a state with a context of `context` tokens, of which the last FRESH are new in each call.
 
     Blocks are drawn for each call, and what no token wrote is NaN. ValueError: the latest generate_weights was for

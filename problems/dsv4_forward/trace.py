@@ -279,7 +279,7 @@ class Recorder:
 
     def _take(
         self, layer: str, name: str, budgets: tuple[float, float | None], want: dict, got: dict, said: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compare the outputs of a call by name. budgets: of OpCheck.budgets; said: as in _compare_one."""
         budget, budget_of_all = budgets
         worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))

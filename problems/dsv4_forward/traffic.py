@@ -55,8 +55,10 @@ class Step:
         )
         scores = sum(
             _attention_flops(self.config, ratio, length + i)
-            for ratio in self.config.ratios for length in self.lengths for i in range(1, self.new + 1)
-        )  # fmt: skip
+            for ratio in self.config.ratios
+            for length in self.lengths
+            for i in range(1, self.new + 1)
+        )
         return round(products + scores)
 
     def _weight_bytes(self) -> float:

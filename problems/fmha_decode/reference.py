@@ -32,9 +32,19 @@ SLICE = 64  # dims whose error is reported together
 
 
 def generate_input(
-    batch: int, queries: int, heads: int, window: int, compressed: int, page_window: int, page_compressed: int,
-    pool: int, order: str, content: str, seed: int, device: str,
-) -> input_t:  # fmt: skip
+    batch: int,
+    queries: int,
+    heads: int,
+    window: int,
+    compressed: int,
+    page_window: int,
+    page_compressed: int,
+    pool: int,
+    order: str,
+    content: str,
+    seed: int,
+    device: str,
+) -> input_t:
     """Gaussian queries and entries, so that scores have a standard deviation of 1; sinks about as large as the whole
     rest of the denominator. Pages of all sequences are shuffled together. What no list names is random bytes. Besides:
 

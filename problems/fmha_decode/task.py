@@ -68,8 +68,13 @@ input_t = Data
 output_t = tuple[torch.Tensor, torch.Tensor]  # out and lse themselves
 OUTPUTS = ("out", "lse")  # allocated and poisoned by the judge
 OPAQUE = (
-    "window", "window_index", "window_length", "compressed", "compressed_index", "compressed_length",
-)  # fmt: skip
+    "window",
+    "window_index",
+    "window_length",
+    "compressed",
+    "compressed_index",
+    "compressed_length",
+)
 PRECISION = "bf16"  # of probabilities and dequantised entries
 
 CONTENTS = ("plain", "ragged", "empty", "maxima", "magnitudes", "cancelling", "sinks", "drowned", "duplicates")
@@ -145,7 +150,7 @@ TESTS = _cases(
     (1, 2, 32, 128, 256, 64, 2, 256, "sequential", "maxima"),
     (1, 1, 16, 128, 1024, 64, 2, 1024, "sequential", "sinks"),
     seed=1000,
-)  # fmt: skip
+)
 
 
 def _csa(heads: int, compressed: int, batches: tuple[int, ...], queries: int = 1) -> list[tuple]:
@@ -218,11 +223,16 @@ def unpack(data: Data) -> Sizes:
     bf16, u8, i32, fp32 = torch.bfloat16, torch.uint8, torch.int32, torch.float32
     wanted = (
         (bf16, (b, s, h, HEAD_DIM)),
-        (u8, tuple(data.window.shape)), (i32, (b, s, nw)), (i32, (b,)),
-        (u8, tuple(data.compressed.shape)), (i32, (b, s, nc)), (i32, (b,)),
+        (u8, tuple(data.window.shape)),
+        (i32, (b, s, nw)),
+        (i32, (b,)),
+        (u8, tuple(data.compressed.shape)),
+        (i32, (b, s, nc)),
+        (i32, (b,)),
         (fp32, (h,)),
-        (bf16, (b, s, h, HEAD_DIM)), (fp32, (b, s, h)),
-    )  # fmt: skip
+        (bf16, (b, s, h, HEAD_DIM)),
+        (fp32, (b, s, h)),
+    )
     device = data.q.device
     for name, tensor, (dtype, shape) in zip(Data._fields, data, wanted, strict=True):
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:

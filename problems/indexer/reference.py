@@ -18,9 +18,17 @@ WHOLE = ("exact", "dense", "near", "sparse", "ties", "zeros", "outlier")  # cont
 
 
 def generate_input(
-    batch: int, queries: int, heads: int, entries: int, topk: int, kind: str, per_page: int, content: str, seed: int,
+    batch: int,
+    queries: int,
+    heads: int,
+    entries: int,
+    topk: int,
+    kind: str,
+    per_page: int,
+    content: str,
+    seed: int,
     device: str,
-) -> input_t:  # fmt: skip
+) -> input_t:
     """Gaussian queries, keys and weights, rounded as the format says. A query sees one entry more for every 4 tokens of
     its sequence, the last one of the sequence `entries`. Pages of all sequences are shuffled together; what no query
     sees is random bytes, and the table behind it random numbers. A table has a block more than a query sees, but in
@@ -399,9 +407,15 @@ def _entries(data: input_t, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _report(
-    data: input_t, got: torch.Tensor, entry: torch.Tensor, taken: torch.Tensor, right: torch.Tensor, known: Answer,
-    bad: torch.Tensor, form: torch.Tensor,
-) -> str:  # fmt: skip
+    data: input_t,
+    got: torch.Tensor,
+    entry: torch.Tensor,
+    taken: torch.Tensor,
+    right: torch.Tensor,
+    known: Answer,
+    bad: torch.Tensor,
+    form: torch.Tensor,
+) -> str:
     """How many rows are wrong; of the first few a place that is wrong, beside one that is missing; which sequences."""
     sizes = unpack(data)
     lines = [

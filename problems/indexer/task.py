@@ -62,9 +62,21 @@ OPAQUE = ("keys", "table", "visible")
 PRECISION = "e4m3"  # of queries and keys, which have no more bits
 
 CONTENTS = (
-    "plain", "ragged", "magnitudes", "spread", "exact", "dense", "near", "sparse", "ties", "zeros", "negative",
-    "outlier", "rising", "falling",
-)  # fmt: skip
+    "plain",
+    "ragged",
+    "magnitudes",
+    "spread",
+    "exact",
+    "dense",
+    "near",
+    "sparse",
+    "ties",
+    "zeros",
+    "negative",
+    "outlier",
+    "rising",
+    "falling",
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ TESTS = _cases(
     (1, 1, 64, 2600, 2048, "mxfp4", 512, "exact"),
     (1, 1, 32, 70001, 300, "mxfp4", 32, "exact"),
     seed=1000,
-)  # fmt: skip
+)
 
 
 def _decode(entries: int, batches: tuple[int, ...], k: int = 512, kind: str = "mxfp4", queries: int = 1) -> list[tuple]:
@@ -200,9 +212,13 @@ def unpack(data: Data) -> Sizes:
             f"blocks={blocks} pages={len(data.keys)}"
         )
     wanted = (
-        (torch.bfloat16, (b, s, h, DIM)), (torch.float32, (b, s, h)), (torch.uint8, tuple(data.keys.shape)),
-        (torch.int32, (b, blocks)), (torch.int32, (b, s)), (torch.int32, (b, s, k)),
-    )  # fmt: skip
+        (torch.bfloat16, (b, s, h, DIM)),
+        (torch.float32, (b, s, h)),
+        (torch.uint8, tuple(data.keys.shape)),
+        (torch.int32, (b, blocks)),
+        (torch.int32, (b, s)),
+        (torch.int32, (b, s, k)),
+    )
     device = data.q.device
     for name, tensor, (dtype, shape) in zip(Data._fields, data, wanted, strict=True):
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:

@@ -38,9 +38,7 @@ TINY = 2.0**-28  # factor of the first token in "subnormal": below the floor of 
 # ---------------------------------------------------------------- weights and inputs
 
 
-def generate_weights(
-    format: str, tokens: int, shape: str, content: str, seed: int, device: str
-) -> Weights:  # fmt: skip
+def generate_weights(format: str, tokens: int, shape: str, content: str, seed: int, device: str) -> Weights:
     """Weights such that outputs are about as large as their inputs, all of a matrix's codes random. content:
 
     plain       e4m3 codes of all bytes but NaN, block scales 2^-1 to 2^1; e2m1 codes of all kinds, scales 2^U(-4, 2);
@@ -72,7 +70,7 @@ def generate_weights(
 
 def generate_input(
     format: str, tokens: int, shape: str, content: str, seed: int, device: str
-) -> tuple[Inputs, Outputs]:  # fmt: skip
+) -> tuple[Inputs, Outputs]:
     """x Gaussian, in blocks as generate_weights says; in "magnitudes" tokens 2^U(-10, 20) times that; out NaN."""
     gen = torch.Generator(device).manual_seed(seed)
     links = links_of(shape)
@@ -276,7 +274,7 @@ def compare(data: input_t, want: torch.Tensor, output: output_t, peer: bool = Fa
 
 def _answers(
     data: input_t, want: torch.Tensor, output: torch.Tensor, sizes: Sizes
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact outputs and the sizes of their sums, fp64, flat as task.Outputs. want: has those of the first link."""
     first, fmt = data.weights.links[0], data.weights.format
     size = _SIZES.get(want) or [products(fmt, matrix, data.inputs.x)[1] for matrix in first]
@@ -293,8 +291,9 @@ def _in_norm(output: torch.Tensor, exact: torch.Tensor, sizes: Sizes) -> check.R
     pairs = zip(parts(output, sizes), parts(exact, sizes), strict=True)
     found = [
         check.norm(got, want, PEER_TOL, torch.bfloat16, batch=1) if want.numel() == 0 else _matrix_norm(got, want)
-        for gots, wants in pairs for got, want in zip(gots, wants, strict=True)
-    ]  # fmt: skip
+        for gots, wants in pairs
+        for got, want in zip(gots, wants, strict=True)
+    ]
     return next((result for result in found if not result.ok), max(found, key=lambda result: result.rel))
 
 

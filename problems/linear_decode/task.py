@@ -181,13 +181,19 @@ def _check_links(links: list[tuple[tuple[int, int, int], ...]]) -> None:
 
 
 FLASH = {
-    "wq_a+wkv": "1024x4096+512x4096", "wq_b": "32768x1024", "wo_a": "8x1024x4096", "wo_b": "4096x8192",
+    "wq_a+wkv": "1024x4096+512x4096",
+    "wq_b": "32768x1024",
+    "wo_a": "8x1024x4096",
+    "wo_b": "4096x8192",
     "shared": "4096x4096",
-}  # fmt: skip
+}
 PRO = {
-    "wq_a+wkv": "1536x7168+512x7168", "wq_b": "65536x1536", "wo_a": "16x1024x4096", "wo_b": "7168x16384",
+    "wq_a+wkv": "1536x7168+512x7168",
+    "wq_b": "65536x1536",
+    "wo_a": "16x1024x4096",
+    "wo_b": "7168x16384",
     "shared": "6144x7168",
-}  # fmt: skip
+}
 CHAIN = "_".join(FLASH[name] for name in ("wq_a+wkv", "wq_b", "wo_a", "wo_b"))
 
 
@@ -200,24 +206,41 @@ def _cases(*rows: tuple, seed: int) -> list[Case]:
 # 8 and 16; groups of an odd number; links of one to four matrices, behind the first one too; chains with and without
 # groups, in the first, a middle and the last link; more links than a launch of sm90_mma takes.
 _EDGES = (
-    (1, "64x64", "plain"), (1, "128x128", "plain"), (2, "192x320", "magnitudes"), (3, "320x192", "zeros"),
-    (1, "1088x704", "plain"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"), (9, "448x576", "magnitudes"),
-    (16, "192x1152", "plain"), (17, "704x832", "zeros"), (31, "320x448", "plain"), (32, "64x2112", "magnitudes"),
-    (4, "3x192x320", "magnitudes"), (1, "8x128x512", "plain"), (16, "5x64x192", "extreme"), (32, "2x192x576", "zeros"),
-    (1, "128x320+64x320", "plain"), (5, "64x448+192x448+320x448+128x448", "magnitudes"),
+    (1, "64x64", "plain"),
+    (1, "128x128", "plain"),
+    (2, "192x320", "magnitudes"),
+    (3, "320x192", "zeros"),
+    (1, "1088x704", "plain"),
+    (7, "576x1088", "extreme"),
+    (8, "256x512", "subnormal"),
+    (9, "448x576", "magnitudes"),
+    (16, "192x1152", "plain"),
+    (17, "704x832", "zeros"),
+    (31, "320x448", "plain"),
+    (32, "64x2112", "magnitudes"),
+    (4, "3x192x320", "magnitudes"),
+    (1, "8x128x512", "plain"),
+    (16, "5x64x192", "extreme"),
+    (32, "2x192x576", "zeros"),
+    (1, "128x320+64x320", "plain"),
+    (5, "64x448+192x448+320x448+128x448", "magnitudes"),
     (32, "64x192+128x192", "subnormal"),
-    (1, "192x128+64x128_512x192_2x128x256_320x256", "plain"), (6, "2x128x192_448x256+64x256+128x256", "magnitudes"),
-    (32, "128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64", "plain"), (1, "128x8256", "plain"),
-    (32, "128x8256", "magnitudes"),
-)  # fmt: skip
-_A16 = (  # the ways in which an nvfp4 matrix takes an input that stays bf16
-    (1, "192x320", "plain"), (9, "448x576", "magnitudes"), (7, "576x1088", "extreme"), (8, "256x512", "subnormal"),
-    (17, "704x832", "zeros"), (4, "3x192x320", "magnitudes"),
+    (1, "192x128+64x128_512x192_2x128x256_320x256", "plain"),
+    (6, "2x128x192_448x256+64x256+128x256", "magnitudes"),
     (32, "128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64", "plain"),
-)  # fmt: skip
-TESTS = _cases(
-    *((fmt, *row) for row in _EDGES for fmt in FORMATS), *(("nvfp4_a16", *row) for row in _A16), seed=1000
-)  # fmt: skip
+    (1, "128x8256", "plain"),
+    (32, "128x8256", "magnitudes"),
+)
+_A16 = (  # the ways in which an nvfp4 matrix takes an input that stays bf16
+    (1, "192x320", "plain"),
+    (9, "448x576", "magnitudes"),
+    (7, "576x1088", "extreme"),
+    (8, "256x512", "subnormal"),
+    (17, "704x832", "zeros"),
+    (4, "3x192x320", "magnitudes"),
+    (32, "128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64", "plain"),
+)
+TESTS = _cases(*((fmt, *row) for row in _EDGES for fmt in FORMATS), *(("nvfp4_a16", *row) for row in _A16), seed=1000)
 
 # Each shape in the format that it decides most for; tokens vary where the input's share of the time shows.
 _GPU = (
@@ -241,7 +264,7 @@ BENCHMARKS_CPU = _cases(
     *((fmt, t, "1024x4096", "plain") for fmt in KINDS for t in (1, 8)),
     *((fmt, 1, "384x1024+128x1024_2048x384_2x256x1024_1024x512", "plain") for fmt in FORMATS),
     seed=1111,
-)  # fmt: skip
+)
 
 # A bf16 has 8 bits, so rounding to nearest moves a value by at most 2^-8 of it; the excess admits the little by which
 # an inexact sum shifts that.

@@ -76,9 +76,10 @@ def generate_input(tokens: int, hidden: int, addends: str, content: str, seed: i
     fn = normal(ROWS, COPIES * hidden) / (COPIES * hidden) ** 0.5
     if content == "positive":
         fn[::2] = fn[::2].abs_() / 8
-    base, scale = normal(ROWS), torch.tensor([0.7, 1.1, 1.6], device=device) * (1 + 0.3 * torch.rand(
-        3, generator=gen, device=device
-    ))  # fmt: skip
+    base, scale = (
+        normal(ROWS),
+        torch.tensor([0.7, 1.1, 1.6], device=device) * (1 + 0.3 * torch.rand(3, generator=gen, device=device)),
+    )
     if content == "saturated":
         scale *= 10
         base[PRE] += torch.tensor([0, 160, 0, -160], device=device)
@@ -88,18 +89,26 @@ def generate_input(tokens: int, hidden: int, addends: str, content: str, seed: i
         base[PRE] -= 25
     norm = 1 + 0.3 * normal(hidden)
     data = Data(
-        y, second, copies.bfloat16(), post, comb, fn, base, scale, norm.bfloat16(),
+        y,
+        second,
+        copies.bfloat16(),
+        post,
+        comb,
+        fn,
+        base,
+        scale,
+        norm.bfloat16(),
         *(torch.empty(0, device=device),) * len(OUTPUTS),
-    )  # fmt: skip
+    )
     return data._replace(
-        new_copies=torch.full_like(data.copies, torch.nan), out=torch.full_like(copies[:, 0].bfloat16(), torch.nan),
-        new_post=torch.full_like(post, torch.nan), new_comb=torch.full_like(comb, torch.nan),
-    )  # fmt: skip
+        new_copies=torch.full_like(data.copies, torch.nan),
+        out=torch.full_like(copies[:, 0].bfloat16(), torch.nan),
+        new_post=torch.full_like(post, torch.nan),
+        new_comb=torch.full_like(comb, torch.nan),
+    )
 
 
-def _addends(
-    y: torch.Tensor, noise: torch.Tensor, addends: str, content: str
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _addends(y: torch.Tensor, noise: torch.Tensor, addends: str, content: str) -> tuple[torch.Tensor, torch.Tensor]:
     """y and second in the dtypes of `addends`, of y, fp32 (T, d), and a second one of noise of y's size."""
     first, *more = (KINDS[kind] for kind in addends.split("+"))
     if not more:

@@ -131,7 +131,7 @@ TESTS = _cases(
     (37, 7168, "bf16+fp32", "plain"),
     (1001, 128, "bf16", "plain"),
     seed=1000,
-)  # fmt: skip
+)
 
 _TOKENS = (1, 8, 32, 128, 1024, 4096)
 # Behind attention, and behind the experts.
@@ -141,9 +141,11 @@ BENCHMARKS = _cases(
     seed=1111,
 )
 BENCHMARKS_CPU = _cases(
-    *((t, 4096, "bf16", "alike") for t in _TOKENS[:4]), (8, 4096, "bf16+bf16", "alike"), (1, 7168, "bf16", "alike"),
+    *((t, 4096, "bf16", "alike") for t in _TOKENS[:4]),
+    (8, 4096, "bf16+bf16", "alike"),
+    (1, 7168, "bf16", "alike"),
     seed=1111,
-)  # fmt: skip
+)
 
 # Errors admitted. Each output is compared with what follows from the outputs ahead of it: z, pre and u from the
 # submission's x', so that a value on the other side of a rounding does not count twice.
@@ -188,11 +190,20 @@ def unpack(data: Data) -> tuple[int, int]:
     t, d = data.y.shape
     bf16, fp32 = torch.bfloat16, torch.float32
     wanted = (
-        (_kind(data.y) if len(data.second) else bf16, (t, d)), (_kind(data.second), (t if len(data.second) else 0, d)),
-        (bf16, (t, COPIES, d)), (fp32, (t, COPIES)), (fp32, (t, COPIES, COPIES)),
-        (fp32, (ROWS, COPIES * d)), (fp32, (ROWS,)), (fp32, (3,)), (bf16, (d,)),
-        (bf16, (t, COPIES, d)), (bf16, (t, d)), (fp32, (t, COPIES)), (fp32, (t, COPIES, COPIES)),
-    )  # fmt: skip
+        (_kind(data.y) if len(data.second) else bf16, (t, d)),
+        (_kind(data.second), (t if len(data.second) else 0, d)),
+        (bf16, (t, COPIES, d)),
+        (fp32, (t, COPIES)),
+        (fp32, (t, COPIES, COPIES)),
+        (fp32, (ROWS, COPIES * d)),
+        (fp32, (ROWS,)),
+        (fp32, (3,)),
+        (bf16, (d,)),
+        (bf16, (t, COPIES, d)),
+        (bf16, (t, d)),
+        (fp32, (t, COPIES)),
+        (fp32, (t, COPIES, COPIES)),
+    )
     for name, tensor, (dtype, shape) in zip(Data._fields, data, wanted, strict=True):
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(

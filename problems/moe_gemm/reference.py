@@ -26,9 +26,17 @@ HUGE, LARGE = 2.0**40, 2.0**18  # factors of x and of out in "extreme", beyond f
 
 
 def generate_weights(
-    tokens: int, experts: int, topk: int, hidden: int, inner: int, activation: str, router: str, content: str,
-    seed: int, device: str,
-) -> Weights:  # fmt: skip
+    tokens: int,
+    experts: int,
+    topk: int,
+    hidden: int,
+    inner: int,
+    activation: str,
+    router: str,
+    content: str,
+    seed: int,
+    device: str,
+) -> Weights:
     """Random codes, all 16 in both nibbles; g such that gate and up have a standard deviation of about SPREAD and out
     of 1, times 2^U(-1, 1) of each expert's own. in_scale is about what calibration would find: a few values saturate.
 
@@ -51,8 +59,9 @@ def generate_weights(
     g13, g2 = torch.empty(2, experts, device=device)
     spread = SPREAD * (5 if content == "clamped" else 1)
     for e in range(experts):  # V4-Pro's scales in fp32 would be 6 GB
-        s13[e] = _scales(s13[e], -column - torch.cat([torch.zeros_like(row), row]).repeat_interleave(16)[:, None],
-                         content, gen)  # fmt: skip
+        s13[e] = _scales(
+            s13[e], -column - torch.cat([torch.zeros_like(row), row]).repeat_interleave(16)[:, None], content, gen
+        )
         s2[e] = _scales(s2[e], row, content, gen)
         g13[e] = spread / (s13[e, :inner].float() * column.exp2()).square().mean().mul(hidden).sqrt()
         g2[e] = 1 / (s2[e].float() * (-row).exp2()).square().mean().mul(inner).sqrt()
@@ -70,9 +79,17 @@ def generate_weights(
 
 
 def generate_input(
-    tokens: int, experts: int, topk: int, hidden: int, inner: int, activation: str, router: str, content: str,
-    seed: int, device: str,
-) -> tuple[Inputs, Outputs]:  # fmt: skip
+    tokens: int,
+    experts: int,
+    topk: int,
+    hidden: int,
+    inner: int,
+    activation: str,
+    router: str,
+    content: str,
+    seed: int,
+    device: str,
+) -> tuple[Inputs, Outputs]:
     """x Gaussian, in blocks as generate_weights says; routing weights U(0.1, 1), in "magnitudes" 2^U(-4, 1) with
     random signs; out NaN.
     """
@@ -232,9 +249,7 @@ def _limits(activation: str, peer: bool) -> tuple[float, float]:
     return (torch.inf, max(PEER_TOL, whole)) if peer else (row, whole)
 
 
-def _report(
-    data: input_t, output: torch.Tensor, want: torch.Tensor, each: torch.Tensor, bad: torch.Tensor
-) -> str:  # fmt: skip
+def _report(data: input_t, output: torch.Tensor, want: torch.Tensor, each: torch.Tensor, bad: torch.Tensor) -> str:
     """The rows that are wrong, the largest error of the first ones, and which experts' tokens all are."""
     lines = [
         "mismatch found! custom implementation doesn't match reference: "

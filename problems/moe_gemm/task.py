@@ -113,9 +113,10 @@ class Case:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("activation", self.activation, ACTIVATIONS), ("router", self.router, ROUTERS),
+            ("activation", self.activation, ACTIVATIONS),
+            ("router", self.router, ROUTERS),
             ("content", self.content, CONTENTS),
-        ):  # fmt: skip
+        ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
         if self.hidden % 64 or self.inner % 64 or min(self.hidden, self.inner, self.tokens) < 1:
@@ -201,7 +202,7 @@ TESTS = _cases(
     (129, 2, 2, 256, 320, "nvfp4", "uniform", "extreme"),
     (1000, 8, 2, 192, 320, "nvfp4", "zipf", "zeros"),
     seed=1000,
-)  # fmt: skip
+)
 
 _FLASH = (256, 6, 4096, 2048)  # E, k, H, I of V4-Flash
 _SHARED = (1, 1, 4096, 2048)
@@ -216,9 +217,7 @@ BENCHMARKS = _cases(
 # A tensor core of sm100 takes FP4 on both sides, so there the format with FP4 activations is timed.
 BENCHMARKS_SM100 = [Case(**{**vars(case), "activation": "nvfp4"}) for case in BENCHMARKS]
 ONLY_BY_TARGET = {"sm100": {"activation": "nvfp4"}}  # what a variant for that target may be confined to
-BENCHMARKS_CPU = _cases(
-    *((t, 8, 2, 1024, 512, "bf16", "uniform", "plain") for t in (1, 8, 64, 256)), seed=1111
-)  # fmt: skip
+BENCHMARKS_CPU = _cases(*((t, 8, 2, 1024, 512, "bf16", "uniform", "plain") for t in (1, 8, 64, 256)), seed=1111)
 
 # Relative errors in the 2-norm. Rounding v and out to bf16 costs 1.65e-3 each on average: an honest kernel has 1.7e-3
 # (rows to 2.5e-3), one that leaves v in fp32 2.4e-3 (rows to 4.3e-3), and one that rounds gate, up and each expert's
@@ -260,9 +259,15 @@ def unpack_weights(weights: Weights) -> tuple[int, int, int, str]:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {weights.activation!r}")
     u8, e4m3, fp32 = torch.uint8, torch.float8_e4m3fn, torch.float32
     wanted = (
-        (u8, (e, 2 * i, h // 2)), (e4m3, (e, 2 * i, h // 16)), (fp32, (e,)),
-        (u8, (e, h, i // 2)), (e4m3, (e, h, i // 16)), (fp32, (e,)), (fp32, (e,)), (fp32, (e,)),
-    )  # fmt: skip
+        (u8, (e, 2 * i, h // 2)),
+        (e4m3, (e, 2 * i, h // 16)),
+        (fp32, (e,)),
+        (u8, (e, h, i // 2)),
+        (e4m3, (e, h, i // 16)),
+        (fp32, (e,)),
+        (fp32, (e,)),
+        (fp32, (e,)),
+    )
     for name, tensor, (dtype, shape) in zip(Weights._fields, weights, wanted, strict=False):  # activation is left
         _check(name, tensor, dtype, shape, weights.w13.device)
     return e, h, i, weights.activation
@@ -277,10 +282,11 @@ def unpack_call(inputs: Inputs, outputs: Outputs, hidden: int) -> tuple[int, int
         )
     t, k = inputs.topk_ids.shape
     for name, tensor, dtype, shape in (
-        ("x", inputs.x, torch.bfloat16, (t, hidden)), ("topk_ids", inputs.topk_ids, torch.int32, (t, k)),
+        ("x", inputs.x, torch.bfloat16, (t, hidden)),
+        ("topk_ids", inputs.topk_ids, torch.int32, (t, k)),
         ("topk_weights", inputs.topk_weights, torch.float32, (t, k)),
         ("out", outputs.out, torch.bfloat16, (t, hidden)),
-    ):  # fmt: skip
+    ):
         _check(name, tensor, dtype, shape, inputs.x.device)
     return t, k
 

@@ -49,10 +49,15 @@ def place(tmp_path, monkeypatch):
 def use_compiler(place: Path, delay: float = 0) -> None:
     real = [folder for folder in os.environ["PATH"].split(":") if folder != str(place / "bin")]
     file = place / "bin/g++"
-    file.write_text(COMPILER.format(
-        real=shutil.which("g++", path=":".join(real)), calls=place / "calls", slow=place / "slow",
-        started=place / "started", delay=delay,
-    ))  # fmt: skip
+    file.write_text(
+        COMPILER.format(
+            real=shutil.which("g++", path=":".join(real)),
+            calls=place / "calls",
+            slow=place / "slow",
+            started=place / "started",
+            delay=delay,
+        )
+    )
     file.chmod(0o755)
 
 
@@ -148,7 +153,7 @@ ELSEWHERE = {
     "a line that does not end": '#include "value.h',
     "a long line": "#" + " " * 2**20,
     "many empty lines": "\n" * 2**20,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
@@ -208,9 +213,14 @@ def test_what_is_no_plain_source_is_refused_by_name(tmp_path):
     with open(tmp_path / "huge.cu", "w") as huge:
         huge.truncate(10 * 2**30)
     for name, said in (
-        ("folder.cu", "plain file"), ("pipe.cu", "plain file"), ("link.cu", "plain file"), ("absent.cu", "No such"),
-        ("linked/real.cu", "symbolic links"), ("huge.cu", "larger than 4 MiB"), ("nul\0.cu", "cannot be read"),
-    ):  # fmt: skip
+        ("folder.cu", "plain file"),
+        ("pipe.cu", "plain file"),
+        ("link.cu", "plain file"),
+        ("absent.cu", "No such"),
+        ("linked/real.cu", "symbolic links"),
+        ("huge.cu", "larger than 4 MiB"),
+        ("nul\0.cu", "cannot be read"),
+    ):
         with pytest.raises(build.BuildError, match=said) as caught:
             build.read(tmp_path / name)
         assert name in str(caught.value)

@@ -39,9 +39,12 @@ def test_report_counts_all_and_shows_five_in_order_got_before_wanted():
         "mismatch found! custom implementation doesn't match reference: Number of mismatched elements: 10 of 12"
     )
     assert lines[1:] == [
-        "ERROR AT (0, 0, 2): 2 0", "ERROR AT (0, 0, 3): 3 0", "ERROR AT (1, 0, 0): 4 0", "ERROR AT (1, 0, 1): 5 0",
+        "ERROR AT (0, 0, 2): 2 0",
+        "ERROR AT (0, 0, 3): 3 0",
+        "ERROR AT (1, 0, 0): 4 0",
+        "ERROR AT (1, 0, 1): 5 0",
         "ERROR AT (1, 0, 2): 6 0",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_single_element_is_shown_with_its_index():

@@ -18,9 +18,13 @@ HEADER = build.COMMON / "cpu_threads.h"
 
 @pytest.mark.parametrize(
     ("status", "said"),
-    [(1, "this CPU lacks AVX2"), (2, "the system refused a thread"), (3, "the system refused memory"),
-     (4, "an index is outside the pages")],
-)  # fmt: skip
+    [
+        (1, "this CPU lacks AVX2"),
+        (2, "the system refused a thread"),
+        (3, "the system refused memory"),
+        (4, "an index is outside the pages"),
+    ],
+)
 def test_a_status_is_an_error_that_names_the_variant(status, said):
     with pytest.raises(RuntimeError, match=f"^cpu_some: {said}$"):
         cpu.Launcher(Path("variants/cpu_some.cpp"), (), needs="AVX2").check(status)

@@ -31,8 +31,9 @@ def test_a_key_is_where_the_layout_says(kind, codes):
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_what_is_written_is_read_and_nothing_else_changes(kind):
     gen = torch.Generator().manual_seed(3)
-    pages, keys = (torch.randint(256, (n, index_pages.page_bytes(16, kind)), dtype=torch.uint8, generator=gen)
-                   for n in (4, 1))  # fmt: skip
+    pages, keys = (
+        torch.randint(256, (n, index_pages.page_bytes(16, kind)), dtype=torch.uint8, generator=gen) for n in (4, 1)
+    )
     place = torch.randperm(64, generator=gen)[:9]
     codes, scales = index_pages.read(keys, torch.arange(9))
     before = index_pages.read(pages, torch.arange(64))

@@ -117,8 +117,10 @@ def test_constants_are_read_without_running_the_file(tmp_path):
     file = tmp_path / "variant.py"
     file.write_text(CONSTANTS.lstrip())
     assert load.constants(file, "TARGETS", "REQUIRES", "WINNERS", "ABSENT", "HIDDEN", "declared") == {
-        "TARGETS": ("cpu", "sm90"), "REQUIRES": ("humming",), "WINNERS": {"cpu": "a"},
-    }  # fmt: skip
+        "TARGETS": ("cpu", "sm90"),
+        "REQUIRES": ("humming",),
+        "WINNERS": {"cpu": "a"},
+    }
     assert load.constants(file, "ABSENT") == {}
     with pytest.raises(ValueError, match=r"variant\.py:10: COMPUTED must be a literal"):
         load.constants(file, "COMPUTED")

@@ -17,13 +17,24 @@ from tests.support.formats import minifloat
 SOURCE = Path(__file__).with_name("nvfp4_host.cpp")
 TABLES = np.dtype(
     [
-        ("e2m1", "f4", 16), ("e4m3", "f4", 256), ("scaled", "f4", (16, 256)), ("scale_product", "f4", 65536),
-        ("e2m1x2_half2", "u4", 256), ("e4m3x2_half2", "u4", 65536), ("placed_scale2", "u4", 65536),
-        ("byte_perm", "u4", 65536), ("doubled8", "u4", (65536, 2)), ("placed8", "u4", (65536, 4)),
-        ("e2m1_half", "u2", 16), ("placed_scale", "u2", 256),
-        ("pack", "u1", 256), ("low_code", "u1", 256), ("high_code", "u1", 256), ("e2m1_doubled", "i1", 16),
+        ("e2m1", "f4", 16),
+        ("e4m3", "f4", 256),
+        ("scaled", "f4", (16, 256)),
+        ("scale_product", "f4", 65536),
+        ("e2m1x2_half2", "u4", 256),
+        ("e4m3x2_half2", "u4", 65536),
+        ("placed_scale2", "u4", 65536),
+        ("byte_perm", "u4", 65536),
+        ("doubled8", "u4", (65536, 2)),
+        ("placed8", "u4", (65536, 4)),
+        ("e2m1_half", "u2", 16),
+        ("placed_scale", "u2", 256),
+        ("pack", "u1", 256),
+        ("low_code", "u1", 256),
+        ("high_code", "u1", 256),
+        ("e2m1_doubled", "i1", 16),
     ]
-)  # fmt: skip
+)
 NAN_BYTES = (0x7F, 0xFF)
 
 

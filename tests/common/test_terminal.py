@@ -14,11 +14,13 @@ def test_text_from_elsewhere_cannot_steer_the_terminal():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-n"], "--number must be 1 or more, got nothing"), (["-n", "x"], "--number must be 1 or more, got 'x'"),
-        (["--name"], "argument --name: expected one argument"), (["--oops"], "unrecognized arguments: --oops"),
+        (["-n"], "--number must be 1 or more, got nothing"),
+        (["-n", "x"], "--number must be 1 or more, got 'x'"),
+        (["--name"], "argument --name: expected one argument"),
+        (["--oops"], "unrecognized arguments: --oops"),
         (["--kind", "c"], "argument --kind: invalid choice: 'c' (choose from "),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_one_line(words, said, capsys):
     parser = terminal.Parser("command")
     parser.add_argument("-n", "--number", type=terminal.Value(int, "1 or more"))

@@ -24,9 +24,15 @@ def but(**changes: object) -> dict[str, object]:
 
 # A legal map to break: (8, 512) bytes in rows of 768, two of them.
 BASE = but(
-    dtype="uint8", dims=(512, 8, 2), strides=(768, 8192), box=(128, 8, 1), element_strides=(1, 1, 1),
-    interleave="none", swizzle="128B", address=ADDRESS,
-)  # fmt: skip
+    dtype="uint8",
+    dims=(512, 8, 2),
+    strides=(768, 8192),
+    box=(128, 8, 1),
+    element_strides=(1, 1, 1),
+    interleave="none",
+    swizzle="128B",
+    address=ADDRESS,
+)
 
 LEGAL = [
     {},
@@ -50,17 +56,26 @@ LEGAL = [
 
 BROKEN = [
     # the lessons: rank entries, outermost first, a box of the whole tensor
-    (but(strides=(1, 768, 8192)), "strides must have rank - 1 = 2 entries, the innermost (1 bytes) is implied, got 3: "
-                                   "(1, 768, 8192) (leave out the innermost one)"),
+    (
+        but(strides=(1, 768, 8192)),
+        "strides must have rank - 1 = 2 entries, the innermost (1 bytes) is implied, got 3: "
+        "(1, 768, 8192) (leave out the innermost one)",
+    ),
     (but(strides=(768,)), "strides must have rank - 1 = 2 entries"),
-    (but(dims=(4096, 1024), strides=(1024,), box=(128, 8), element_strides=(1, 1)),
-     "strides (1024,) for dims (4096, 1024) of 1 bytes; are they outermost first?"),
+    (
+        but(dims=(4096, 1024), strides=(1024,), box=(128, 8), element_strides=(1, 1)),
+        "strides (1024,) for dims (4096, 1024) of 1 bytes; are they outermost first?",
+    ),
     (but(dims=(2, 8, 512), strides=(8192, 768)), "are they outermost first?"),
     (but(dims=(512, 8, 2), strides=(8192, 768)), "strides[1] must be at least the bytes of one step along dims[2]"),
-    (but(dims=(128, 8192), strides=(8192,), box=(128, 8), element_strides=(1, 1), storage=128 * 8192),
-     "storage must hold the whole map, 67100800 bytes"),
-    (but(dims=(8192, 128), strides=(8192,), box=(8192, 128), element_strides=(1, 1)),
-     "box[0] must be an integer from 1 to 256, got 8192"),
+    (
+        but(dims=(128, 8192), strides=(8192,), box=(128, 8), element_strides=(1, 1), storage=128 * 8192),
+        "storage must hold the whole map, 67100800 bytes",
+    ),
+    (
+        but(dims=(8192, 128), strides=(8192,), box=(8192, 128), element_strides=(1, 1)),
+        "box[0] must be an integer from 1 to 256, got 8192",
+    ),
     # names
     (but(dtype="uint4"), "dtype must be one of uint8, "),
     (but(interleave="64B"), "interleave must be one of none, 16B, 32B, got '64B'"),
@@ -75,17 +90,23 @@ BROKEN = [
     # rank and dims
     (but(dims=(), strides=(), box=(), element_strides=()), "rank must be 1 to 5 with interleave none, got 0"),
     (but(dims=(16,) * 6, strides=(16,) * 5, box=(16,) * 6, element_strides=(1,) * 6), "rank must be 1 to 5"),
-    (but(dims=(512, 8), strides=(768,), box=(128, 8), element_strides=(1, 1), interleave="16B"),
-     "rank must be 3 to 5 with interleave 16B, got 2"),
+    (
+        but(dims=(512, 8), strides=(768,), box=(128, 8), element_strides=(1, 1), interleave="16B"),
+        "rank must be 3 to 5 with interleave 16B, got 2",
+    ),
     (but(dims=(512, 0, 2)), "dims[1] must be an integer from 1 to 4294967296, got 0"),
     (but(dims=(512, 8, 2**32 + 1)), "dims[2] must be an integer from 1 to 4294967296, got 4294967297"),
     (but(dims=(512.0, 8, 2)), "dims[0] must be an integer from 1 to 4294967296, got 512.0"),
-    (but(dtype="16u4_align8b", target="sm100", dims=(511, 8, 2)),
-     "dims[0] must be a multiple of 2 for 16u4_align8b, got 511"),
+    (
+        but(dtype="16u4_align8b", target="sm100", dims=(511, 8, 2)),
+        "dims[0] must be a multiple of 2 for 16u4_align8b, got 511",
+    ),
     # strides
     (but(strides=(776, 8192)), "strides[0] must be a multiple of 16 bytes, got 776"),
-    (but(strides=(768, 8192 + 16), interleave="32B", swizzle="32B"),
-     "strides[1] must be a multiple of 32 bytes, got 8208"),
+    (
+        but(strides=(768, 8192 + 16), interleave="32B", swizzle="32B"),
+        "strides[1] must be a multiple of 32 bytes, got 8208",
+    ),
     (but(strides=(768, 2**40)), "strides[1] must be an integer from 0 to 1099511627775, got 1099511627776"),
     (but(strides=(-768, 8192)), "strides[0] must be an integer from 0"),
     (but(strides=(496, 8192)), "strides[0] must be at least the bytes of one step along dims[1], or neighbours"),
@@ -97,8 +118,10 @@ BROKEN = [
     (but(box=(128, 257, 1)), "box[1] must be an integer from 1 to 256, got 257"),
     (but(box=(120, 8, 1)), "box[0] must be a multiple of 16 bytes, got 120 of uint8 = 120 bytes"),
     (but(box=(5, 8, 1), interleave="16B"), "box[0] must be a multiple of 16 bytes, got 5 of uint8 = 5 bytes"),
-    (but(dtype="16u4_align8b", target="sm100", box=(16, 8, 1)),
-     "box[0] must be a multiple of 16 bytes, got 16 of 16u4_align8b"),
+    (
+        but(dtype="16u4_align8b", target="sm100", box=(16, 8, 1)),
+        "box[0] must be a multiple of 16 bytes, got 16 of 16u4_align8b",
+    ),
     (but(box=(144, 8, 1)), "box[0] must be at most 128 bytes with swizzle 128B, got 144 of uint8 = 144 bytes"),
     (but(swizzle="64B"), "box[0] must be at most 64 bytes with swizzle 64B, got 128 of uint8 = 128 bytes"),
     (but(swizzle="32B"), "box[0] must be at most 32 bytes with swizzle 32B"),
@@ -112,7 +135,7 @@ BROKEN = [
     (but(address=ADDRESS + 16, interleave="32B", swizzle="32B"), "address must be nonzero and a multiple of 32"),
     (but(address=0), "address must be nonzero"),
     (but(storage=8192 + 7 * 768 + 511), "storage must hold the whole map, 14080 bytes"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", LEGAL, ids=str)
@@ -167,9 +190,16 @@ def encode(d: tma.Descriptor) -> int:
     aligned = -(-ctypes.addressof(memory) // 64) * 64
     as_pointer = [ctypes.c_void_p(ctypes.addressof(array)) for array in (f.dims, f.strides, f.box, f.element_strides)]
     return driver.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(aligned), f.dtype, f.rank, ctypes.c_uint64(f.address), *as_pointer, f.interleave, f.swizzle,
-        f.l2_promotion, f.oob_fill,
-    )  # fmt: skip
+        ctypes.c_void_p(aligned),
+        f.dtype,
+        f.rank,
+        ctypes.c_uint64(f.address),
+        *as_pointer,
+        f.interleave,
+        f.swizzle,
+        f.l2_promotion,
+        f.oob_fill,
+    )
 
 
 def test_a_square_tensor_outermost_first_is_legal():
@@ -238,8 +268,13 @@ def test_classic_descriptors_of_every_case(m, k, l):
     assert [d.extent_bytes for d in maps] == [l * m * k // 2, l * 64 * k, *sizes[2:]]
     assert [d.transaction_bytes for d in maps] == [4096, 512, 2048, 256]
     source = classic.SOURCE.read_text()  # the kernel expects 4 boxes of a and one of sfa a stage; one each of b and sfb
-    for line in ("BLOCK_K = 1024;", "BOX_A_BYTES = 8 * BLOCK_K / 2;", "SFA_BYTES = BLOCK_K / 64 * 128;",
-                 "B_BYTES = BLOCK_K / 2;", "SFB_BYTES = BLOCK_K / 64 * 16;"):  # fmt: skip
+    for line in (
+        "BLOCK_K = 1024;",
+        "BOX_A_BYTES = 8 * BLOCK_K / 2;",
+        "SFA_BYTES = BLOCK_K / 64 * 128;",
+        "B_BYTES = BLOCK_K / 2;",
+        "SFB_BYTES = BLOCK_K / 64 * 16;",
+    ):
         assert line in source
 
 

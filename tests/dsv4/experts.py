@@ -17,19 +17,37 @@ TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
 GROUPED = load.variant(moe.PROBLEM, "torch_grouped")
 # As TINY, with the clamp that the problem has, every kind of layer, a prediction layer and groups of three.
 SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, n_routed_experts=8,
-    num_hash_layers=1, compress_ratios=(0, 4, 128, 0), index_n_heads=8, num_nextn_predict_layers=1, vocab_size=64,
+    TINY,
+    name="small",
+    hidden_size=384,
+    num_attention_heads=6,
+    q_lora_rank=64,
+    o_groups=3,
+    n_routed_experts=8,
+    num_hash_layers=1,
+    compress_ratios=(0, 4, 128, 0),
+    index_n_heads=8,
+    num_nextn_predict_layers=1,
+    vocab_size=64,
     swiglu_limit=TASK.LIMIT,
-)  # fmt: skip
+)
 ROUNDED = 2.0**-8  # largest relative error of bf16: all that a row may be off by if nothing falls on another side
 
 
 def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation: str, content: str = "plain") -> tuple:
     """Arguments of the op experts but for its output."""
     case = {
-        "tokens": tokens, "experts": size, "topk": topk, "hidden": hidden, "inner": inner, "activation": activation,
-        "router": "uniform", "content": content, "seed": tokens, "device": "cpu",
-    }  # fmt: skip
+        "tokens": tokens,
+        "experts": size,
+        "topk": topk,
+        "hidden": hidden,
+        "inner": inner,
+        "activation": activation,
+        "router": "uniform",
+        "content": content,
+        "seed": tokens,
+        "device": "cpu",
+    }
     made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
     quantised = activation == "nvfp4"
     w13 = Linear("nvfp4", made.w13, made.s13, made.g13, made.in_scale13, quantised, "layers.0.ffn.experts.w13")

@@ -24,17 +24,42 @@ from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 
 # Operations of torch that launch nothing: they make tensors or views of them.
 FREE = {
-    "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty",
-    "new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
-    "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "unfold", "is_pinned",
-}  # fmt: skip
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "lift_fresh",
+    "new_empty",
+    "new_empty_strided",
+    "permute",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+    "unfold",
+    "is_pinned",
+}
 
 
 # Kernels that a launcher launches, where it is not one. Attention splits its lists among blocks and joins the parts.
 SEVERAL = {
-    "copies.launch_mix_copies": 2, "sm90_wgmma.launch": 2, "sm90_grouped.decode_linear": 2, "fmha.launch_fmha": 2,
+    "copies.launch_mix_copies": 2,
+    "sm90_wgmma.launch": 2,
+    "sm90_grouped.decode_linear": 2,
+    "fmha.launch_fmha": 2,
     "experts.launch_experts": 2,
-}  # fmt: skip
+}
 QUANTISING = "sm90_grouped.decode_experts", 13, 18  # a launch more for several tokens in NVFP4: arguments count, form
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
 # Launchers that add to what another one launches, if their last argument is given.

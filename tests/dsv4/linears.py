@@ -17,10 +17,22 @@ REFERENCE = load.module(load.PROBLEMS / gemv.PROBLEM, "reference")
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 # One layer of each kind, a prediction layer, and few experts: every matrix that the linear ops receive.
 SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=384, num_attention_heads=6, q_lora_rank=64, o_groups=3, o_lora_rank=128,
-    n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=128, vocab_size=64, num_hash_layers=1,
-    compress_ratios=(0, 4, 128, 0), index_n_heads=8, num_nextn_predict_layers=1,
-)  # fmt: skip
+    TINY,
+    name="small",
+    hidden_size=384,
+    num_attention_heads=6,
+    q_lora_rank=64,
+    o_groups=3,
+    o_lora_rank=128,
+    n_routed_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=128,
+    vocab_size=64,
+    num_hash_layers=1,
+    compress_ratios=(0, 4, 128, 0),
+    index_n_heads=8,
+    num_nextn_predict_layers=1,
+)
 
 
 def published(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = (), name: str = "w") -> Linear:

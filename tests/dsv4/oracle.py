@@ -16,16 +16,41 @@ if TYPE_CHECKING:
 
 # Other head counts, ratios, top-k, groups and hash layers than TINY; no two sizes alike.
 OTHER = dataclasses.replace(
-    TINY, name="other", hidden_size=320, num_attention_heads=6, q_lora_rank=192, o_groups=3, o_lora_rank=64,
-    n_routed_experts=5, num_experts_per_tok=3, moe_intermediate_size=192, num_hash_layers=1,
-    compress_ratios=(CSA, SWA, HCA, CSA), index_n_heads=24, index_topk=9, routed_scaling_factor=2.5,
-    vocab_size=383, rope_original=128,
-)  # fmt: skip
+    TINY,
+    name="other",
+    hidden_size=320,
+    num_attention_heads=6,
+    q_lora_rank=192,
+    o_groups=3,
+    o_lora_rank=64,
+    n_routed_experts=5,
+    num_experts_per_tok=3,
+    moe_intermediate_size=192,
+    num_hash_layers=1,
+    compress_ratios=(CSA, SWA, HCA, CSA),
+    index_n_heads=24,
+    index_topk=9,
+    routed_scaling_factor=2.5,
+    vocab_size=383,
+    rope_original=128,
+)
 WIDE = dataclasses.replace(
-    TINY, name="wide", hidden_size=192, num_attention_heads=8, head_dim=192, q_lora_rank=64, o_groups=4,
-    n_routed_experts=12, num_experts_per_tok=4, num_hash_layers=0, compress_ratios=(HCA, CSA, CSA),
-    index_n_heads=48, index_topk=21, swiglu_limit=0.7, vocab_size=257,
-)  # fmt: skip
+    TINY,
+    name="wide",
+    hidden_size=192,
+    num_attention_heads=8,
+    head_dim=192,
+    q_lora_rank=64,
+    o_groups=4,
+    n_routed_experts=12,
+    num_experts_per_tok=4,
+    num_hash_layers=0,
+    compress_ratios=(HCA, CSA, CSA),
+    index_n_heads=48,
+    index_topk=21,
+    swiglu_limit=0.7,
+    vocab_size=257,
+)
 CONFIGS = {config.name: config for config in (TINY, OTHER, WIDE)}
 
 
@@ -34,21 +59,47 @@ def hf_config(cfg: Config) -> "DeepseekV4Config":
     from transformers import DeepseekV4Config
 
     same = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups",
-        "o_lora_rank", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor",
-        "swiglu_limit", "num_hash_layers", "index_n_heads", "index_head_dim", "index_topk", "sliding_window",
-        "rope_theta", "compress_rope_theta", "qk_rope_head_dim", "max_position_embeddings", "hc_mult",
-        "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps",
-    )  # fmt: skip
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+        "q_lora_rank",
+        "o_groups",
+        "o_lora_rank",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "routed_scaling_factor",
+        "swiglu_limit",
+        "num_hash_layers",
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+        "sliding_window",
+        "rope_theta",
+        "compress_rope_theta",
+        "qk_rope_head_dim",
+        "max_position_embeddings",
+        "hc_mult",
+        "hc_sinkhorn_iters",
+        "hc_eps",
+        "rms_norm_eps",
+    )
     return DeepseekV4Config(
         **{name: getattr(cfg, name) for name in same},
-        compress_ratios=list(cfg.ratios), num_nextn_predict_layers=0, attn_implementation="eager",
+        compress_ratios=list(cfg.ratios),
+        num_nextn_predict_layers=0,
+        attn_implementation="eager",
         rope_parameters={
-            "rope_type": "yarn", "factor": cfg.rope_factor, "beta_fast": cfg.rope_beta_fast,
-            "beta_slow": cfg.rope_beta_slow, "original_max_position_embeddings": cfg.rope_original,
+            "rope_type": "yarn",
+            "factor": cfg.rope_factor,
+            "beta_fast": cfg.rope_beta_fast,
+            "beta_slow": cfg.rope_beta_slow,
+            "original_max_position_embeddings": cfg.rope_original,
             "rope_theta": cfg.rope_theta,
         },
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -110,8 +161,14 @@ def _block(sd: dict, at: str, ratio: int, cfg: Config) -> dict[str, torch.Tensor
     }
     for site in ("attn", "ffn"):
         ours |= {f"hc_{site}_{part}": sd[f"{at}.{site}_hc.{part}"] for part in ("fn", "base", "scale")}
-    for mine, theirs in (("wq_a", "q_a_proj"), ("wq_b", "q_b_proj"), ("wkv", "kv_proj"), ("wo_b", "o_b_proj"),
-                         ("q_norm", "q_a_norm"), ("kv_norm", "kv_norm")):  # fmt: skip
+    for mine, theirs in (
+        ("wq_a", "q_a_proj"),
+        ("wq_b", "q_b_proj"),
+        ("wkv", "kv_proj"),
+        ("wo_b", "o_b_proj"),
+        ("q_norm", "q_a_norm"),
+        ("kv_norm", "kv_norm"),
+    ):
         ours[f"attn.{mine}.weight"] = sd[f"{attn}.{theirs}.weight"]
     for mine, theirs in (("bias", "e_score_correction_bias"), ("tid2eid", "tid2eid")):
         if f"{mlp}.gate.{theirs}" in sd:

@@ -13,9 +13,13 @@ from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 
 MOST = 1000  # tokens of a sequence; not a multiple of 128
 SMALL = dataclasses.replace(
-    TINY, name="small", compress_ratios=(CSA, SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
-    max_position_embeddings=MOST, vocab_size=2**24,
-)  # fmt: skip
+    TINY,
+    name="small",
+    compress_ratios=(CSA, SWA, HCA, CSA, SWA),
+    num_nextn_predict_layers=1,
+    max_position_embeddings=MOST,
+    vocab_size=2**24,
+)
 
 
 def make(chunk: int = 128, sequences: int = 3, blocks: int = 24, cfg: Config = SMALL, **more: object) -> State:
@@ -39,9 +43,16 @@ def opened(state: State, *lengths: int) -> list[int]:
 def host(state: State) -> object:
     """All that the host knows, comparable."""
     return (
-        list(state.lengths), [list(blocks) for blocks in state.owned], list(state.written), list(state.anchor),
-        list(state._open), list(state._stamps), list(state.pool.references), state.pool.free, state.pool.prefixes,
-    )  # fmt: skip
+        list(state.lengths),
+        [list(blocks) for blocks in state.owned],
+        list(state.written),
+        list(state.anchor),
+        list(state._open),
+        list(state._stamps),
+        list(state.pool.references),
+        state.pool.free,
+        state.pool.prefixes,
+    )
 
 
 def check_counts(state: State) -> None:

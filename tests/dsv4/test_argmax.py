@@ -83,9 +83,13 @@ def test_on_a_gpu_it_is_what_a_cpu_finds(shape):
 
 @pytest.mark.parametrize(
     ("logits", "out"),
-    [(torch.zeros(3), torch.zeros(3, dtype=torch.int64)), (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)),
-     (torch.zeros(2, 3).half(), torch.zeros(2, dtype=torch.int64)), (torch.zeros(2, 3), torch.zeros(2))],
-)  # fmt: skip
+    [
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(2, 3).half(), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2, 3), torch.zeros(2)),
+    ],
+)
 def test_other_shapes_and_dtypes_are_refused(logits, out):
     with pytest.raises(ValueError, match="logits, out must be fp32"):
         argmax.argmax(logits, out)

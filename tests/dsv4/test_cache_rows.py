@@ -91,10 +91,11 @@ def test_wrong_arguments_are_named():
     made, turn = kernel.Entries.__new__(kernel.Entries), torch.zeros(3, 8)
     x, narrow = torch.zeros(3, 2, 64), torch.zeros(3, 2, 48)
     for given, wanted in (
-        ((x, turn, turn, True, x.bfloat16()), "all be bf16 or all fp32"), ((x, turn[:2], turn, True, x), "cos must be"),
+        ((x, turn, turn, True, x.bfloat16()), "all be bf16 or all fp32"),
+        ((x, turn[:2], turn, True, x), "cos must be"),
         ((x, turn, turn, True, x[:, :1].contiguous()), "out must be"),
         ((narrow, turn, turn, True, narrow), "power of two from 32 on as its width, got 48"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=wanted):
             made.index_query(*given)
 
@@ -175,18 +176,29 @@ def compressor(ratio: int, width: int, lengths: list[int], counts: list[int], dt
             tail[s, row] = float("nan")
     emit = [i for i, p in enumerate(position) if (p + 1) % ratio == 0]
     return {
-        "projected": draw(len(position), 2 * wide, seed=4).contiguous(), "ape": draw(ratio, wide, seed=5),
-        "norm_weight": draw(width, dtype=dtype, seed=6), "position": torch.tensor(position, device=device),
-        "sequence": torch.tensor(sequence, device=device), "tail": tail,
-        "emit": torch.tensor(emit, dtype=torch.int64, device=device), "ratio": ratio, "overlap": ratio == 4,
-        "freqs": rope.frequencies(TINY, ratio, device), "eps": 1e-6, "dtype": dtype,
-    }  # fmt: skip
+        "projected": draw(len(position), 2 * wide, seed=4).contiguous(),
+        "ape": draw(ratio, wide, seed=5),
+        "norm_weight": draw(width, dtype=dtype, seed=6),
+        "position": torch.tensor(position, device=device),
+        "sequence": torch.tensor(sequence, device=device),
+        "tail": tail,
+        "emit": torch.tensor(emit, dtype=torch.int64, device=device),
+        "ratio": ratio,
+        "overlap": ratio == 4,
+        "freqs": rope.frequencies(TINY, ratio, device),
+        "eps": 1e-6,
+        "dtype": dtype,
+    }
 
 
 CALLS = (
-    (4, 128, [0], [1]), (4, 128, [3], [1]), (4, 192, [0, 7, 30], [9, 1, 2]), (4, 512, [5, 11, 1], [3, 5, 1]),
-    (128, 192, [127, 3], [1, 1]), (128, 512, [100, 0, 255], [30, 130, 1]),
-)  # fmt: skip
+    (4, 128, [0], [1]),
+    (4, 128, [3], [1]),
+    (4, 192, [0, 7, 30], [9, 1, 2]),
+    (4, 512, [5, 11, 1], [3, 5, 1]),
+    (128, 192, [127, 3], [1, 1]),
+    (128, 512, [100, 0, 255], [30, 130, 1]),
+)
 
 
 @pytest.mark.gpu
@@ -315,11 +327,13 @@ def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
 
 B16, ENTRY = {"dtype": "bfloat16"}, {"kind": "entry", "stored": "uint8"}
 MODEL = [
-    ("test_norm_rotate", {"shape": (2, 3, 70), **B16}), ("test_write_key", {"count": 3, **ENTRY, **B16}),
+    ("test_norm_rotate", {"shape": (2, 3, 70), **B16}),
+    ("test_write_key", {"count": 3, **ENTRY, **B16}),
     ("test_write_entry", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **ENTRY}),
-    ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **B16}), ("test_queries_that_are_no_numbers", {}),
+    ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **B16}),
+    ("test_queries_that_are_no_numbers", {}),
     ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [3, 255, 6], "ratios": (4, 4), **B16}),
-]  # fmt: skip
+]
 LONG = [
     ("test_norm_rotate", {"shape": (3, 5, 512), **B16}),
     ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **ENTRY}),

@@ -129,14 +129,17 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--steps", "-1"], "check: --steps must be 1 or more, got -1 (see .venv/bin/python -m problems.dsv4"),
-        (["--steps", "0"], "check: --steps must be 1 or more, got 0"), (["--steps"], "1 or more, got nothing (see"),
-        (["--steps", "x"], "check: --steps must be 1 or more, got 'x'"), (["extra"], "unrecognized arguments: extra ("),
-        (["--device", "tpu"], "check: --device must be cpu, cuda or"), (["--config", "huge"], "check: --config must"),
+        (["--steps", "0"], "check: --steps must be 1 or more, got 0"),
+        (["--steps"], "1 or more, got nothing (see"),
+        (["--steps", "x"], "check: --steps must be 1 or more, got 'x'"),
+        (["extra"], "unrecognized arguments: extra ("),
+        (["--device", "tpu"], "check: --device must be cpu, cuda or"),
+        (["--config", "huge"], "check: --config must"),
         (["--config", "", "--format", "fp32"], "check: --config must be one of"),
         (["--config", "tiny", "--steps", "5000"], "--steps must be at most 3946 in tiny"),
         (["--kernels", "linear=winner,linear=winner"], "check: --kernels must name linear once, got 'linear=winner,"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_get_one_line(words, said, capsys):
     try:
         code = check.main(["--device", "cpu", *words])
@@ -268,9 +271,14 @@ def _input_spoilt(**given):
 @pytest.mark.parametrize("fmt", ["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, capsys):
     wrong = {
-        "compress": _later_entries_lost, "embed": _angles_that_end, "index_scores": _few_scores,
-        "select": _ties_to_the_higher, "fmha": _nothing_alone, "write": _one_row_more, "rms_norm": _input_spoilt,
-    }  # fmt: skip
+        "compress": _later_entries_lost,
+        "embed": _angles_that_end,
+        "index_scores": _few_scores,
+        "select": _ties_to_the_higher,
+        "fmha": _nothing_alone,
+        "write": _one_row_more,
+        "rms_norm": _input_spoilt,
+    }
     case = check.make("tiny", fmt, "cpu")
 
     def faults(changed: dict) -> list[str]:

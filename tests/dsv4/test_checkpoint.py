@@ -20,14 +20,31 @@ from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, 
 from tests.dsv4 import oracle
 
 SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=320, num_attention_heads=6, q_lora_rank=160, o_groups=3, n_routed_experts=3,
-    num_experts_per_tok=2, num_hash_layers=1, compress_ratios=(SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
-    vocab_size=66, index_n_heads=8,
-)  # fmt: skip
+    TINY,
+    name="small",
+    hidden_size=320,
+    num_attention_heads=6,
+    q_lora_rank=160,
+    o_groups=3,
+    n_routed_experts=3,
+    num_experts_per_tok=2,
+    num_hash_layers=1,
+    compress_ratios=(SWA, HCA, CSA, SWA),
+    num_nextn_predict_layers=1,
+    vocab_size=66,
+    index_n_heads=8,
+)
 KIND = {"fp32": "plain", "bf16": "plain", "released": "released", "nvfp4_experts": "nvfp4", "nvfp4": "nvfp4"}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int8: "I8", torch.uint8: "U8",
-         torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}  # fmt: skip
+NAMES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
 
 
 @functools.cache
@@ -91,21 +108,31 @@ def test_the_released_models_have_as_many_tensors_as_published(cfg, count):
 def test_released_names_shapes_and_dtypes(saved):
     found = header(saved("released") / "model.safetensors")
     for name, want in {
-        "embed.weight": ("BF16", (66, 320)), "head.weight": ("BF16", (66, 320)), "hc_head_fn": ("F32", (4, 1280)),
-        "layers.0.attn.wq_a.weight": ("F8_E4M3", (160, 320)), "layers.0.attn.wq_a.scale": ("F8_E8M0", (2, 3)),
-        "layers.0.attn.wo_a.weight": ("F8_E4M3", (384, 256)), "layers.0.attn.wo_a.scale": ("F8_E8M0", (3, 2)),
-        "layers.0.attn.attn_sink": ("F32", (6,)), "layers.0.hc_attn_base": ("F32", (24,)),
-        "layers.0.ffn.gate.tid2eid": ("I64", (66, 2)), "layers.1.ffn.gate.bias": ("F32", (3,)),
-        "layers.1.attn.compressor.ape": ("F32", (128, 128)), "layers.2.attn.compressor.ape": ("F32", (4, 256)),
+        "embed.weight": ("BF16", (66, 320)),
+        "head.weight": ("BF16", (66, 320)),
+        "hc_head_fn": ("F32", (4, 1280)),
+        "layers.0.attn.wq_a.weight": ("F8_E4M3", (160, 320)),
+        "layers.0.attn.wq_a.scale": ("F8_E8M0", (2, 3)),
+        "layers.0.attn.wo_a.weight": ("F8_E4M3", (384, 256)),
+        "layers.0.attn.wo_a.scale": ("F8_E8M0", (3, 2)),
+        "layers.0.attn.attn_sink": ("F32", (6,)),
+        "layers.0.hc_attn_base": ("F32", (24,)),
+        "layers.0.ffn.gate.tid2eid": ("I64", (66, 2)),
+        "layers.1.ffn.gate.bias": ("F32", (3,)),
+        "layers.1.attn.compressor.ape": ("F32", (128, 128)),
+        "layers.2.attn.compressor.ape": ("F32", (4, 256)),
         "layers.1.attn.compressor.wgate.weight": ("BF16", (128, 320)),
         "layers.2.attn.indexer.compressor.wkv.weight": ("BF16", (256, 320)),
         "layers.2.attn.indexer.weights_proj.weight": ("BF16", (8, 320)),
         "layers.2.ffn.experts.1.w1.weight": ("I8", (128, 160)),
         "layers.2.ffn.experts.1.w1.scale": ("F8_E8M0", (128, 10)),
-        "layers.2.ffn.experts.2.w2.weight": ("I8", (320, 64)), "layers.2.ffn.experts.2.w2.scale": ("F8_E8M0", (320, 4)),
-        "layers.2.ffn.shared_experts.w3.scale": ("F8_E8M0", (1, 3)), "mtp.0.e_proj.scale": ("F8_E8M0", (3, 3)),
-        "mtp.0.ffn.experts.0.w3.weight": ("I8", (128, 160)), "mtp.0.norm.weight": ("BF16", (320,)),
-    }.items():  # fmt: skip
+        "layers.2.ffn.experts.2.w2.weight": ("I8", (320, 64)),
+        "layers.2.ffn.experts.2.w2.scale": ("F8_E8M0", (320, 4)),
+        "layers.2.ffn.shared_experts.w3.scale": ("F8_E8M0", (1, 3)),
+        "mtp.0.e_proj.scale": ("F8_E8M0", (3, 3)),
+        "mtp.0.ffn.experts.0.w3.weight": ("I8", (128, 160)),
+        "mtp.0.norm.weight": ("BF16", (320,)),
+    }.items():
         assert found[name] == want, name
     # One a tensor of section 17: embed, head, norm and hc_head; by layer; expert and shared matrices have a scale each.
     attention, compressor, indexer = 5 * 2 + 3, 4, 4 + 3
@@ -251,10 +278,13 @@ def test_dequantised_values_are_those_of_the_file(saved, fmt):
         "layers.2.attn.wq_a": tree.layers[2].attn.wq_a.weight,
         "layers.2.attn.wo_a": tree.layers[2].attn.wo_a.weight.flatten(0, 1),
         "layers.2.attn.indexer.wq_b": tree.layers[2].attn.indexer.wq_b.weight,
-        "layers.2.ffn.experts.2.w1": ffn.w13.weight[2, :128], "layers.2.ffn.experts.1.w3": ffn.w13.weight[1, 128:],
-        "layers.2.ffn.experts.2.w2": ffn.w2.weight[2], "mtp.0.ffn.experts.1.w2": mtp.w2.weight[1],
-        "layers.2.ffn.shared_experts.w3": ffn.shared_w13.weight[0, 128:], "mtp.0.h_proj": tree.mtp.h_proj.weight,
-    }.items():  # fmt: skip
+        "layers.2.ffn.experts.2.w1": ffn.w13.weight[2, :128],
+        "layers.2.ffn.experts.1.w3": ffn.w13.weight[1, 128:],
+        "layers.2.ffn.experts.2.w2": ffn.w2.weight[2],
+        "mtp.0.ffn.experts.1.w2": mtp.w2.weight[1],
+        "layers.2.ffn.shared_experts.w3": ffn.shared_w13.weight[0, 128:],
+        "mtp.0.h_proj": tree.mtp.h_proj.weight,
+    }.items():
         for _ in range(20):
             row, column = (int(torch.randint(size, (1,), generator=gen)) for size in matrix.shape)
             assert float(matrix[row, column]) == pytest.approx(from_file(tensors, owner, row, column), rel=1e-6), owner
@@ -413,15 +443,17 @@ def test_several_faults_are_all_named(saved, tmp_path):
 
     found = faults(edited(saved("nvfp4_experts"), tmp_path / "bad", spoil))
     scale, expert = float(made("nvfp4_experts").layers[2].ffn.w13.input_scale[0]), "layers.2.ffn.experts.0"
-    assert sorted(found) == sorted([
-        "missing layers.0.attn.attn_sink",
-        "missing mtp.0.hnorm.weight",
-        "unknown vision.weight (F32 (3,)) in model.safetensors",
-        "norm.weight must have shape (320,), got (321,)",
-        "norm.weight must be BF16, got F32",
-        f"{expert}.w3.input_scale must be {expert}.w1.input_scale's {scale}, got {2 * scale}",
-        "layers.0.ffn.gate.tid2eid must be of 0..2, got 0..3",
-    ])  # fmt: skip
+    assert sorted(found) == sorted(
+        [
+            "missing layers.0.attn.attn_sink",
+            "missing mtp.0.hnorm.weight",
+            "unknown vision.weight (F32 (3,)) in model.safetensors",
+            "norm.weight must have shape (320,), got (321,)",
+            "norm.weight must be BF16, got F32",
+            f"{expert}.w3.input_scale must be {expert}.w1.input_scale's {scale}, got {2 * scale}",
+            "layers.0.ffn.gate.tid2eid must be of 0..2, got 0..3",
+        ]
+    )
 
 
 def put(value: float | int, *place: int) -> Callable[[torch.Tensor], object]:
@@ -495,10 +527,13 @@ def test_values_at_the_bounds_are_right():
         (torch.tensor([0, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn), "nvfp4", "scale"),
         (torch.tensor([0, 246], dtype=torch.uint8).view(torch.float8_e8m0fnu), "fp8", "scale"),
         (torch.tensor([0, 252], dtype=torch.uint8).view(torch.float8_e8m0fnu), "mxfp4", "scale"),
-        (torch.tensor(1.2e35), "nvfp4", "scale_2"), (torch.tensor(1e-38), "nvfp4", "input_scale"),
-        (torch.full((9,), 3e38), "", ""), (torch.full((9,), -3e38).bfloat16(), "plain", "weight"),
-        (torch.arange(256, dtype=torch.uint8), "nvfp4", "weight"), (torch.tensor([-5]), "", ""),
-    ):  # fmt: skip
+        (torch.tensor(1.2e35), "nvfp4", "scale_2"),
+        (torch.tensor(1e-38), "nvfp4", "input_scale"),
+        (torch.full((9,), 3e38), "", ""),
+        (torch.full((9,), -3e38).bfloat16(), "plain", "weight"),
+        (torch.arange(256, dtype=torch.uint8), "nvfp4", "weight"),
+        (torch.tensor([-5]), "", ""),
+    ):
         assert values.fault("x", value, kind, field) == ""
     assert torch.isfinite(torch.tensor(6 * 448 * 1.26e35)), "the largest code under the largest scale"
 
@@ -513,17 +548,24 @@ def test_an_expert_that_a_token_has_twice_is_named(saved, tmp_path):
 
 
 FP8 = {
-    "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
-}  # fmt: skip
+}
 WEIGHTS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 NVIDIA = {  # as ModelOpt's examples/deepseek/deepseek_v4/quantize_to_nvfp4.py writes it beside what was there
-    **FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None,
+    **FP8,
+    "quant_algo": "MIXED_PRECISION",
+    "moe_quant_algo": "NVFP4",
+    "group_size": 16,
+    "kv_cache_quant_algo": None,
     "producer": {"name": "modelopt", "version": "dsv4-nvfp4-experts"},
     "config_groups": {"group_0": {"input_activations": WEIGHTS, "weights": WEIGHTS, "targets": ["Linear"]}},
     "quantized_layers": {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(3)},
     "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
-}  # fmt: skip
+}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 
 
@@ -539,15 +581,24 @@ def saying(source: Path, target: Path, **fields: object) -> Path:
 @pytest.mark.parametrize(
     ("fmt", "said"),
     [
-        ("released", FP8), ("released", FP8 | {"modules_to_not_convert": ["gate", "lm_head", "norm"]}),
-        ("released", {"quant_method": "fp8"}), ("nvfp4_experts", NVIDIA), ("nvfp4_experts", FP8),
+        ("released", FP8),
+        ("released", FP8 | {"modules_to_not_convert": ["gate", "lm_head", "norm"]}),
+        ("released", {"quant_method": "fp8"}),
+        ("nvfp4_experts", NVIDIA),
+        ("nvfp4_experts", FP8),
         ("nvfp4_experts", MODELOPT | {"exclude_modules": ["*self_attn*", "*.attn.*", "*shared_experts*"]}),
-        ("nvfp4_experts", MODELOPT | {"quant_algo": "MIXED_PRECISION"}), ("nvfp4", MODELOPT), ("nvfp4", None),
-        ("nvfp4", MODELOPT | {"ignore": ["head", "re:.*gate$", "re:("]}), ("released", None), ("released", {}),
-        ("bf16", {}), ("fp32", None), ("bf16", {"fmt": None, "config_groups": None, "ignore": None}),
+        ("nvfp4_experts", MODELOPT | {"quant_algo": "MIXED_PRECISION"}),
+        ("nvfp4", MODELOPT),
+        ("nvfp4", None),
+        ("nvfp4", MODELOPT | {"ignore": ["head", "re:.*gate$", "re:("]}),
+        ("released", None),
+        ("released", {}),
+        ("bf16", {}),
+        ("fp32", None),
+        ("bf16", {"fmt": None, "config_groups": None, "ignore": None}),
         ("nvfp4", {"config_groups": {"a": None, "b": {"weights": None}}, "quantized_layers": {"norm": None}}),
     ],
-)  # fmt: skip
+)
 def test_what_a_config_rightly_says_of_quantisation_is_loaded(saved, tmp_path, fmt, said):
     assert load(saying(saved(fmt), tmp_path / "it", quantization_config=said), progress=False).format == fmt
 
@@ -574,7 +625,7 @@ def test_what_a_config_rightly_says_of_quantisation_is_loaded(saved, tmp_path, f
         ("nvfp4_experts", NVIDIA | {"quantized_layers": {"mtp.0.ffn.experts": {"quant_algo": "NVFP4"}}}, "mtp.0.ffn.e"),
         ("nvfp4_experts", FP8 | {"quant_method": "modelopt"}, "'modelopt', which has no fmt, scale_fmt, activation_"),
     ],
-)  # fmt: skip
+)
 def test_what_a_config_says_of_quantisation_against_the_tensors_is_refused(saved, tmp_path, fmt, said, named):
     path = saying(saved(fmt), tmp_path / "it", quantization_config=said)
     (fault,) = faults(path)

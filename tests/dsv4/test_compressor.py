@@ -34,9 +34,20 @@ class Case:
     def call(self, tail, projected, position, sequence, emit, dtype=F32) -> torch.Tensor:
         out = torch.full((len(emit), D), torch.nan, dtype=dtype)
         compressor.compress(
-            projected, self.ape, self.weight, torch.tensor(position), torch.tensor(sequence), tail,
-            torch.tensor(emit, dtype=torch.int64), self.ratio, self.overlap, self.freqs, EPS, dtype, out,
-        )  # fmt: skip
+            projected,
+            self.ape,
+            self.weight,
+            torch.tensor(position),
+            torch.tensor(sequence),
+            tail,
+            torch.tensor(emit, dtype=torch.int64),
+            self.ratio,
+            self.overlap,
+            self.freqs,
+            EPS,
+            dtype,
+            out,
+        )
         return out
 
     def feed(self, tail, start, end, sequence=0, dtype=F32, projected=None) -> list[torch.Tensor]:
@@ -269,16 +280,30 @@ def test_tokens_that_end_no_window_disturb_nothing(kind):
 def test_wrong_arguments_are_named():
     case = Case("csa", 4)
     good = {
-        "projected": case.projected, "ape": case.ape, "norm_weight": case.weight, "position": torch.arange(4),
-        "sequence": torch.zeros(4, dtype=torch.int64), "tail": case.ring(1, 4), "emit": torch.tensor([3]), "ratio": 4,
-        "overlap": True, "freqs": case.freqs, "eps": EPS, "dtype": F32, "out": torch.empty(1, D),
-    }  # fmt: skip
+        "projected": case.projected,
+        "ape": case.ape,
+        "norm_weight": case.weight,
+        "position": torch.arange(4),
+        "sequence": torch.zeros(4, dtype=torch.int64),
+        "tail": case.ring(1, 4),
+        "emit": torch.tensor([3]),
+        "ratio": 4,
+        "overlap": True,
+        "freqs": case.freqs,
+        "eps": EPS,
+        "dtype": F32,
+        "out": torch.empty(1, D),
+    }
     compressor.compress(**good)
     wrong = [
-        ("projected", case.projected.double()), ("projected", case.projected[:, 1:]), ("ape", case.ape[:3]),
-        ("tail", case.ring(1, 4)[..., 1:]), ("tail", case.ring(1, 4).half()), ("tail", case.ring(1, 4)[:, :7]),
+        ("projected", case.projected.double()),
+        ("projected", case.projected[:, 1:]),
+        ("ape", case.ape[:3]),
+        ("tail", case.ring(1, 4)[..., 1:]),
+        ("tail", case.ring(1, 4).half()),
+        ("tail", case.ring(1, 4)[:, :7]),
         ("out", torch.empty(1, D, dtype=BF16)),
-    ]  # fmt: skip
+    ]
     for name, value in wrong:
         with pytest.raises(ValueError, match=f"^{name} must"):
             compressor.compress(**{**good, name: value})

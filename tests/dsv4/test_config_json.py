@@ -10,10 +10,20 @@ from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, config_
 from problems.dsv4_forward.weights.config import CONFIGS, CSA, FLASH, FORMATS, HCA, SWA, TINY
 
 SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=320, num_attention_heads=6, q_lora_rank=160, o_groups=3, n_routed_experts=3,
-    num_experts_per_tok=2, num_hash_layers=1, compress_ratios=(SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
-    vocab_size=66, index_n_heads=8,
-)  # fmt: skip
+    TINY,
+    name="small",
+    hidden_size=320,
+    num_attention_heads=6,
+    q_lora_rank=160,
+    o_groups=3,
+    n_routed_experts=3,
+    num_experts_per_tok=2,
+    num_hash_layers=1,
+    compress_ratios=(SWA, HCA, CSA, SWA),
+    num_nextn_predict_layers=1,
+    vocab_size=66,
+    index_n_heads=8,
+)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -48,9 +58,11 @@ def test_every_fault_of_a_config_is_named(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         config_from_json(tmp_path)
     assert set(caught.value.faults) == {
-        "missing head_dim", "missing rope_scaling.beta_fast", "scoring_func must be 'sqrtsoftplus', got 'softmax'",
+        "missing head_dim",
+        "missing rope_scaling.beta_fast",
+        "scoring_func must be 'sqrtsoftplus', got 'softmax'",
         "compress_ratios must have 3 + 1 entries, got 2",
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         config_from_json(tmp_path)
@@ -74,44 +86,109 @@ def read(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope_scaling.type", "linear"), ("rope_scaling.rope_type", "longrope"), ("rope_scaling.attention_factor", 1.2),
-        ("rope_scaling.mscale", 0.7), ("rope_scaling.truncate", False), ("rope_scaling.factor", "16"),
-        ("rope_scaling.beta_fast", float("nan")), ("rope_scaling.original_max_position_embeddings", 65536.5),
-        ("rope_scaling", "yarn"), ("rope_interleave", False), ("topk_method", "group_limited_greedy"), ("n_group", 8),
-        ("topk_group", 4), ("first_k_dense_replace", 1), ("moe_layer_freq", 2), ("num_key_value_heads", 64),
-        ("scoring_func", "sigmoid"), ("norm_topk_prob", False), ("hidden_act", "gelu"), ("attention_bias", True),
-        ("mlp_bias", True), ("tie_word_embeddings", True), ("model_type", "deepseek_v3"), ("sliding_window", 64),
-        ("architectures", ["DeepseekV3ForCausalLM"]), ("expert_dtype", "fp8"), ("compress_rate_csa", 8),
+        ("rope_scaling.type", "linear"),
+        ("rope_scaling.rope_type", "longrope"),
+        ("rope_scaling.attention_factor", 1.2),
+        ("rope_scaling.mscale", 0.7),
+        ("rope_scaling.truncate", False),
+        ("rope_scaling.factor", "16"),
+        ("rope_scaling.beta_fast", float("nan")),
+        ("rope_scaling.original_max_position_embeddings", 65536.5),
+        ("rope_scaling", "yarn"),
+        ("rope_interleave", False),
+        ("topk_method", "group_limited_greedy"),
+        ("n_group", 8),
+        ("topk_group", 4),
+        ("first_k_dense_replace", 1),
+        ("moe_layer_freq", 2),
+        ("num_key_value_heads", 64),
+        ("scoring_func", "sigmoid"),
+        ("norm_topk_prob", False),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("tie_word_embeddings", True),
+        ("model_type", "deepseek_v3"),
+        ("sliding_window", 64),
+        ("architectures", ["DeepseekV3ForCausalLM"]),
+        ("expert_dtype", "fp8"),
+        ("compress_rate_csa", 8),
         ("compress_rates", {"compressed_sparse_attention": 8, "heavily_compressed_attention": 128}),
-        ("quantization_config.weight_block_size", [64, 64]), ("quantization_config.weight_block_size", [128]),
-        ("quantization_config.quant_method", "awq"), ("quantization_config.fmt", "e5m2"),
-        ("quantization_config.scale_fmt", "float"), ("quantization_config.activation_scheme", "static"),
-        ("quantization_config.group_size", 32), ("quantization_config", "fp8"), ("qk_nope_head_dim", 512),
-        ("v_head_dim", 128), ("num_local_experts", 8), ("partial_rotary_factor", 0.5), ("engram_layer_ids", [1]),
-        ("kv_source_layer_ids", [1]), ("hidden_size", "4096"), ("hidden_size", 4096.5), ("hidden_size", 0),
-        ("hidden_size", -1), ("hidden_size", True), ("vocab_size", [129280]), ("num_hidden_layers", "43"),
-        ("num_hidden_layers", -1), ("num_nextn_predict_layers", "1"), ("num_hash_layers", -1), ("num_hash_layers", 3.5),
-        ("num_nextn_predict_layers", 2), ("n_group", True),
-        ("routed_scaling_factor", "1.5"), ("routed_scaling_factor", float("inf")), ("swiglu_limit", 0),
-        ("swiglu_limit", -10.0), ("rms_norm_eps", "1e-6"), ("rope_theta", "10000"), ("rope_theta", 0),
-        ("compress_rope_theta", {}), ("compress_ratios", "all"), ("compress_ratios", ["4"] * 44),
-        ("compress_ratios", [4.0] * 44), ("compress_ratios", [8] * 44), ("compress_ratios", {"0": 4}),
-        ("layer_types", ["full_attention"] * 43), ("mlp_layer_types", ["dense"] * 43), ("mlp_layer_types", ["moe"]),
-        ("n_shared_experts", 2), ("num_experts_per_tok", 257), ("num_hash_layers", 44), ("index_head_dim", 96),
-        ("o_groups", 7), ("qk_rope_head_dim", 63), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0),
-        ("logit_scale", 0.5), ("query_pre_attn_scalar", 256), ("use_sliding_window", False), ("something", ["else"]),
-        ("intermediate_size", 18432), ("qkv_bias", False), ("rope_scaling.low_freq_factor", 1.0),
-        ("residual_multiplier", 0.22), ("clip_qkv", 8.0), ("quantization_config.zero_point", True),
-        ("quantization_config.bits", 4), ("quantization_config.weight_scale_inv", False),
-        ("quantization_config.producer_version", "1"), ("quantization_config.quant_method", "modelopt"),
-        ("quantization_config.modules_to_not_convert", "head"), ("quantization_config.ignore", [1]),
+        ("quantization_config.weight_block_size", [64, 64]),
+        ("quantization_config.weight_block_size", [128]),
+        ("quantization_config.quant_method", "awq"),
+        ("quantization_config.fmt", "e5m2"),
+        ("quantization_config.scale_fmt", "float"),
+        ("quantization_config.activation_scheme", "static"),
+        ("quantization_config.group_size", 32),
+        ("quantization_config", "fp8"),
+        ("qk_nope_head_dim", 512),
+        ("v_head_dim", 128),
+        ("num_local_experts", 8),
+        ("partial_rotary_factor", 0.5),
+        ("engram_layer_ids", [1]),
+        ("kv_source_layer_ids", [1]),
+        ("hidden_size", "4096"),
+        ("hidden_size", 4096.5),
+        ("hidden_size", 0),
+        ("hidden_size", -1),
+        ("hidden_size", True),
+        ("vocab_size", [129280]),
+        ("num_hidden_layers", "43"),
+        ("num_hidden_layers", -1),
+        ("num_nextn_predict_layers", "1"),
+        ("num_hash_layers", -1),
+        ("num_hash_layers", 3.5),
+        ("num_nextn_predict_layers", 2),
+        ("n_group", True),
+        ("routed_scaling_factor", "1.5"),
+        ("routed_scaling_factor", float("inf")),
+        ("swiglu_limit", 0),
+        ("swiglu_limit", -10.0),
+        ("rms_norm_eps", "1e-6"),
+        ("rope_theta", "10000"),
+        ("rope_theta", 0),
+        ("compress_rope_theta", {}),
+        ("compress_ratios", "all"),
+        ("compress_ratios", ["4"] * 44),
+        ("compress_ratios", [4.0] * 44),
+        ("compress_ratios", [8] * 44),
+        ("compress_ratios", {"0": 4}),
+        ("layer_types", ["full_attention"] * 43),
+        ("mlp_layer_types", ["dense"] * 43),
+        ("mlp_layer_types", ["moe"]),
+        ("n_shared_experts", 2),
+        ("num_experts_per_tok", 257),
+        ("num_hash_layers", 44),
+        ("index_head_dim", 96),
+        ("o_groups", 7),
+        ("qk_rope_head_dim", 63),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.5),
+        ("query_pre_attn_scalar", 256),
+        ("use_sliding_window", False),
+        ("something", ["else"]),
+        ("intermediate_size", 18432),
+        ("qkv_bias", False),
+        ("rope_scaling.low_freq_factor", 1.0),
+        ("residual_multiplier", 0.22),
+        ("clip_qkv", 8.0),
+        ("quantization_config.zero_point", True),
+        ("quantization_config.bits", 4),
+        ("quantization_config.weight_scale_inv", False),
+        ("quantization_config.producer_version", "1"),
+        ("quantization_config.quant_method", "modelopt"),
+        ("quantization_config.modules_to_not_convert", "head"),
+        ("quantization_config.ignore", [1]),
         ("quantization_config.config_groups.group_0.weights.num_bits", 3),
         ("quantization_config.config_groups.group_0.weights.zero", 3),
-        ("quantization_config.config_groups.group_0.rotation", 3), ("quantization_config.config_groups", [4]),
+        ("quantization_config.config_groups.group_0.rotation", 3),
+        ("quantization_config.config_groups", [4]),
         ("quantization_config.quantized_layers.layers_0", {"quant_algo": "W4A16_AWQ"}),
         ("quantization_config.quantized_layers.layers_0", {"zero_point": 1}),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, key, value):
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **{key: value})
@@ -122,16 +199,32 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, key, valu
 # What the file of deepseek-ai/DeepSeek-V4-Flash has besides the keys that to_json writes, and what transformers 5.17
 # writes for it with use_diff=False.
 RELEASED = {
-    "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
-    "torch_dtype": "bfloat16", "transformers_version": "4.57.1", "use_cache": True,
-}  # fmt: skip
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.1",
+    "use_cache": True,
+}
 TRANSFORMERS = RELEASED | {
-    "transformers_version": "5.17.0", "output_hidden_states": False, "return_dict": True, "chunk_size_feed_forward": 0,
-    "is_encoder_decoder": False, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": None,
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}, "mlp_bias": False,
-    "output_router_logits": False, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "pad_token_id": None,
-    "partial_rotary_factor": 0.125, "output_attentions": False,
-}  # fmt: skip
+    "transformers_version": "5.17.0",
+    "output_hidden_states": False,
+    "return_dict": True,
+    "chunk_size_feed_forward": 0,
+    "is_encoder_decoder": False,
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+    "problem_type": None,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "mlp_bias": False,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "pad_token_id": None,
+    "partial_rotary_factor": 0.125,
+    "output_attentions": False,
+}
 
 
 @pytest.mark.parametrize("keys", [RELEASED, TRANSFORMERS])
@@ -151,13 +244,27 @@ def test_a_key_that_is_not_known_is_refused_with_what_to_do(tmp_path):
 
 def test_keys_that_change_nothing_are_ignored(tmp_path):
     free = {
-        "attention_dropout": 0.1, "use_cache": False, "initializer_range": 1.0, "router_jitter_noise": 0.5,
-        "transformers_version": "9", "pad_token_id": 7, "eos_token_id": [1, 2], "auto_map": {}, "something": None,
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "initializer_range": 1.0,
+        "router_jitter_noise": 0.5,
+        "transformers_version": "9",
+        "pad_token_id": 7,
+        "eos_token_id": [1, 2],
+        "auto_map": {},
+        "something": None,
         "query_pre_attn_scalar": 512,
-        "norm_topk_prob": None, "topk_group": None, "n_group": 1, "mlp_bias": False, "qk_nope_head_dim": 448,
-        "rope_scaling.mscale": 1.0, "quantization_config.ignored_layers": ["head"], "partial_rotary_factor": 0.125,
-        "quantization_config.modules_to_not_convert": None, "dspark_block_size": 5,
-    }  # fmt: skip
+        "norm_topk_prob": None,
+        "topk_group": None,
+        "n_group": 1,
+        "mlp_bias": False,
+        "qk_nope_head_dim": 448,
+        "rope_scaling.mscale": 1.0,
+        "quantization_config.ignored_layers": ["head"],
+        "partial_rotary_factor": 0.125,
+        "quantization_config.modules_to_not_convert": None,
+        "dspark_block_size": 5,
+    }
     assert read(tmp_path, **free) == FLASH
 
 
@@ -203,28 +310,38 @@ ROUTERS = ["hash_moe"] * 3 + ["moe"] * 40
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"rope_parameters": NESTED}, ""), ({"rope_parameters": YARN}, ""), ({"rope_parameters": {}}, ""),
-        ({"rope_parameters": NESTED, "rope_scaling": {}}, ""), ({"rope_parameters": NESTED, "rope_theta": None}, ""),
-        ({"rope_parameters": NESTED, "rope_scaling.factor": 40},
-         "rope_parameters.compress.factor is 16 and rope_scaling.factor 40: they must agree"),
+        ({"rope_parameters": NESTED}, ""),
+        ({"rope_parameters": YARN}, ""),
+        ({"rope_parameters": {}}, ""),
+        ({"rope_parameters": NESTED, "rope_scaling": {}}, ""),
+        ({"rope_parameters": NESTED, "rope_theta": None}, ""),
+        (
+            {"rope_parameters": NESTED, "rope_scaling.factor": 40},
+            "rope_parameters.compress.factor is 16 and rope_scaling.factor 40: they must agree",
+        ),
         ({"rope_parameters": {**YARN, "beta_fast": 16}}, "rope_parameters.beta_fast is 16 and rope_scaling.beta_fast"),
         ({"rope_parameters": NESTED, "rope_scaling.mscale": 0.7}, "rope_scaling.mscale must be 1.0, got 0.7"),
-        ({"rope_parameters": NESTED, "rope_scaling": None, "rope_theta": 5000},
-         "rope_parameters.main.rope_theta must be 5000, got 10000"),
+        (
+            {"rope_parameters": NESTED, "rope_scaling": None, "rope_theta": 5000},
+            "rope_parameters.main.rope_theta must be 5000, got 10000",
+        ),
         ({"rope_scaling.rope_theta": 1e6}, "rope_scaling.rope_theta must be 10000.0 or 160000.0, got 1000000.0"),
-        ({"layer_types": LAYERS}, ""), ({"layer_types": LAYERS, "compress_ratios": None}, ""),
+        ({"layer_types": LAYERS}, ""),
+        ({"layer_types": LAYERS, "compress_ratios": None}, ""),
         ({"layer_types": LAYERS[::-1]}, "compress_ratios must be those of layer_types, [4, 128, "),
         ({"layer_types": LAYERS[:-1], "compress_ratios": None}, "layer_types must have 43 entries, got 42"),
         ({"layer_types": [], "compress_ratios": None}, "missing layer_types"),
         ({"layer_types": LAYERS, "num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1, got 2"),
         ({"layer_types": LAYERS, "num_nextn_predict_layers": "1"}, "num_nextn_predict_layers must be an integer"),
-        ({"mlp_layer_types": ROUTERS}, ""), ({"mlp_layer_types": ROUTERS, "num_hash_layers": None}, ""),
+        ({"mlp_layer_types": ROUTERS}, ""),
+        ({"mlp_layer_types": ROUTERS, "num_hash_layers": None}, ""),
         ({"mlp_layer_types": ROUTERS, "num_hash_layers": 2}, "num_hash_layers must be 3, got 2"),
-        ({"torch_dtype": "torch.bfloat16"}, ""), ({"dtype": None, "torch_dtype": "float16"}, ""),
+        ({"torch_dtype": "torch.bfloat16"}, ""),
+        ({"dtype": None, "torch_dtype": "float16"}, ""),
         ({"dtype": "float16"}, ""),
         ({"torch_dtype": "float16"}, "torch_dtype must be 'bfloat16', got 'float16'"),
     ],
-)  # fmt: skip
+)
 def test_keys_that_say_the_same_must_agree(tmp_path, changes, match):
     if not match:
         none = {"num_nextn_predict_layers": 0, "compress_ratios": FLASH.ratios} if "layer_types" in changes else {}
@@ -240,11 +357,12 @@ def test_what_is_no_object_is_one_fault(tmp_path, value):
     """And no key of it is missing as well."""
     renamed = {"rope_scaling": None, "rope_theta": None}
     for changes, key in (
-        ({"rope_scaling": value}, "rope_scaling"), ({"quantization_config": value}, "quantization_config"),
+        ({"rope_scaling": value}, "rope_scaling"),
+        ({"quantization_config": value}, "quantization_config"),
         ({"rope_scaling": None, "rope_parameters": value}, "rope_parameters"),
         (renamed | {"rope_parameters": NESTED | {"compress": value}}, "rope_parameters.compress"),
         (renamed | {"rope_parameters": NESTED | {"main": value}}, "rope_parameters.main"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CheckpointError) as caught:
             read(tmp_path, **changes)
         said = f"{key} must be an object, got {value!r:.80}"
@@ -254,12 +372,16 @@ def test_what_is_no_object_is_one_fault(tmp_path, value):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_scaling.beta_fast": 1, "rope_scaling.beta_slow": 32},
-         "rope_scaling.beta_fast must be at least rope_scaling.beta_slow, 32, got 1"),
-        ({"rope_scaling": None, "rope_parameters": NESTED | {"compress": {**NESTED["compress"], "beta_slow": 32.5}}},
-         "rope_parameters.compress.beta_fast must be at least rope_parameters.compress.beta_slow, 32.5, got 32"),
+        (
+            {"rope_scaling.beta_fast": 1, "rope_scaling.beta_slow": 32},
+            "rope_scaling.beta_fast must be at least rope_scaling.beta_slow, 32, got 1",
+        ),
+        (
+            {"rope_scaling": None, "rope_parameters": NESTED | {"compress": {**NESTED["compress"], "beta_slow": 32.5}}},
+            "rope_parameters.compress.beta_fast must be at least rope_parameters.compress.beta_slow, 32.5, got 32",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_two_bounds_of_yarn_are_in_their_order(tmp_path, changes, said):
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
@@ -270,9 +392,11 @@ def test_the_two_bounds_of_yarn_are_in_their_order(tmp_path, changes, said):
 def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):
     text = json.dumps(config_json.to_json(FLASH, "released"))
     for written, match in (
-        ("[1]", "must hold an object, got list"), (text + "}", "cannot be read"), ("", "cannot be read"),
+        ("[1]", "must hold an object, got list"),
+        (text + "}", "cannot be read"),
+        ("", "cannot be read"),
         (text.replace("{", '{"head_dim": 8, ', 1), "'head_dim' is there twice"),
-    ):  # fmt: skip
+    ):
         (tmp_path / "config.json").write_text(written)
         with pytest.raises(CheckpointError, match=match):
             config_from_json(tmp_path)
@@ -281,13 +405,22 @@ def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"routed_scaling_factor": 10**400}, {"swiglu_limit": 1e39}, {"hc_eps": 1e39}, {"rms_norm_eps": 1e-50},
-        {"rope_theta": 1}, {"rope_theta": 0.5}, {"compress_rope_theta": 1}, {"compress_rope_theta": 10**400},
-        {"rope_scaling.factor": 10**400}, {"rope_scaling.beta_fast": 1e-320}, {"vocab_size": 10**4000},
-        {"rope_scaling.original_max_position_embeddings": 10**400}, {"index_topk": 2**31},
+        {"routed_scaling_factor": 10**400},
+        {"swiglu_limit": 1e39},
+        {"hc_eps": 1e39},
+        {"rms_norm_eps": 1e-50},
+        {"rope_theta": 1},
+        {"rope_theta": 0.5},
+        {"compress_rope_theta": 1},
+        {"compress_rope_theta": 10**400},
+        {"rope_scaling.factor": 10**400},
+        {"rope_scaling.beta_fast": 1e-320},
+        {"vocab_size": 10**4000},
+        {"rope_scaling.original_max_position_embeddings": 10**400},
+        {"index_topk": 2**31},
     ],
     ids=lambda change: next(iter(change)),
-)  # fmt: skip
+)
 def test_numbers_that_nothing_could_compute_with_are_refused(tmp_path, change):
     with pytest.raises(CheckpointError, match=r"below 2\^31|that fp32 holds|above 1"):
         read(tmp_path, **change)

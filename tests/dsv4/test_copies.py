@@ -49,16 +49,17 @@ def test_wrong_arguments_are_named():
         ((torch.zeros(2, 4, 8), site[0][:4], *site[1:], cfg, *outs), r"fn must be torch.float32 \(24, 32\)"),
         ((torch.zeros(2, 4, 8), *site, cfg, outs[0].to(BF16), *outs[1:]), "out must be torch.float32"),
         ((torch.zeros(2, 4, 8), *site, cfg, outs[0], outs[1][:1], outs[2]), "post must be"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=wanted):
             made.mhc_pre(*args)
     for change, wanted in (
         ({"second": torch.zeros(2, 9)}, r"second must be torch.float32 \(2, 8\)"),
         ({"first": torch.zeros(2, 8).half()}, "first must be fp32 or bf16"),
         ({"copies": torch.zeros(2, 3, 8)}, r"copies must be \(N, 4, d\), got \(2, 3, 8\)"),
-        ({"post": torch.zeros(2, 5)}, "post must be"), ({"out": given["out"].to(BF16)}, "out must be torch.float32"),
+        ({"post": torch.zeros(2, 5)}, "post must be"),
+        ({"out": given["out"].to(BF16)}, "out must be torch.float32"),
         ({"comb": torch.zeros(4, 4, 2).permute(2, 0, 1)}, "comb must be .* strides"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=wanted):
             run(None, **given | change)
 

@@ -142,8 +142,16 @@ def _minus_0_below_0(scores, visible, out):
 
 
 TINY_FLOOR = fp8.E4M3_MAX * 2.0**-120
-BY_NORM = ("mhc_site", "norm_linears", "norm_rotate", "write_key", "write_entry", "layer_rows", "layer_rows, keys",
-           "layer_rows, entries")  # fmt: skip
+BY_NORM = (
+    "mhc_site",
+    "norm_linears",
+    "norm_rotate",
+    "write_key",
+    "write_entry",
+    "layer_rows",
+    "layer_rows, keys",
+    "layer_rows, entries",
+)
 BY_WRITE = ("write_key", "write_entry", "layer_rows, keys", "layer_rows, entries")
 
 
@@ -174,27 +182,43 @@ MUTANTS = {
     "norm with ten eps": Mutant("bf16", _normed(lambda square, eps: (square + 10 * eps).sqrt()), BY_NORM),
     "norm with eps behind the root": Mutant("released", _normed(lambda square, eps: square.sqrt() + eps), BY_NORM),
     "norm with eps as the least": Mutant("fp32", _normed(lambda square, eps: square.clamp(min=eps).sqrt()), BY_NORM),
-    "mhc without the norm's eps, other sinks": Mutant("bf16", {
-        "mhc_pre": _configured(rms_norm_eps=0.0), "select": _minus_0_below_0, **_limit(1e6),
-        "fmha": _changed("fmha", "sink", lambda sink: sink - math.inf),
-        "route": _changed("route", "bias", _bias(0.0)),
-    }, ("mhc_site", "fmha_rotate")),
-    "mhc with ten of the norm's eps, more sink": Mutant("bf16", {
-        "mhc_pre": _configured(rms_norm_eps=1e-5), **_limit(10),
-        "fmha": _changed("fmha", "sink", lambda sink: sink + math.log(10)),
-        "route": _changed("route", "bias", _bias(10.0)),
-    }, ("mhc_site", "fmha_rotate")),
-    "mhc without hc_eps, exponentials without a maximum": Mutant("bf16", {
-        "mhc_pre": _configured(hc_eps=0.0),
-        "fmha": _spoilt("fmha", lambda given: (given["lse"] > 88).unsqueeze(-1)),
-        "compress": _spoilt("compress", lambda given: given["tail"].nan_to_num().abs().max() > 88),
-        "route": _inside("route", torch.nn.functional, softplus=_softplus),
-    }, ("mhc_site", "fmha_rotate", "write_entry", "layer_rows, entries")),
+    "mhc without the norm's eps, other sinks": Mutant(
+        "bf16",
+        {
+            "mhc_pre": _configured(rms_norm_eps=0.0),
+            "select": _minus_0_below_0,
+            **_limit(1e6),
+            "fmha": _changed("fmha", "sink", lambda sink: sink - math.inf),
+            "route": _changed("route", "bias", _bias(0.0)),
+        },
+        ("mhc_site", "fmha_rotate"),
+    ),
+    "mhc with ten of the norm's eps, more sink": Mutant(
+        "bf16",
+        {
+            "mhc_pre": _configured(rms_norm_eps=1e-5),
+            **_limit(10),
+            "fmha": _changed("fmha", "sink", lambda sink: sink + math.log(10)),
+            "route": _changed("route", "bias", _bias(10.0)),
+        },
+        ("mhc_site", "fmha_rotate"),
+    ),
+    "mhc without hc_eps, exponentials without a maximum": Mutant(
+        "bf16",
+        {
+            "mhc_pre": _configured(hc_eps=0.0),
+            "fmha": _spoilt("fmha", lambda given: (given["lse"] > 88).unsqueeze(-1)),
+            "compress": _spoilt("compress", lambda given: given["tail"].nan_to_num().abs().max() > 88),
+            "route": _inside("route", torch.nn.functional, softplus=_softplus),
+        },
+        ("mhc_site", "fmha_rotate", "write_entry", "layer_rows, entries"),
+    ),
     "mhc with ten hc_eps": Mutant("bf16", {"mhc_pre": _configured(hc_eps=1e-5)}, ("mhc_site",)),
     "mhc whose combination has no hc_eps": Mutant("bf16", {"mhc_pre": _combined(0.0)}, ("mhc_site",)),
     "mhc whose combination has ten hc_eps": Mutant("bf16", {"mhc_pre": _combined(1e-5)}, ("mhc_site",)),
     "no FP8 floor": Mutant(
-        "released", _quantising("linear", "experts", "shared", "write", **_floor(TINY_FLOOR)),
+        "released",
+        _quantising("linear", "experts", "shared", "write", **_floor(TINY_FLOOR)),
         ("two_linears", "norm_linears", *BY_WRITE),
     ),
     "ten FP8 floors": Mutant(
@@ -203,7 +227,7 @@ MUTANTS = {
     "NVFP4 without saturation": Mutant(
         "nvfp4", _quantising("linear", "grouped_linear", "experts", "shared", round_trip=_unsaturated), ("two_linears",)
     ),
-}  # fmt: skip
+}
 
 
 QUICK = ("norm without eps", "mhc without hc_eps, exponentials without a maximum", "no FP8 floor")
@@ -230,5 +254,7 @@ def test_inputs_are_left_alone():
     assert not list(edges("locate", {}))
     calls = [("norm_rotate", {"x": x}), ("index_query", {"x": x})]
     assert [[float(one["x"][0, 0]) for one in given] for _, given in together(calls)] == [
-        [0.0, 0.0], [2.0**-10, 2.0**-30], [2.0**-30, 2.0**-30]
-    ]  # fmt: skip
+        [0.0, 0.0],
+        [2.0**-10, 2.0**-30],
+        [2.0**-30, 2.0**-30],
+    ]

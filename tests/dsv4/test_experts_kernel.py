@@ -17,10 +17,19 @@ LIMIT = 2.0
 # Tokens, experts, chosen, hidden, inner. Real sizes first; then sizes that end inside of a block's rows and columns, an
 # expert that all pairs have, in several groups of it, and as many pairs as there may be.
 SHAPES = (
-    (1, 8, 6, 4096, 2048), (2, 8, 6, 4096, 2048), (8, 8, 6, 4096, 2048), (32, 8, 6, 4096, 2048),
-    (42, 256, 6, 4096, 256), (3, 5, 2, 7168, 3072), (1, 4, 1, 8, 8), (5, 7, 3, 72, 40), (33, 1, 1, 136, 24),
-    (9, 2, 2, 2104, 1032), (32, 16, 8, 64, 32), (64, 3, 4, 24, 16),
-)  # fmt: skip
+    (1, 8, 6, 4096, 2048),
+    (2, 8, 6, 4096, 2048),
+    (8, 8, 6, 4096, 2048),
+    (32, 8, 6, 4096, 2048),
+    (42, 256, 6, 4096, 256),
+    (3, 5, 2, 7168, 3072),
+    (1, 4, 1, 8, 8),
+    (5, 7, 3, 72, 40),
+    (33, 1, 1, 136, 24),
+    (9, 2, 2, 2104, 1032),
+    (32, 16, 8, 64, 32),
+    (64, 3, 4, 24, 16),
+)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +152,11 @@ def test_what_it_does_not_serve_is_torchs(ops):
     single = tuple(Linear("plain", one.weight.float()) for one in (w13, w2))
     odd, many = weights(4, 36, 20), routed(200, 4, 2)
     for x, given, pair in (
-        (draw(3, 32, dtype=FP32), (ids, gates), (w13, w2)), (draw(3, 32), (ids, gates), single),
-        (draw(3, 36), (ids, gates), odd), (draw(200, 32), many, (w13, w2)),
-    ):  # fmt: skip
+        (draw(3, 32, dtype=FP32), (ids, gates), (w13, w2)),
+        (draw(3, 32), (ids, gates), single),
+        (draw(3, 36), (ids, gates), odd),
+        (draw(200, 32), many, (w13, w2)),
+    ):
         got, want = (torch.full(x.shape, float("nan"), device=DEVICE) for _ in range(2))
         assert not kernel.serves(x, *given, *pair, got)
         ops["experts"](x, *given, *pair, LIMIT, got)
@@ -172,8 +183,9 @@ def test_replays_are_equal_bit_for_bit(ops):
 MODEL = [
     ("test_experts", {"shape": (2, 1, 3, 8, 8), "out_dtype": "float32"}),
     ("test_it_is_the_reference_but_for_the_order_of_sums", {"tokens": 3, "hidden": 40, "inner": 16}),
-    ("test_an_expert_that_does_not_exist_adds_nothing", {}), ("test_what_it_does_not_serve_is_torchs", {}),
-]  # fmt: skip
+    ("test_an_expert_that_does_not_exist_adds_nothing", {}),
+    ("test_what_it_does_not_serve_is_torchs", {}),
+]
 # The last one: columns in two turns.
 LONG = [
     ("test_not_a_number_stays", {}),

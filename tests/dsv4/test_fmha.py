@@ -261,9 +261,11 @@ def test_written_entries_are_near_what_was_written():
 def test_wrong_arguments_are_named():
     args = problem()
     for changed, message in [
-        ({"index": None}, "cache and index"), ({"cache": None}, "cache and index"),
-        ({"sink": args["sink"][:2]}, "sink must"), ({"sink": args["sink"].double()}, "sink must"),
-    ]:  # fmt: skip
+        ({"index": None}, "cache and index"),
+        ({"cache": None}, "cache and index"),
+        ({"sink": args["sink"][:2]}, "sink must"),
+        ({"sink": args["sink"].double()}, "sink must"),
+    ]:
         with pytest.raises(ValueError, match=f"^{message}"):
             attend(**(args | changed))
     with pytest.raises(ValueError, match=r"^out must"):

@@ -15,10 +15,18 @@ DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 # Queries, heads, width, entries of the window, of the cache (None: there is none). Flash, Pro, tiny-k and tiny first.
 SHAPES = (
-    (1, 64, 512, 128, 512), (8, 64, 512, 128, 512), (32, 64, 512, 128, 16), (2, 128, 512, 128, 1024),
-    (3, 16, 512, 128, 32), (5, 4, 128, 128, None), (2, 8, 512, 1, 0), (3, 5, 64, 37, 33), (4, 9, 20, 0, 65),
-    (1, 1, 4, 31, None), (2, 3, 132, 64, 1),
-)  # fmt: skip
+    (1, 64, 512, 128, 512),
+    (8, 64, 512, 128, 512),
+    (32, 64, 512, 128, 16),
+    (2, 128, 512, 128, 1024),
+    (3, 16, 512, 128, 32),
+    (5, 4, 128, 128, None),
+    (2, 8, 512, 1, 0),
+    (3, 5, 64, 37, 33),
+    (4, 9, 20, 0, 65),
+    (1, 1, 4, 31, None),
+    (2, 3, 132, 64, 1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +62,13 @@ def made(shape: tuple, q_dtype: torch.dtype, dtype: torch.dtype, holes: float = 
     sink[0] = -torch.inf
     return {
         "q": (draw(queries, 1, heads, width) * sharp).to(q_dtype),
-        "window": pages(300, width, dtype, 1), "window_index": chosen(queries, near, 300, holes, 2),
+        "window": pages(300, width, dtype, 1),
+        "window_index": chosen(queries, near, 300, holes, 2),
         "cache": None if far is None else pages(700, width, dtype, 3),
         "index": None if far is None else chosen(queries, far, 700, holes, 4),
-        "sink": sink, "scale": width**-0.5,
-    }  # fmt: skip
+        "sink": sink,
+        "scale": width**-0.5,
+    }
 
 
 def outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,9 +203,10 @@ def test_replays_are_equal_bit_for_bit(ops):
 MODEL = [
     ("test_fmha", {"shape": (1, 1, 4, 31, None), "q_dtype": "float32", "dtype": "bfloat16"}),
     ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": "bfloat16"}),
-    ("test_nothing_to_attend_to", {}), ("test_not_a_number_stays_and_a_large_sink_leaves_nothing", {}),
+    ("test_nothing_to_attend_to", {}),
+    ("test_not_a_number_stays_and_a_large_sink_leaves_nothing", {}),
     ("test_what_it_does_not_serve_is_torchs", {}),
-]  # fmt: skip
+]
 LONG = [
     ("test_fmha", {"shape": (1, 9, 20, 0, 33), "q_dtype": "bfloat16", "dtype": "bfloat16"}),
     ("test_fmha", {"shape": (2, 3, 132, 37, None), "q_dtype": "float32", "dtype": "float32"}),

@@ -33,9 +33,10 @@ def test_published_scales_overflow_fp16_as_they_are_and_fit_once_moved(n, k):
     x, sx = nvfp4.quantise(inputs(1, k) / w.input_scale)
     data.b.view(torch.uint8)[0, :, 0], data.sfb.view(torch.uint8)[0, :, 0] = x[0], sx.view(torch.uint8)[0]
     plain = data._replace(
-        a=w.weight.view(torch.float4_e2m1fn_x2).unsqueeze(2), sfa=w.scale.unsqueeze(2),
+        a=w.weight.view(torch.float4_e2m1fn_x2).unsqueeze(2),
+        sfa=w.scale.unsqueeze(2),
         sfa_permuted=nvfp4.permute_scales(w.scale.unsqueeze(2)),
-    )  # fmt: skip
+    )
     raw = load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel(plain)
     assert float(raw.isinf().float().mean()) > 0.85
     found = gemv.fit(w.weight.unsqueeze(0), w.scale.unsqueeze(0))

@@ -224,9 +224,13 @@ def test_a_prompt_that_ends_leaves_the_batch(model, monkeypatch):
 def test_what_cannot_run_is_refused_before_anything_does(model):
     state = State(CFG, "fp32", sequences=1, blocks=1)
     for prompts, limits, error in (
-        ([], Limits(1), ValueError), ([[]], Limits(1), ValueError), ([[1]], Limits(0), ValueError),
-        ([[512]], Limits(1), ValueError), ([[1] * 49], Limits(1), ValueError), ([[1], [2]], Limits(1), RuntimeError),
-    ):  # fmt: skip
+        ([], Limits(1), ValueError),
+        ([[]], Limits(1), ValueError),
+        ([[1]], Limits(0), ValueError),
+        ([[512]], Limits(1), ValueError),
+        ([[1] * 49], Limits(1), ValueError),
+        ([[1], [2]], Limits(1), RuntimeError),
+    ):
         with pytest.raises(error):
             list(decode(Model(model.weights, object()), state, prompts, limits, Sampler()))
         assert state.pool.free == 1 and state.lengths == [0]
@@ -362,29 +366,43 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--text", "x"], "--text needs a --checkpoint"), (["--prompt", "1,x"], "--prompt must be token ids"),
-        (["--prompt", "1_0"], "--prompt must be token ids"), (["--prompt", "1,١"], "--prompt must be token ids"),
-        (["--tokens", "1_0"], "--tokens must be an integer, 1 or more, got '1_0'"), (["--tokens"], "got nothing (see"),
-        (["--top-k", "١"], "--top-k must be an integer, 0 or more, got"), (["--seed", "1_0"], "--seed must be an"),
-        (["--temperature", "1_0"], "--temperature must be a number, got '1_0'"), (["--chunk", "x"], "--chunk must"),
+        (["--text", "x"], "--text needs a --checkpoint"),
+        (["--prompt", "1,x"], "--prompt must be token ids"),
+        (["--prompt", "1_0"], "--prompt must be token ids"),
+        (["--prompt", "1,١"], "--prompt must be token ids"),
+        (["--tokens", "1_0"], "--tokens must be an integer, 1 or more, got '1_0'"),
+        (["--tokens"], "got nothing (see"),
+        (["--top-k", "١"], "--top-k must be an integer, 0 or more, got"),
+        (["--seed", "1_0"], "--seed must be an"),
+        (["--temperature", "1_0"], "--temperature must be a number, got '1_0'"),
+        (["--chunk", "x"], "--chunk must"),
         (["--checkpoint", "x", "--config", "tiny"], "--config is for random weights: leave it out, or --checkpoint"),
-        (["--top-k", "5"], "they need a --temperature above 0"), (["--top-p", "0.5"], "they need a --temperature"),
-        (["--prompt", "1.5"], "--prompt must be token ids"), (["--prompt", ""], "--prompt must be token ids"),
-        (["--prompt", "-1"], "must be integers from 0 to 511, got -1"), (["--prompt", "512"], "got 512"),
-        (["--prompt", "1", "--text", "x"], "cannot be mixed"), (["--tokens", "0"], "--tokens must be 1 or more"),
-        (["--tokens", "-3"], "--tokens must be 1 or more"), (["--chunk", "0"], "--chunk must be 1 or more"),
+        (["--top-k", "5"], "they need a --temperature above 0"),
+        (["--top-p", "0.5"], "they need a --temperature"),
+        (["--prompt", "1.5"], "--prompt must be token ids"),
+        (["--prompt", ""], "--prompt must be token ids"),
+        (["--prompt", "-1"], "must be integers from 0 to 511, got -1"),
+        (["--prompt", "512"], "got 512"),
+        (["--prompt", "1", "--text", "x"], "cannot be mixed"),
+        (["--tokens", "0"], "--tokens must be 1 or more"),
+        (["--tokens", "-3"], "--tokens must be 1 or more"),
+        (["--chunk", "0"], "--chunk must be 1 or more"),
         (["--draft", "--prompt", "1", "--prompt", "2"], "--draft decodes one prompt greedily"),
         (["--draft", "--temperature", "1"], "--draft decodes one prompt greedily"),
-        (["--draft"], "--draft: tiny has no prediction layer"), (["--config", "huge"], "generate.py: --config must"),
-        (["--temperature", "-1"], "--temperature must be"), (["--top-p", "0"], "--top-p must be"),
-        (["--checkpoint", "nowhere"], "cannot be read"), (["--kernels", "fast"], "generate.py: --kernels must be"),
+        (["--draft"], "--draft: tiny has no prediction layer"),
+        (["--config", "huge"], "generate.py: --config must"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--top-p", "0"], "--top-p must be"),
+        (["--checkpoint", "nowhere"], "cannot be read"),
+        (["--kernels", "fast"], "generate.py: --kernels must be"),
         (["--kernels", "linear=winner,linear=winner"], "generate.py: --kernels must name linear once"),
-        (["--checkpoint", __file__], "must be a folder"), (["--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
+        (["--checkpoint", __file__], "must be a folder"),
+        (["--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
         (["--config", "flash-61l256e"], "--config: a slice of flash must have 1 to 43 layers and 6 to 256 experts"),
         (["--config", "tiny-2l0e"], "2 to 8 experts, got 2 and 0"),
         (["--config", "tiny-²l8e"], "--config must be one of"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_get_one_line(words, match, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert match in refused(capsys, *words)

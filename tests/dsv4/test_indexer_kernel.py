@@ -53,7 +53,7 @@ def test_wrong_arguments_are_named():
         (made.select, (scores, visible.long(), ids), "visible must be torch.int32"),
         (made.select, (scores, visible, torch.zeros(2, 3, 2049).int()), "got 70 and 2049"),
         (made.locate, (ids, blocks[:1], 32, ids), "table must be torch.int32"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=wanted):
             run(*args)
 
@@ -77,10 +77,16 @@ def scored(batch: int, tokens: int, heads: int, entries: int, kind: str, dtype: 
 
 
 SCORED = (
-    (1, 1, 64, 1, "index", BF16, 128), (2, 1, 64, 97, "index", BF16, 128), (3, 2, 32, 64, "index", BF16, 128),
-    (1, 3, 80, 200, "index", BF16, 128), (2, 1, 16, 130, "plain", BF16, 128), (1, 2, 128, 65, "plain", BF16, 128),
-    (2, 3, 5, 33, "plain", FP32, 128), (1, 2, 3, 40, "index", FP32, 96), (2, 1, 7, 65, "plain", BF16, 256),
-)  # fmt: skip
+    (1, 1, 64, 1, "index", BF16, 128),
+    (2, 1, 64, 97, "index", BF16, 128),
+    (3, 2, 32, 64, "index", BF16, 128),
+    (1, 3, 80, 200, "index", BF16, 128),
+    (2, 1, 16, 130, "plain", BF16, 128),
+    (1, 2, 128, 65, "plain", BF16, 128),
+    (2, 3, 5, 33, "plain", FP32, 128),
+    (1, 2, 3, 40, "index", FP32, 96),
+    (2, 1, 7, 65, "plain", BF16, 256),
+)
 
 
 @pytest.mark.gpu

@@ -27,12 +27,19 @@ def refused(text: str, target: str = "cpu") -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        "winners", "reference", "winners,nvfp4_gemv=winner", "linear_decode=winner,linear=reference", "linear=cpu_avx2",
-        "linear=high_nibble_first, rms_norm=norm_by_mean_magnitude", f"nvfp4_gemv={GEMV / 'torch_dequant.py'}",
-        "linear=torch_grouped", f"rms_norm={OWN / 'norm_by_mean_magnitude.py'}", "linear=sm90_dp4a",
+        "winners",
+        "reference",
+        "winners,nvfp4_gemv=winner",
+        "linear_decode=winner,linear=reference",
+        "linear=cpu_avx2",
+        "linear=high_nibble_first, rms_norm=norm_by_mean_magnitude",
+        f"nvfp4_gemv={GEMV / 'torch_dequant.py'}",
+        "linear=torch_grouped",
+        f"rms_norm={OWN / 'norm_by_mean_magnitude.py'}",
+        "linear=sm90_dp4a",
         "mhc_site=reference",
     ],
-)  # fmt: skip
+)
 def test_what_there_is_passes(text):
     kernel_names.see(text, "cpu")
 
@@ -43,8 +50,10 @@ def test_what_there_is_passes(text):
         ("linear=reference,linear=winner", "--kernels must name linear once, got 'linear=reference,linear=winner'"),
         ("nvfp4_gemv=winner, nvfp4_gemv=winner", "--kernels must name nvfp4_gemv once, got "),
         ("linear=reference,winners", "--kernels: winners is about every op, so it must come first, and once, got"),
-        ("winners,winners", "--kernels: winners is about every op"), ("winners,reference", "--kernels: reference is"),
-        ("", "--kernels must be reference, winners or NAME=VARIANT .*nvfp4_gemv.*; got ''$"), ("fast", ".*got 'fast'$"),
+        ("winners,winners", "--kernels: winners is about every op"),
+        ("winners,reference", "--kernels: reference is"),
+        ("", "--kernels must be reference, winners or NAME=VARIANT .*nvfp4_gemv.*; got ''$"),
+        ("fast", ".*got 'fast'$"),
         ("linear", "--kernels linear: VARIANT must be reference, winner, .* got ''$"),
         ("linear=", "--kernels linear=: VARIANT must be .* got ''$"),
         ("indexer=nothere", "--kernels indexer=nothere: VARIANT must be .*, a variant of indexer .*'nothere'"),
@@ -53,7 +62,7 @@ def test_what_there_is_passes(text):
         (f"linear={GEMV / 'cpu_avx2.py'}", "--kernels linear=.*must be named without its path, as nvfp4_gemv=c"),
         (f"fmha={GEMV / 'cpu_avx2.py'}", "--kernels fmha=.*: a file of nvfp4_gemv cannot fill fmha: give one of"),
     ],
-)  # fmt: skip
+)
 def test_what_names_nothing_or_a_thing_twice_is_said_as_typed(text, said):
     assert re.match(said, refused(text))
 

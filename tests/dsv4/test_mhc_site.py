@@ -46,9 +46,7 @@ def test_the_winner_and_the_chain_of_references_are_right(content, addends):
 
 def test_calls_that_the_kernel_does_not_serve_are_the_references():
     data = reference.generate_input(5, 192, "bf16", "alike", 3, "cpu")
-    for got, want in zip(
-        *(call(op, data, torch.float32) for op in (adapted(), ops.REFERENCE.mhc_site)), strict=True
-    ):  # fmt: skip
+    for got, want in zip(*(call(op, data, torch.float32) for op in (adapted(), ops.REFERENCE.mhc_site)), strict=True):
         assert torch.equal(got, want)
 
 
@@ -68,9 +66,10 @@ def test_tensors_that_lie_elsewhere_are_copied():
 def test_only_models_of_the_problems_numbers_are_served():
     assert mhc_site.unserved(CFG) == ""
     for change, said in (
-        ({"hc_mult": 2}, "hc_mult must be 4, is 2"), ({"hc_eps": 1e-5}, "hc_eps must be 1e-06, is 1e-05"),
+        ({"hc_mult": 2}, "hc_mult must be 4, is 2"),
+        ({"hc_eps": 1e-5}, "hc_eps must be 1e-06, is 1e-05"),
         ({"hidden_size": 200}, "hidden_size must be a multiple of 64, is 200"),
-    ):  # fmt: skip
+    ):
         assert mhc_site.unserved(SimpleNamespace(**{**vars(CFG), **change})) == said
 
 

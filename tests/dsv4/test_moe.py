@@ -143,8 +143,9 @@ def test_a_table_that_repeats_an_expert_is_left_to_the_reference():
     _, _, _, w13, w2, _ = call(1, 8, 2, 64, 64, "bf16")
     fine, twice = torch.tensor([[1, 2], [2, 1]]), torch.tensor([[1, 2], [3, 3]])
     assert [moe.prepare_experts(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
-        "", "its table names an expert twice for a token"
-    ]  # fmt: skip
+        "",
+        "its table names an expert twice for a token",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +434,7 @@ def test_a_kernel_may_have_routed_experts_and_the_shared_one(activation):
     made = moe.prepare_experts(Together, w13, w2, None, tuple(shared))
     both = moe.Experts(
         TASK, Together.custom_kernel, {id(w13): made}, ops.REFERENCE, ids, gates, Together.with_shared, 4
-    )  # fmt: skip
+    )
     want, found = torch.empty(4, 64), torch.empty(4, 64, dtype=torch.bfloat16)
     arguments = x, ids, gates, w13, w2, *shared, limit
     ops.REFERENCE.all_experts(*arguments, want)
@@ -457,9 +458,11 @@ def test_a_model_asks_for_one_output_where_a_kernel_has_it(model):
     ffn, seen = next(iter(model.blocks())).ffn, []
     counted = common.rewrapped(table.all_experts, lambda op: lambda *args: seen.append(len(args[0])))
     context = SimpleNamespace(
-        config=SMALL, ops=dataclasses.replace(table, all_experts=counted), batch=SimpleNamespace(tokens=None),
+        config=SMALL,
+        ops=dataclasses.replace(table, all_experts=counted),
+        batch=SimpleNamespace(tokens=None),
         empty=lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype),
-    )  # fmt: skip
+    )
     context.ops = dataclasses.replace(context.ops, route=lambda *args: args[6].copy_(torch.arange(args[6].shape[1])))
     for tokens in (4, 5):
         first, second = layers.moe(inputs(tokens, SMALL.hidden_size), ffn, context)
@@ -479,9 +482,17 @@ def test_the_shared_expert_is_one_more_that_all_tokens_have(sizes, activation):
     tokens, size, topk, hidden, inner = sizes
     variant = load.variant(moe.PROBLEM, "sm90_grouped")
     case = {
-        "tokens": tokens, "experts": size + 1, "topk": topk, "hidden": hidden, "inner": inner, "router": "uniform",
-        "activation": activation, "content": "plain", "seed": 5, "device": DEVICE,
-    }  # fmt: skip
+        "tokens": tokens,
+        "experts": size + 1,
+        "topk": topk,
+        "hidden": hidden,
+        "inner": inner,
+        "router": "uniform",
+        "activation": activation,
+        "content": "plain",
+        "seed": 5,
+        "device": DEVICE,
+    }
     made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
     generator = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randperm(size, generator=generator)[:topk] for _ in range(tokens)]).int().to(DEVICE)

@@ -49,8 +49,13 @@ def test_linears_that_it_does_not_serve_go_to_the_reference(model):
     adapted = linears(w, odd, wide, module=Raises)
     plain = Linear("plain", w.dequantise())
     x = inputs(3, 64)
-    for given, m, dtype in ((x.float(), w, torch.bfloat16), (x, w, torch.float32), (x, plain, torch.bfloat16),
-                            (x, odd, torch.bfloat16), (inputs(3, 128), wide, torch.bfloat16)):  # fmt: skip
+    for given, m, dtype in (
+        (x.float(), w, torch.bfloat16),
+        (x, w, torch.float32),
+        (x, plain, torch.bfloat16),
+        (x, odd, torch.bfloat16),
+        (inputs(3, 128), wide, torch.bfloat16),
+    ):
         assert torch.equal(product(given, m, adapted.linear, dtype), product(given, m, linear.linear, dtype))
     with pytest.raises(AssertionError, match="called"):
         product(x, w, adapted.linear)

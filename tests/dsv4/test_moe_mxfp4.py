@@ -219,10 +219,11 @@ def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tup
     some = want.any(1)  # v of a small token is below what FP8 holds
     assert not bool(got[~some].any())
     return {
-        "error": float(apart(got[some], want[some]).max()), "without": float(apart(without[some], want[some]).max()),
+        "error": float(apart(got[some], want[some]).max()),
+        "without": float(apart(without[some], want[some]).max()),
         "changed": [part.stop - 1 for part in parts if not same(made(op, part, pair), got[part])],
         "again": same(made(op, every, pair), got),
-    }  # fmt: skip
+    }
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -273,9 +274,16 @@ def test_the_kernel_is_right_in_the_model_of_the_gpu(cases):
 
 # Small ones as above; tiny-k's; Flash's; Pro's, whose rows do not end with a copy; more tokens than a launch takes.
 GPU_CASES = [
-    *MODEL_CASES, (9, 8, 2, 512, 256), (1, 8, 6, 4096, 2048), (8, 8, 6, 4096, 2048), (90, 8, 6, 4096, 2048),
-    (33, 64, 6, 4096, 2048), (5, 8, 6, 7168, 3072), (300, 8, 2, 512, 256), (3, 2, 1, 64, 4224),
-]  # fmt: skip
+    *MODEL_CASES,
+    (9, 8, 2, 512, 256),
+    (1, 8, 6, 4096, 2048),
+    (8, 8, 6, 4096, 2048),
+    (90, 8, 6, 4096, 2048),
+    (33, 64, 6, 4096, 2048),
+    (5, 8, 6, 7168, 3072),
+    (300, 8, 2, 512, 256),
+    (3, 2, 1, 64, 4224),
+]
 
 
 @pytest.mark.gpu

@@ -107,8 +107,12 @@ def test_providers_say_what_they_will_serve():
     assert first["fmha"].serves(flash, "nvfp4") == first["fmha"].serves(flash, "released") == ""
     assert "head_dim must be 512, is 128" in first["fmha"].serves(SMALL, "nvfp4")
     assert "584-byte" in first["fmha"].serves(flash, "bf16")
-    served = {(op, fmt) for op in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")
-              if not first[op].serves(flash, fmt)}  # fmt: skip
+    served = {
+        (op, fmt)
+        for op in ("experts", "shared")
+        for fmt in ("released", "nvfp4_experts", "nvfp4")
+        if not first[op].serves(flash, fmt)
+    }
     assert served == {(op, fmt) for op in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")}
 
 
@@ -169,27 +173,37 @@ def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
 def test_a_kernel_of_this_folder_fills_an_op_where_no_winner_does(problems, monkeypatch, model):
     norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "" if fmt == "nvfp4" else "not it", adapt_norm)
     mine = SimpleNamespace(
-        OPS=("rms_norm", "rotate"), TARGETS=("cpu", "sm100"), SOURCE=problems / "mine.cu",
+        OPS=("rms_norm", "rotate"),
+        TARGETS=("cpu", "sm100"),
+        SOURCE=problems / "mine.cu",
         ops=lambda target: {"rms_norm": print, "rotate": print},
-    )  # fmt: skip
+    )
     monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", norms), spec("rotate")))
     monkeypatch.setattr(ops, "KERNELS", (mine,))
     names = {
         (target, fmt): ops.choose("winners", target, model[fmt]).names["rms_norm"]
-        for target in ("cpu", "sm100") for fmt in ("bf16", "nvfp4")
-    }  # fmt: skip
+        for target in ("cpu", "sm100")
+        for fmt in ("bf16", "nvfp4")
+    }
     mine = "dsv4_forward/mine"
-    assert names == {("cpu", "bf16"): mine, ("cpu", "nvfp4"): "norms/plain", ("sm100", "bf16"): mine,
-                     ("sm100", "nvfp4"): mine}  # fmt: skip
+    assert names == {
+        ("cpu", "bf16"): mine,
+        ("cpu", "nvfp4"): "norms/plain",
+        ("sm100", "bf16"): mine,
+        ("sm100", "nvfp4"): mine,
+    }
 
 
 def test_a_kernel_of_this_folder_may_fill_an_op_in_some_formats_and_for_some_calls(problems, monkeypatch, model):
     calls = []
     mine = SimpleNamespace(
-        OPS=("norm_rotate",), TARGETS=("cpu",), SOURCE=problems / "mine.cu", FORMATS=("bf16",),
+        OPS=("norm_rotate",),
+        TARGETS=("cpu",),
+        SOURCE=problems / "mine.cu",
+        FORMATS=("bf16",),
         SERVES={"norm_rotate": lambda x, *rest: len(x) == 1},
         ops=lambda target: {"norm_rotate": lambda *given: calls.append(given)},
-    )  # fmt: skip
+    )
     monkeypatch.setattr(ops, "KERNELS", (mine,))
     assert ops.choose("winners", "cpu", model["nvfp4"]).names["norm_rotate"] == "reference"
     chosen = ops.choose("winners", "cpu", model["bf16"])
@@ -238,19 +252,29 @@ PARTS = {"two_linears": "its parts", "norm_linears": "its parts"}
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("nvfp4_gemv=cpu_portable",
-         {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable", **PARTS}),
+        (
+            "nvfp4_gemv=cpu_portable",
+            {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable", **PARTS},
+        ),
         ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant", **PARTS}),
         ("grouped_linear=zeros", {"grouped_linear": "linear_decode/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
-         {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros", "two_linears": DECODE,
-          "norm_linears": DECODE, "shared": DECODE, "all_experts": "its parts"}),
+        (
+            "winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
+            {
+                "linear": "linear_decode/torch_dequant",
+                "grouped_linear": "nvfp4_gemv/zeros",
+                "two_linears": DECODE,
+                "norm_linears": DECODE,
+                "shared": DECODE,
+                "all_experts": "its parts",
+            },
+        ),
         ("winners,reference", {}),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),
     ],
-)  # fmt: skip
+)
 def test_names_fill_ops_and_later_ones_count(text, names, model):
     chosen = ops.choose(text, "cpu", model["nvfp4"])
     assert {op: name for op, name in chosen.names.items() if name != "reference"} == names

@@ -176,11 +176,16 @@ FEATURES = {
 
 def hash_off(model: Model) -> None:
     layers = [
-        dataclasses.replace(layer, ffn=dataclasses.replace(
-            layer.ffn, router=dataclasses.replace(layer.ffn.router, table=None, bias=torch.zeros(8))
-        )) if layer.ffn.router.table is not None else layer
+        dataclasses.replace(
+            layer,
+            ffn=dataclasses.replace(
+                layer.ffn, router=dataclasses.replace(layer.ffn.router, table=None, bias=torch.zeros(8))
+            ),
+        )
+        if layer.ffn.router.table is not None
+        else layer
         for layer in model.weights.layers
-    ]  # fmt: skip
+    ]
     model.weights = dataclasses.replace(model.weights, layers=tuple(layers))
 
 

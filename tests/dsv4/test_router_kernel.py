@@ -17,9 +17,17 @@ DEVICE = "cuda"
 BF16 = torch.bfloat16
 # Tokens, experts, chosen, hidden. In bf16 all but the last three are one launch.
 SHAPES = (
-    (1, 256, 6, 4096), (32, 256, 6, 4096), (7, 384, 6, 7168), (1, 32, 6, 4096), (16, 33, 32, 64), (19, 16, 6, 1096),
-    (2, 7, 1, 8), (33, 256, 6, 512), (5, 1024, 8, 64), (3, 12, 4, 60),
-)  # fmt: skip
+    (1, 256, 6, 4096),
+    (32, 256, 6, 4096),
+    (7, 384, 6, 7168),
+    (1, 32, 6, 4096),
+    (16, 33, 32, 64),
+    (19, 16, 6, 1096),
+    (2, 7, 1, 8),
+    (33, 256, 6, 512),
+    (5, 1024, 8, 64),
+    (3, 12, 4, 60),
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +62,12 @@ def test_wrong_arguments_are_named():
         run(None, torch.zeros(2, 5), weight, torch.zeros(8), None, torch.zeros(2).long(), config(8, 3), ids, gates)
     given = {"bias": torch.zeros(8), "table": None, "tokens": torch.zeros(2).long(), "cfg": config(8, 3)}
     for change, wanted in (
-        ({"bias": None}, "got neither"), ({"table": torch.zeros(5, 3).long()}, "got both"),
-        ({"bias": torch.zeros(7)}, "bias must be torch.float32"), ({"cfg": config(9, 9)}, "got 8 and 9"),
+        ({"bias": None}, "got neither"),
+        ({"table": torch.zeros(5, 3).long()}, "got both"),
+        ({"bias": torch.zeros(7)}, "bias must be torch.float32"),
+        ({"cfg": config(9, 9)}, "got 8 and 9"),
         ({"tokens": torch.zeros(2)}, "tokens must be torch.int64"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=wanted.replace(".", r"\.")):
             run(None, u, weight, **(given | change), out_ids=ids, out_weights=gates)
 

@@ -200,8 +200,10 @@ def test_seeds_sequences_and_positions_give_other_tokens():
     logits = torch.zeros(40, 500)
     first = draw(Sampler(1.0), logits)
     for other in (
-        draw(Sampler(1.0, seed=1), logits), draw(Sampler(1.0), logits, sequence=1), draw(Sampler(1.0), logits, 0, 40)
-    ):  # fmt: skip
+        draw(Sampler(1.0, seed=1), logits),
+        draw(Sampler(1.0), logits, sequence=1),
+        draw(Sampler(1.0), logits, 0, 40),
+    ):
         assert (first == other).float().mean() < 0.1
     assert torch.equal(draw(Sampler(1.0), logits[:20], 0, 20), first[20:])
 
@@ -216,10 +218,17 @@ def test_nothing_reads_a_tensor_on_the_host():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -1), ("top_p", 0.0),
-        ("top_p", 1.5), ("top_p", math.nan), ("seed", -1), ("seed", 2**64),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", math.nan),
+        ("seed", -1),
+        ("seed", 2**64),
     ],
-)  # fmt: skip
+)
 def test_a_field_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=f"^{field} must be"):
         Sampler(**{field: value})

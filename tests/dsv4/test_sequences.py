@@ -245,9 +245,22 @@ def test_drafting_needs_a_prompt_a_prediction_layer_and_room_for_a_guess(draftin
 
 
 BAD_IDS = [
-    [-1], [1, 2, -3], [512], [3, 10**20], [1.5], [1, None], ["1"], "12", [[1]], 7, torch.tensor([-1]),
-    torch.tensor([512]), torch.tensor([1.5]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32),
-]  # fmt: skip
+    [-1],
+    [1, 2, -3],
+    [512],
+    [3, 10**20],
+    [1.5],
+    [1, None],
+    ["1"],
+    "12",
+    [[1]],
+    7,
+    torch.tensor([-1]),
+    torch.tensor([512]),
+    torch.tensor([1.5]),
+    torch.tensor([[1]]),
+    torch.tensor([1], dtype=torch.int32),
+]
 
 
 @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
@@ -294,9 +307,12 @@ def test_a_pass_over_nothing_is_refused(model):
     state = State(TINY, "fp32", sequences=2, blocks=1)
     sequence, _ = state.open()
     for tokens, match in (
-        ({}, "name a sequence or more"), ({sequence: []}, f"one or more, got none for {sequence}"),
-        ({1: [1]}, "open sequence, got 1"), ({-1: [1]}, "open sequence, got -1"), ({0.0: [1]}, "open sequence, got 0"),
-    ):  # fmt: skip
+        ({}, "name a sequence or more"),
+        ({sequence: []}, f"one or more, got none for {sequence}"),
+        ({1: [1]}, "open sequence, got 1"),
+        ({-1: [1]}, "open sequence, got -1"),
+        ({0.0: [1]}, "open sequence, got 0"),
+    ):
         unchanged(state, ValueError, match, lambda tokens=tokens: feed(model, state, tokens))
     unchanged(state, ValueError, "counts must be 0 or more, got -3", lambda: state.reserve({sequence: -3}))
 

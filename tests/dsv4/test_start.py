@@ -45,9 +45,18 @@ def planned(numbers: list[int], lengths: list[int], counts: list[int], ratios: t
     emit = {ratio: long([i for i, p in enumerate(position) if (p + 1) % ratio == 0]) for ratio in ratios}
     sequence, length = long([numbers[row] for row in owner]), torch.full((SEQUENCES,), -9, device=DEVICE)
     return Plan(
-        length.long(), blocks(), sequence, long(owner), long(numbers), long(position), emit, RING, UNREAD,
-        max(position) + 1, topk,
-    )  # fmt: skip
+        length.long(),
+        blocks(),
+        sequence,
+        long(owner),
+        long(numbers),
+        long(position),
+        emit,
+        RING,
+        UNREAD,
+        max(position) + 1,
+        topk,
+    )
 
 
 def blocks() -> torch.Tensor:
@@ -83,20 +92,23 @@ def test_wrong_arguments_are_named(monkeypatch):
     monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
     plan = recorded([3], [511], (CSA, HCA), 700, 512)
     for change, wanted in (
-        ({"length": plan.length.int()}, "length must be torch.int64"), ({"bound": 1200}, "at most 9 blocks"),
+        ({"length": plan.length.int()}, "length must be torch.int64"),
+        ({"bound": 1200}, "at most 9 blocks"),
         ({"sequence": plan.sequence.int()}, "sequence must be torch.int64"),
         ({"emit": {CSA: plan.sequence.int()}}, "emit must be torch.int64"),
         ({"table": plan.table.t()}, r"length must be torch.int64 \(9,\)"),
-    ):  # fmt: skip
+    ):
         changed = dataclasses.replace(plan, **change)
         with pytest.raises(ValueError, match=wanted):
             kernel.made_plan(changed, *changed.room())
     names = ("tokens", "weight", "freqs", "copies", "cos", "sin")
     given = dict(zip(names, embedding(2, 5, 8, FP32, FP32), strict=True))
     for name, value, wanted in (
-        ("tokens", torch.zeros(2), "tokens must be torch.int64"), ("copies", given["copies"].half(), "fp32 or bf16"),
-        ("copies", torch.zeros(2, 5, 7), "copies must be torch.float32"), ("sin", torch.zeros(2), "sin must be"),
-    ):  # fmt: skip
+        ("tokens", torch.zeros(2), "tokens must be torch.int64"),
+        ("copies", given["copies"].half(), "fp32 or bf16"),
+        ("copies", torch.zeros(2, 5, 7), "copies must be torch.float32"),
+        ("sin", torch.zeros(2), "sin must be"),
+    ):
         with pytest.raises(ValueError, match=wanted):
             kernel.made_embedding(**given | {name: value})
 

@@ -150,9 +150,11 @@ def test_a_stale_batch_is_refused():
     state = make()
     a, b = opened(state, 5, 6)
     for change in (
-        state.commit, lambda _: state.rewind(b, 3), lambda _: (state.close(b), state.open()),
+        state.commit,
+        lambda _: state.rewind(b, 3),
+        lambda _: (state.close(b), state.open()),
         lambda _: state.commit(state.plan({b: [1]})),
-    ):  # fmt: skip
+    ):
         batch = state.plan({a: [1, 2], b: [1]})
         change(batch)
         with pytest.raises(ValueError, match="stale"):
@@ -248,8 +250,10 @@ class Rings:
         needs = {"window": length - 127, "csa": length // 4 * 4 - 4, "hca": length // 128 * 128}
         return all(
             self.held[name].get(position % self.sizes[name]) == position
-            for name, first in needs.items() if name in self.sizes for position in range(max(first, 0), length)
-        )  # fmt: skip
+            for name, first in needs.items()
+            if name in self.sizes
+            for position in range(max(first, 0), length)
+        )
 
 
 @pytest.mark.parametrize(
@@ -278,8 +282,12 @@ def test_how_far_one_may_go_back(chunk, ratios):
         floor = next((n for n in range(length, 0, -1) if n - 1 not in can), 0)
         assert state.floor(sequence) == floor
         if bad := [back for back in range(length) if back not in can]:
-            unchanged(state, ValueError, f"go back to {floor} or more tokens, or 0, got {bad[-1]}",
-                      lambda bad=bad: state.rewind(sequence, bad[-1]))  # fmt: skip
+            unchanged(
+                state,
+                ValueError,
+                f"go back to {floor} or more tokens, or 0, got {bad[-1]}",
+                lambda bad=bad: state.rewind(sequence, bad[-1]),
+            )
         back = can[int(torch.randint(len(can), (), generator=gen))]
         state.rewind(sequence, back)
         if not back:

@@ -159,12 +159,16 @@ def alone_and_together(made: latency.Decode, table: ops.Ops, rows: Sequence[int]
 
 # By op that multiplies by a matrix: the arguments that have a row for each token.
 ROWS = {
-    "linear": ("x", "out"), "grouped_linear": ("x", "out"), "matmul": ("x", "out"),
+    "linear": ("x", "out"),
+    "grouped_linear": ("x", "out"),
+    "matmul": ("x", "out"),
     "mhc_pre": ("copies", "out", "post", "comb"),
-    "route": ("u", "tokens", "out_ids", "out_weights"), "experts": ("x", "ids", "weights", "out"),
-    "shared": ("x", "out"), "fmha": ("q", "window_index", "index", "out", "lse"),
+    "route": ("u", "tokens", "out_ids", "out_weights"),
+    "experts": ("x", "ids", "weights", "out"),
+    "shared": ("x", "out"),
+    "fmha": ("q", "window_index", "index", "out", "lse"),
     "index_scores": ("q", "weights", "table", "out"),
-}  # fmt: skip
+}
 
 
 def by_row(table: ops.Ops) -> ops.Ops:

@@ -69,8 +69,10 @@ def test_encode(made, tokens, groups, k, dtype):
 def test_scale(made, tokens, groups, m, dtype):
     products = draw(tokens, groups, m, dtype=torch.float16)
     factor = torch.linspace(1e-6, 300, groups, device=DEVICE).unsqueeze(1)
-    for room in (torch.empty(tokens, groups, m, dtype=dtype, device=DEVICE),
-                 torch.empty(tokens, groups, m + 3, dtype=dtype, device=DEVICE)[..., 1:-2]):  # fmt: skip
+    for room in (
+        torch.empty(tokens, groups, m, dtype=dtype, device=DEVICE),
+        torch.empty(tokens, groups, m + 3, dtype=dtype, device=DEVICE)[..., 1:-2],
+    ):
         want = torch.mul(products, factor, out=torch.empty_like(room))
         made.scale(products, factor, room)
         assert torch.equal(room, want)

@@ -14,10 +14,20 @@ from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, 
 
 # No two sizes alike, k not in whole FP8 blocks, with a prediction layer.
 SMALL = dataclasses.replace(
-    TINY, name="small", hidden_size=320, num_attention_heads=6, q_lora_rank=160, o_groups=3, n_routed_experts=5,
-    num_experts_per_tok=3, num_hash_layers=1, compress_ratios=(SWA, HCA, CSA, SWA), num_nextn_predict_layers=1,
-    vocab_size=130, index_n_heads=8,
-)  # fmt: skip
+    TINY,
+    name="small",
+    hidden_size=320,
+    num_attention_heads=6,
+    q_lora_rank=160,
+    o_groups=3,
+    n_routed_experts=5,
+    num_experts_per_tok=3,
+    num_hash_layers=1,
+    compress_ratios=(SWA, HCA, CSA, SWA),
+    num_nextn_predict_layers=1,
+    vocab_size=130,
+    index_n_heads=8,
+)
 RELATIVE = {"fp8": 0.04, "mxfp4": 0.16, "nvfp4": 0.12}  # rms error of normal values: 3 bits; 1 bit, steps of 2 or 1.1
 
 
@@ -170,10 +180,12 @@ def test_a_layer_without_weights_raises_and_every_fault_is_named():
     with pytest.raises(ValueError) as caught:
         tree.assemble(SMALL, "released", tensors)
     for fault in (
-        "missing layers.1.attn.wkv.weight", "missing layers.1.attn.wkv.scale", "unknown layers.4.attn.wkv.weight",
+        "missing layers.1.attn.wkv.weight",
+        "missing layers.1.attn.wkv.scale",
+        "unknown layers.4.attn.wkv.weight",
         "layers.2.attn.attn_sink must be torch.float32 (6,), got torch.float32 (7,)",
         "norm.weight must be torch.bfloat16 (320,), got torch.float32 (320,)",
-    ):  # fmt: skip
+    ):
         assert fault in str(caught.value)
 
 
@@ -222,10 +234,14 @@ def test_formats_hold_the_same_matrices(fmt):
             assert torch.equal(rounded.tensors[name], exact.tensors[name].to(unit.dtype)), name
     pairs = [
         (getattr(part[1], field), getattr(part[0], field))
-        for part in zip((exact.layers[2].attn, exact.layers[2].ffn, exact.mtp.block.ffn),
-                        (rounded.layers[2].attn, rounded.layers[2].ffn, rounded.mtp.block.ffn), strict=True)
-        for field in ("wq_a", "wo_a", "wo_b", "w13", "w2", "shared_w13", "shared_w2") if hasattr(part[0], field)
-    ]  # fmt: skip
+        for part in zip(
+            (exact.layers[2].attn, exact.layers[2].ffn, exact.mtp.block.ffn),
+            (rounded.layers[2].attn, rounded.layers[2].ffn, rounded.mtp.block.ffn),
+            strict=True,
+        )
+        for field in ("wq_a", "wo_a", "wo_b", "w13", "w2", "shared_w13", "shared_w2")
+        if hasattr(part[0], field)
+    ]
     assert len(pairs) == 3 + 4 + 4
     for got, want in pairs:
         matrix = want.dequantise(torch.float64)
@@ -237,9 +253,13 @@ def test_formats_hold_the_same_matrices(fmt):
 def test_matrices_have_the_size_that_keeps_activations_near_one(form, fmt):
     tree = form(fmt)
     for unit in (
-        tree.layers[1].attn.wo_a, tree.layers[1].ffn.w13, tree.layers[2].attn.indexer.wq_b, tree.mtp.e_proj,
-        tree.layers[2].ffn.w2, tree.mtp.block.ffn.shared_w2,
-    ):  # fmt: skip
+        tree.layers[1].attn.wo_a,
+        tree.layers[1].ffn.w13,
+        tree.layers[2].attn.indexer.wq_b,
+        tree.mtp.e_proj,
+        tree.layers[2].ffn.w2,
+        tree.mtp.block.ffn.shared_w2,
+    ):
         rms = float(unit.dequantise().square().mean().sqrt()) * math.sqrt(unit.k)
         assert rms == pytest.approx(random_weights.gain(SMALL, unit.name), rel=0.1), unit.name
 

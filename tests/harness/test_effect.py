@@ -6,27 +6,47 @@ from harness import run
 from harness.results import output
 
 VALUES = {
-    "problem": ["nvfp4_gemv"], "mode": ["--mode", "test"], "variant": ["--variant", "cpu_portable"],
-    "submission": ["--submission", "mine.py"], "against": ["--against", "cpu_portable"],
-    "processes": ["--processes", "4"], "same_within": ["--same-within", "1.5"],
-    "fail_on_regression": ["--fail-on-regression", "0"], "all": ["--all"], "device": ["--device", "cpu"],
-    "case": ["--case", "m=16"], "seed": ["--seed", "0"], "timeout": ["--timeout", "5"], "json": ["--json", "out.json"],
-    "events": ["--events", "events"], "quiet": ["--quiet"], "resume": ["--resume"], "on": ["--on", "host"],
-    "devices": ["--devices", "all"], "ray": ["--ray", "auto"], "check_only": ["--check-only"], "lint": ["--lint"],
-    "sanitize": ["--sanitize"], "new": ["--new", "x"], "new_variant": ["--new-variant", "cpu_x"], "list": ["--list"],
+    "problem": ["nvfp4_gemv"],
+    "mode": ["--mode", "test"],
+    "variant": ["--variant", "cpu_portable"],
+    "submission": ["--submission", "mine.py"],
+    "against": ["--against", "cpu_portable"],
+    "processes": ["--processes", "4"],
+    "same_within": ["--same-within", "1.5"],
+    "fail_on_regression": ["--fail-on-regression", "0"],
+    "all": ["--all"],
+    "device": ["--device", "cpu"],
+    "case": ["--case", "m=16"],
+    "seed": ["--seed", "0"],
+    "timeout": ["--timeout", "5"],
+    "json": ["--json", "out.json"],
+    "events": ["--events", "events"],
+    "quiet": ["--quiet"],
+    "resume": ["--resume"],
+    "on": ["--on", "host"],
+    "devices": ["--devices", "all"],
+    "ray": ["--ray", "auto"],
+    "check_only": ["--check-only"],
+    "lint": ["--lint"],
+    "sanitize": ["--sanitize"],
+    "new": ["--new", "x"],
+    "new_variant": ["--new-variant", "cpu_x"],
+    "list": ["--list"],
     "print_completion": ["--print-completion", "bash"],
-}  # fmt: skip
+}
 KINDS = {
-    "--print-completion": "", "--list": "problem events", "--lint": "device events quiet on ray",
+    "--print-completion": "",
+    "--list": "problem events",
+    "--lint": "device events quiet on ray",
     "--check-only": "device events quiet on ray",
     "--sanitize": "variant submission all case device events quiet on ray",
     "--mode test": "variant submission all case seed timeout json devices device events quiet on ray",
     "--mode benchmark": "variant submission all case timeout json devices device events quiet on ray against processes",
-    "--mode leaderboard":
-        "variant submission all case seed timeout json devices device events quiet on ray against processes resume",
+    "--mode leaderboard": "variant submission all case seed timeout json devices device events quiet on ray against "
+    "processes resume",
     "--mode profile": "variant submission case timeout device events quiet on ray",
     "--mode latency": "case json device events quiet on ray",
-}  # fmt: skip
+}
 COMPARED = ("same_within", "fail_on_regression")  # effective beside --against, or with --resume
 NEW = {"new", "new_variant"}  # refused with all others by tests/harness/tools/test_scaffold.py
 

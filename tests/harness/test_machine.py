@@ -83,17 +83,21 @@ def one_line(said: str) -> str:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (record.StorageError("full"), "full"), (DeviceError("gone"), "gone"), (SandboxError("no uid"), "no uid"),
+        (record.StorageError("full"), "full"),
+        (DeviceError("gone"), "gone"),
+        (SandboxError("no uid"), "no uid"),
         (build.BuildError("g++ is not on PATH: install g++"), "g++ is not on PATH: install g++"),
-        (MemoryError(), "out of memory in the judge"), (torch.OutOfMemoryError("CUDA\nmore"), "out of memory"),
+        (MemoryError(), "out of memory in the judge"),
+        (torch.OutOfMemoryError("CUDA\nmore"), "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), "No space left on device: /x (free some space)"),
-        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"), (OSError("no folder"), "no folder"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        (OSError("no folder"), "no folder"),
         (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/x']"), "No usable temporary"),
         (FileExistsError(errno.EEXIST, "File exists", str(build.directory())), "set KERNEL_BUILD_DIR to a folder"),
         (subprocess.CalledProcessError(1, ["g++", "--version"]), "g++"),
     ],
     ids=brief,
-)  # fmt: skip
+)
 def test_a_machine_error_is_one_line_and_status_2(monkeypatch, capsys, error, said):
     def fail(_):
         raise error
@@ -119,8 +123,12 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
 def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
     held = journal.Journal.create("box", "p", {"run_id": "20260101T000000-00000001"})
     held.note("x")
-    for error, code in ((record.StorageError("full"), 2), (CheckerLost("x"), 2), (KeyboardInterrupt(), 130),
-                        (output.ClosedError("gone"), 141)):  # fmt: skip
+    for error, code in (
+        (record.StorageError("full"), 2),
+        (CheckerLost("x"), 2),
+        (KeyboardInterrupt(), 130),
+        (output.ClosedError("gone"), 141),
+    ):
 
         def fail(self, error=error):
             self.journal = held
@@ -208,13 +216,20 @@ def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
     "command",
     [
         [*RUN, "nvfp4_gemv", "--list"],
-        *(pytest.param(command, marks=pytest.mark.slow) for command in (
-            REPORT, [*RUN, "--list"], [*RUN, "--help"], [*REPORT, "--format", "csv"], [*REPORT, "--format", "markdown"],
-            [*REPORT, "--check"],
-        )),
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in (
+                REPORT,
+                [*RUN, "--list"],
+                [*RUN, "--help"],
+                [*REPORT, "--format", "csv"],
+                [*REPORT, "--format", "markdown"],
+                [*REPORT, "--check"],
+            )
+        ),
     ],
     ids=lambda command: " ".join(command[1:]).rpartition("/")[2],
-)  # fmt: skip
+)
 def test_a_closed_pipe_is_no_traceback(command):
     reader, writer = os.pipe()
     os.close(reader)
@@ -307,10 +322,20 @@ def test_a_task_that_fails_is_one_line_and_a_list_does_not_run_it(tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "yml", [b"tests: [5]", b"tests: []\nfiles: [{}]", b"tests: [{n: 2026-01-01}]", b"tests: [{n: .nan}]", b"\xff\xfe\0",
-            b"tests: &a [*a]", b"tests: [{n: 1, seed: x}]", b"a: " + b"[" * 5000, b"tests: [{n: !!binary aaaa}]"],
+    "yml",
+    [
+        b"tests: [5]",
+        b"tests: []\nfiles: [{}]",
+        b"tests: [{n: 2026-01-01}]",
+        b"tests: [{n: .nan}]",
+        b"\xff\xfe\0",
+        b"tests: &a [*a]",
+        b"tests: [{n: 1, seed: x}]",
+        b"a: " + b"[" * 5000,
+        b"tests: [{n: !!binary aaaa}]",
+    ],
     ids=brief,
-)  # fmt: skip
+)
 def test_an_odd_task_yml_is_one_line(tmp_path, capsys, yml):
     for name in ("task.py", "reference.py", "submission.py"):
         (tmp_path / name).write_text("")
@@ -322,11 +347,20 @@ def test_an_odd_task_yml_is_one_line(tmp_path, capsys, yml):
 @pytest.mark.parametrize(
     "text",
     [
-        b"\xff", b"\0", b"(", b"TARGETS = 5", b"TARGETS = ({},)", b"REQUIRES = 5", b"CPU_FLAGS = 5", b"CPU_FLAGS = f()",
-        b"COMPOSES = 5", b"x = " + b"-" * 200_000 + b"1", b"x = importlib" + b".x" * 20_000 + b"()",
+        b"\xff",
+        b"\0",
+        b"(",
+        b"TARGETS = 5",
+        b"TARGETS = ({},)",
+        b"REQUIRES = 5",
+        b"CPU_FLAGS = 5",
+        b"CPU_FLAGS = f()",
+        b"COMPOSES = 5",
+        b"x = " + b"-" * 200_000 + b"1",
+        b"x = importlib" + b".x" * 20_000 + b"()",
     ],
     ids=brief,
-)  # fmt: skip
+)
 def test_an_odd_submission_is_one_line(folder, results, capsys, text):
     (folder / "variants" / "odd.py").write_bytes(text)
     assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2

@@ -126,18 +126,26 @@ def test_test_mode_prints_a_line_per_case_and_records_nothing(right, results, tm
 @pytest.mark.parametrize(
     ("source", "more", "code", "first"),
     [
-        ("def custom_kernel(data):\n    return data.no_such_field\n", [], 4,
-         "mine.py:2: AttributeError: 'Data' object has no attribute 'no_such_field'"),
+        (
+            "def custom_kernel(data):\n    return data.no_such_field\n",
+            [],
+            4,
+            "mine.py:2: AttributeError: 'Data' object has no attribute 'no_such_field'",
+        ),
         ("def custom_kernel(data, more):\n    pass\n", [], 4, "mine.py:1: TypeError: custom_kernel() missing 1 "),
         ("import no_such_module\n", [], 4, "mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
         ("import sys\n\n\ndef custom_kernel(data):\n    sys.exit('enough')\n", [], 4, "mine.py:5: SystemExit: enough"),
         ("raise KeyboardInterrupt\n", [], 4, "mine.py:1: KeyboardInterrupt"),
         ("def kernel(data):\n    pass\n", [], 4, "mine.py: AttributeError: it defines no custom_kernel(data)"),
-        ("import time\n\n\ndef custom_kernel(data):\n    time.sleep(600)\n", ["--timeout", "1"], 5,
-         "no answer within 1 s; it and all it had started were killed; if it needs longer, try --timeout 2"),
+        (
+            "import time\n\n\ndef custom_kernel(data):\n    time.sleep(600)\n",
+            ["--timeout", "1"],
+            5,
+            "no answer within 1 s; it and all it had started were killed; if it needs longer, try --timeout 2",
+        ),
     ],
     ids=["field", "signature", "import", "exit", "interrupt", "function", "time"],
-)  # fmt: skip
+)
 def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, source, more, code, first):
     (tmp_path / "mine.py").write_text(source)
     command = ["nvfp4_gemv", "--submission", str(tmp_path / "mine.py"), "--mode", "test", "--device", "cpu"]

@@ -19,20 +19,25 @@ HEAVY = ("torch", "numpy", "pandas", "matplotlib", "cutlass")
 RUN, REPORT, OUTPUT = "harness/run.py", "leaderboard/report.py", "harness/results/output.py"
 STREAMS = "problems/dsv4_forward/generate/streams.py"
 SHORT = [
-    ([RUN, "--help"], 0, "--events"), ([RUN, "--list"], 0, "nvfp4_gemv"),
-    ([RUN, "nvfp4_gemv", "--list"], 0, "cpu_portable"), ([RUN, "dsv4_forward", "--list"], 0, "composed"),
-    ([RUN, "nvfp4_gemb"], 2, "PROBLEM must be one of"), ([RUN, "--oops"], 2, "--oops"),
+    ([RUN, "--help"], 0, "--events"),
+    ([RUN, "--list"], 0, "nvfp4_gemv"),
+    ([RUN, "nvfp4_gemv", "--list"], 0, "cpu_portable"),
+    ([RUN, "dsv4_forward", "--list"], 0, "composed"),
+    ([RUN, "nvfp4_gemb"], 2, "PROBLEM must be one of"),
+    ([RUN, "--oops"], 2, "--oops"),
     ([RUN, "nvfp4_gemv", "--oops"], 2, "unrecognized arguments: --oops"),
     ([RUN, "nvfp4_gemv", "--variant", "cpu_avx3"], 2, "must be one of nvfp4_gemv's variants (cpu_avx2"),
     ([RUN, "nvfp4_gemv", "--against", "cpu_avx3"], 2, "must be one of nvfp4_gemv's variants (cpu_avx2"),
     ([RUN, "nvfp4_gemv", "--device", "gpu"], 2, "--device must be cpu, cuda, cuda:N or model"),
-    ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "choose from"), ([RUN, "nvfp4_gemv", "--seed", "x"], 2, "--seed"),
+    ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "choose from"),
+    ([RUN, "nvfp4_gemv", "--seed", "x"], 2, "--seed"),
     ([RUN, "nvfp4_gemv", "--json", "no/such/folder/x"], 2, "--json: cannot write"),
     ([RUN, "nvfp4_gemv", "--json", "/dev/null", "--events", "/dev/null"], 2, "--json and --events must be two files"),
     ([RUN, "nvfp4_gemv", "--json", "-", "--events", "/dev/stdout"], 2, "--json - and --events must be two files"),
     ([RUN, "nvfp4_gemv", "--events", "-"], 2, "--events must be a file"),
-    ([REPORT, "--help"], 0, "--machine"), ([REPORT, "--format", "html"], 2, "--format"),
-]  # fmt: skip
+    ([REPORT, "--help"], 0, "--machine"),
+    ([REPORT, "--format", "html"], 2, "--format"),
+]
 # Prints the packages that were imported, after all else on standard error.
 WATCH = f"""import atexit, runpy, sys
 atexit.register(lambda: print("heavy:", *sorted({HEAVY} & sys.modules.keys()), file=sys.stderr))
@@ -40,10 +45,17 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace(f"{HEAVY}", f"{set(HEAVY)}")
 COMMANDS = [
-    [RUN, "nvfp4_gemv"], [RUN, "--list"], [RUN], [REPORT], [REPORT, "--check"], ["leaderboard/code_table.py"],
-    ["-m", "harness.results.schema"], ["-m", "harness.problem.task_yml", "--check"],
-    ["problems/dsv4_forward/generate/generate.py"], ["-m", "problems.dsv4_forward.check"],
-]  # fmt: skip
+    [RUN, "nvfp4_gemv"],
+    [RUN, "--list"],
+    [RUN],
+    [REPORT],
+    [REPORT, "--check"],
+    ["leaderboard/code_table.py"],
+    ["-m", "harness.results.schema"],
+    ["-m", "harness.problem.task_yml", "--check"],
+    ["problems/dsv4_forward/generate/generate.py"],
+    ["-m", "problems.dsv4_forward.check"],
+]
 
 
 def used_s() -> float:

@@ -205,9 +205,15 @@ def test_a_paired_run_does_not_displace_the_field():
     found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.3) + paired)
     assert found.run["run_id"] == "r1" and list(found.pairs.case) == list(found.cases)
     assert found.pairs.iloc[0].to_dict() == {
-        "variant": "a", "against": "b", "case": "m=7168 k=16384 l=1",
-        "ratio": 0.9, "lo": 0.89, "hi": 0.91, "word": "FASTER", "run_id": "r2",
-    }  # fmt: skip
+        "variant": "a",
+        "against": "b",
+        "case": "m=7168 k=16384 l=1",
+        "ratio": 0.9,
+        "lo": 0.89,
+        "hi": 0.91,
+        "word": "FASTER",
+        "run_id": "r2",
+    }
 
 
 def test_a_run_that_failed_does_not_become_the_board():
@@ -436,13 +442,14 @@ def test_a_confirmed_variant_takes_the_lead_without_displacing_the_field():
 @pytest.mark.parametrize(
     ("records", "why"),
     [
-        (confirmed(1.1), "no faster in the pairs"), (confirmed(1.0, paired=False), "not paired with the leader"),
+        (confirmed(1.1), "no faster in the pairs"),
+        (confirmed(1.0, paired=False), "not paired with the leader"),
         (confirmed(1.0, variant="c"), "paired with one who does not lead"),
         (confirmed(1.0)[:3], "nothing but the first measurement"),
         (confirmed(1.0)[:5] + confirmed(1.0)[6:], "a case of the confirmation is missing"),
         ([*confirmed(1.0), line("test", "b", run="r3", minute=10, status="INCORRECT")], "wrong since"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_confirmed_does_not_lead(records, why):
     found = one(FIELD + records)
     assert list(found.standing.variant[:3]) == ["a", "c", "d"], why
@@ -471,10 +478,18 @@ def test_the_judge_and_the_board_agree_on_the_leader():
     wanted = [board.case_label(case) for case in CASES]
     failed = line("test", "a", run="r5", minute=20, status="INCORRECT", reason="wrong")
     for records in (
-        FIELD, FIELD + confirmed(1.0), FIELD + confirmed(1.1), [*FIELD, failed], full("a", 1.1)[:2], [],
-        FIELD + full("peer_p", 0.9, baseline=True), FIELD + full("e", 0.5, run="r6", minute=21), confirmed(1.0),
-        [*FIELD, *confirmed(1.0), failed], full("a", 1.1) + full("a#2", 1.0),
-    ):  # fmt: skip
+        FIELD,
+        FIELD + confirmed(1.0),
+        FIELD + confirmed(1.1),
+        [*FIELD, failed],
+        full("a", 1.1)[:2],
+        [],
+        FIELD + full("peer_p", 0.9, baseline=True),
+        FIELD + full("e", 0.5, run="r6", minute=21),
+        confirmed(1.0),
+        [*FIELD, *confirmed(1.0), failed],
+        full("a", 1.1) + full("a#2", 1.0),
+    ):
         chain = ranking.leaders(records, wanted)
         boards = [b for b in board.build(records, "box", EXPECTED) if b.target == "sm90"]
         first = boards[0].standing.iloc[0] if boards else None

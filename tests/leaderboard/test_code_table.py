@@ -32,8 +32,11 @@ def test_sources_of_records_and_of_the_checkout_are_added_once(results, capsys):
     assert code_table.main(["--results", str(results)]) == 0
     found = table(results)
     assert [(one["variant"], one["recorded"], one["source_hash"]) for one in found] == [
-        ("sm90_a", "old", "old+"), ("sm90_b", "now", "now+"), ("gone", "old", "old+"), ("sm90_a", "now", "now"),
-    ]  # fmt: skip
+        ("sm90_a", "old", "old+"),
+        ("sm90_b", "now", "now+"),
+        ("gone", "old", "old+"),
+        ("sm90_a", "now", "now"),
+    ]
     assert {one["code_hash"] for one in found} == {"x" * 16} and found[0]["commit"] == "0123456".ljust(40, "0")
     before = (results / provenance.FILE).read_bytes()
     assert code_table.main(["--results", str(results)]) == 0 and (results / provenance.FILE).read_bytes() == before

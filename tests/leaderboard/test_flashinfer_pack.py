@@ -19,7 +19,7 @@ CASES = {"nvfp4_gemv": "k=320", "moe_gemm": "tokens=7", "fmha_decode": "compress
 PACKAGES = ("flashinfer-bench==0.1.2", "docstring-parser==0.17.0")  # what its data models and its builder import
 DTYPES = {
     *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "bool"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,14 @@ def of(**more) -> dict:
 
 @pytest.mark.parametrize(
     ("more", "share"),
-    [({}, 0.25), ({"median_us": 2000.0}, 0.5), ({"eager_us": 1.0}, 0.25), ({"eager_us": None}, 0.25),
-     ({"sol_us": 3000.0}, 0.75)],
-)  # fmt: skip
+    [
+        ({}, 0.25),
+        ({"median_us": 2000.0}, 0.5),
+        ({"eager_us": 1.0}, 0.25),
+        ({"eager_us": None}, 0.25),
+        ({"sol_us": 3000.0}, 0.75),
+    ],
+)
 def test_the_share_is_of_the_graphs_time(more, share):
     assert latency.share(of(**more)) == share
     header, rows = latency.table([of(**more)], Provenance())
@@ -48,21 +53,24 @@ def test_a_model_is_among_the_winners_once_by_its_first_context_and_its_own_kern
     records = [of(case=case, median_us=2000.0 + i) for i, case in enumerate(cases)]
     rows = latency.winners({"model, sm90, on box": records}, Provenance())
     assert [(row[0], row[2]) for row in rows] == [
-        ("model, sm90, small, bf16, a token", "2,000 us"), ("model, sm90, small, nvfp4, a token", "2,003 us"),
-    ]  # fmt: skip
+        ("model, sm90, small, bf16, a token", "2,000 us"),
+        ("model, sm90, small, nvfp4, a token", "2,003 us"),
+    ]
 
 
 def test_a_layer_takes_the_difference_of_two_models():
     records = [
         of(case=CASE | {"config": f"flash-{n}l256e", "batch": batch}, median_us=200.0 + n * 50 * batch, sol_us=n * 40.0)
-        for n in (4, 8) for batch in (1, 2)
-    ]  # fmt: skip
+        for n in (4, 8)
+        for batch in (1, 2)
+    ]
     records += [of(), of(case=CASE | {"config": "flash-4l32e"})]
     header, rows = latency.layers(records)
     found = [dict(zip(header, row, strict=True)) for row in rows]
     assert [(row["config"], row["batch"], row["layers"]) for row in found] == [
-        ("flash, 256 experts", "1", "4 and 8"), ("flash, 256 experts", "2", "4 and 8"),
-    ]  # fmt: skip
+        ("flash, 256 experts", "1", "4 and 8"),
+        ("flash, 256 experts", "2", "4 and 8"),
+    ]
     assert [float(row["us a layer"]) for row in found] == [50.0, 100.0] and found[0]["% of SOL"] == "80 %"
 
 

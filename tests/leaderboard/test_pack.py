@@ -25,20 +25,35 @@ PROBLEMS = ("nvfp4_gemv", "fmha_decode", "moe_gemm")
 SMALL = {
     "nvfp4_gemv": {"m": 33, "k": 128, "l": 3},
     "fmha_decode": {
-        "batch": 3, "queries": 2, "heads": 8, "window": 64, "compressed": 33, "page_window": 32, "page_compressed": 64,
-        "pool": 99, "order": "random", "content": "ragged",
+        "batch": 3,
+        "queries": 2,
+        "heads": 8,
+        "window": 64,
+        "compressed": 33,
+        "page_window": 32,
+        "page_compressed": 64,
+        "pool": 99,
+        "order": "random",
+        "content": "ragged",
     },
     "moe_gemm": {
-        "tokens": 7, "experts": 8, "topk": 2, "hidden": 192, "inner": 320, "activation": "bf16", "router": "uniform",
+        "tokens": 7,
+        "experts": 8,
+        "topk": 2,
+        "hidden": 192,
+        "inner": 320,
+        "activation": "bf16",
+        "router": "uniform",
         "content": "plain",
     },
-}  # fmt: skip
+}
 WINNERS = [
     (problem, name, target)
     for problem in PROBLEMS
-    for target, names in load.winners(load.PROBLEMS / problem).items() if target in ("cpu", "sm90")
+    for target, names in load.winners(load.PROBLEMS / problem).items()
+    if target in ("cpu", "sm90")
     for name in names
-]  # fmt: skip
+]
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 # Calls a packed file as a service does: on plain tuples, in a process that knows nothing of this repository.
 ALONE = """

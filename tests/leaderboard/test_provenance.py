@@ -18,8 +18,9 @@ def test_a_warning_of_one_variant_is_at_its_row_only():
         record["clock"] = CLOCK | {"warnings": [f"host-bound: {number} of 60 calls", "no NVML"]}
     found = one(full("a", 1.1) + warned + full("c", 1.3))
     assert rows(found)["b"].notes == [
-        "warning in 2 of 3 cases, the largest: host-bound: 2 of 60 calls", "warning in 2 of 3 cases: no NVML",
-    ]  # fmt: skip
+        "warning in 2 of 3 cases, the largest: host-bound: 2 of 60 calls",
+        "warning in 2 of 3 cases: no NVML",
+    ]
     assert rows(found)["a"].notes == rows(found)["c"].notes == found.notes == []
     assert not any("host-bound" in line or "NVML" in line for line in tables.facts(found) + tables.notes(found))
 
@@ -43,9 +44,16 @@ def in_checkout(monkeypatch, source: str | None = "new", problem: str | None = "
 def of_code(source: str, code: str | None, **more) -> dict:
     """A line of code.jsonl about `a`."""
     return {
-        "problem": "nvfp4_gemv", "variant": "a", "target": "sm90", "recorded": source, "source_hash": source,
-        "problem_hash": "p", "code_hash": code, "compiler": "nvcc", "commit": "0123456789abcdef0",
-    } | more  # fmt: skip
+        "problem": "nvfp4_gemv",
+        "variant": "a",
+        "target": "sm90",
+        "recorded": source,
+        "source_hash": source,
+        "problem_hash": "p",
+        "code_hash": code,
+        "compiler": "nvcc",
+        "commit": "0123456789abcdef0",
+    } | more
 
 
 @pytest.mark.parametrize(
@@ -64,11 +72,14 @@ def of_code(source: str, code: str | None, **more) -> dict:
         ({"source_hash": "new", "schema": 2}, [], provenance.STALE),
         ({"source_hash": "own", "schema": 2}, [of_code("new", "x", recorded="own")], provenance.MATCH),
         ({"source_hash": "own", "schema": 2}, [of_code("old", "x", recorded="own")], provenance.STALE),
-        ({"source_hash": "own", "schema": 2},
-         [of_code("old", "x", recorded="own"), of_code("new", "x", recorded="own", commit="f")], provenance.SAME_CODE),
+        (
+            {"source_hash": "own", "schema": 2},
+            [of_code("old", "x", recorded="own"), of_code("new", "x", recorded="own", commit="f")],
+            provenance.SAME_CODE,
+        ),
         ({"source_hash": None}, [of_code("new", "x")], provenance.STALE),
     ],
-)  # fmt: skip
+)
 def test_a_row_says_whether_its_source_is_the_checkouts(monkeypatch, record, lines, state):
     in_checkout(monkeypatch)
     records = full("a", 1.1, **record) + full("b", 1.2, source_hash="new")
@@ -97,11 +108,17 @@ def test_a_row_of_another_version_of_the_problem_is_marked(monkeypatch):
 def tree(tmp_path, monkeypatch) -> Path:
     """A folder of problems: `a` includes a shared header that includes another, `b` imports a shared module."""
     files = {
-        "common/deep.cuh": "// 1\n", "common/shared.cuh": '#include "deep.cuh"\n', "common/other.cuh": "// 1\n",
-        "common/helper.py": "from problems.common import deeper\n", "common/deeper.py": "x = 1\n",
-        "p/task.py": "x = 1\n", "p/variants/a.py": "", "p/variants/a.cu": '#include "shared.cuh"\n',
-        "p/variants/b.py": "from problems.common.helper import deeper\n", "p/variants/c.py": "",
-    }  # fmt: skip
+        "common/deep.cuh": "// 1\n",
+        "common/shared.cuh": '#include "deep.cuh"\n',
+        "common/other.cuh": "// 1\n",
+        "common/helper.py": "from problems.common import deeper\n",
+        "common/deeper.py": "x = 1\n",
+        "p/task.py": "x = 1\n",
+        "p/variants/a.py": "",
+        "p/variants/a.cu": '#include "shared.cuh"\n',
+        "p/variants/b.py": "from problems.common.helper import deeper\n",
+        "p/variants/c.py": "",
+    }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -112,16 +129,23 @@ def tree(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize(
     ("changed", "stale"),
-    [("common/shared.cuh", "a"), ("common/deep.cuh", "a"), ("common/other.cuh", ""), ("common/helper.py", "b"),
-     ("common/deeper.py", "b"), ("p/variants/a.cu", "a"), ("p/variants/c.py", "c")],
-)  # fmt: skip
+    [
+        ("common/shared.cuh", "a"),
+        ("common/deep.cuh", "a"),
+        ("common/other.cuh", ""),
+        ("common/helper.py", "b"),
+        ("common/deeper.py", "b"),
+        ("p/variants/a.cu", "a"),
+        ("p/variants/c.py", "c"),
+    ],
+)
 def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed, stale):
     def hashes() -> dict[str, str]:
         provenance._source_hash.cache_clear()
         return {name: provenance.source_hash("p", name) for name in "abc"}
 
     records = [one for name, value in hashes().items() for one in full(name, 1.0, problem="p", source_hash=value)]
-    (tree / changed).write_text("# changed\n" if changed.endswith(".py") else "// changed\n")
+    (tree / changed).write_text("changed = 1\n" if changed.endswith(".py") else "// changed\n")
     hashes()
     (found,) = board.build(records, "box", {}, provenance.Provenance())
     states = {name: row.source for name, row in rows(found).items()}

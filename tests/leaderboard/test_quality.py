@@ -11,9 +11,13 @@ RATIO = {"ratio": 1.02, "ci95": [1.01, 1.03], "word": "SLOWER"}
 EVEN = {"ratio": 1.0, "ci95": [0.995, 1.005], "word": "SAME"}
 WIDE = {"ratio": 1.0, "ci95": [0.9, 1.1], "word": "SAME"}
 COMPARED = {
-    "kind": "comparison", "problem": "p", "case": {"n": 1}, "time": "2026-01-02T03:04:05Z", "plan": {"processes": 12},
+    "kind": "comparison",
+    "problem": "p",
+    "case": {"n": 1},
+    "time": "2026-01-02T03:04:05Z",
+    "plan": {"processes": 12},
     "slowed_by_cycles": 535,
-}  # fmt: skip
+}
 
 
 def read(tmp_path, lines: list[str]) -> quality.Quality:
@@ -38,8 +42,10 @@ def test_old_words_mean_what_they_mean_today(tmp_path):
     lines = [COMPARED | {"a/b": EVEN, "s/a": RATIO}, COMPARED | {"a/b": WIDE}, {"kind": "other"}]
     found = read(tmp_path, list(map(json.dumps, lines)))
     assert [(one.planted, one.word) for one in found.comparisons] == [
-        ("", "SAME"), ("535 cycles", "SLOWER"), ("", "UNDECIDED"),
-    ]  # fmt: skip
+        ("", "SAME"),
+        ("535 cycles", "SLOWER"),
+        ("", "UNDECIDED"),
+    ]
     assert quality.by_plan(found.comparisons)["", "12"] == {"SAME": 1, "UNDECIDED": 1}
 
 
@@ -55,9 +61,11 @@ def test_a_line_that_is_none_is_named_and_left_out(tmp_path, bad):
 @pytest.mark.parametrize(
     ("verdict", "low", "outcome"),
     [
-        ("INCORRECT", None, "refused"), ("PASSED", None, "not timed"), ("PASSED", 0.96, "honest time"),
+        ("INCORRECT", None, "refused"),
+        ("PASSED", None, "not timed"),
+        ("PASSED", 0.96, "honest time"),
         ("PASSED", 0.95, "BELOW THE BOUND"),
     ],
-)  # fmt: skip
+)
 def test_what_became_of_an_attack(verdict, low, outcome):
     assert Attack(file="x", form=0, verdict=verdict, low=low).outcome == outcome

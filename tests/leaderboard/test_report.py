@@ -29,11 +29,14 @@ def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
     compiled = {"status": "COMPILED", "resources": [{"name": "k", "registers": 40, "spill_bytes": 16}], "case": None}
     gpu = [
-        *full("sm90_v1", 1.1), *full("sm90_v2", 1.5), *full("peer_p", 2.2, baseline=True, setup_us=700.0),
+        *full("sm90_v1", 1.1),
+        *full("sm90_v2", 1.5),
+        *full("peer_p", 2.2, baseline=True, setup_us=700.0),
         line("test", "sm90_bad", case=1, status="INCORRECT", reason="mismatch found! 3 | 4\nERROR AT (0, 0, 0): 1 2"),
-        line("compile", "sm90_new", **compiled), line("compile", "sm100_v1", target="sm100", **compiled),
+        line("compile", "sm90_new", **compiled),
+        line("compile", "sm100_v1", target="sm100", **compiled),
         *full("sm90_old", 1.0, run="r0", time="2025-12-31T00:00:00Z"),
-    ]  # fmt: skip
+    ]
     write(folder, "gpu-box", gpu)
     write(folder, "cpu-box", [record | {"target": "cpu"} for record in full("cpu_v1", 1.3) + full("cpu_v2", 4.0)])
     return folder
@@ -327,15 +330,31 @@ def test_the_newest_latency_of_each_configuration_is_shown(capsys, results):
     """Beside the boards, and with the check that failed; a broken line is said and the rest shown."""
     case = {"config": "small", "format": "bf16", "batch": 1, "context": 512}
     one = line("latency", "composed", problem="model") | {
-        "case": case, "kernels": {"fmha": "reference"}, "eager_us": 9000.0, "median_us": 4000.0, "sol_us": 1000.0,
-        "launches": {"eager": 77, "graph": 77}, "clock": {"warnings": ["no NVML"]},
-    }  # fmt: skip
+        "case": case,
+        "kernels": {"fmha": "reference"},
+        "eager_us": 9000.0,
+        "median_us": 4000.0,
+        "sol_us": 1000.0,
+        "launches": {"eager": 77, "graph": 77},
+        "clock": {"warnings": ["no NVML"]},
+    }
     bad = one | {"case": case | {"format": "nvfp4"}, "status": "INVALID_MEASUREMENT", "reason": "replay_equals_eager"}
     old = {  # of schema 1
-        "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z", **case, "batch": 8,
-        "kernels": {}, "eager_ms": 9.0, "graph_ms": 4.0, "floor_ms": 1.0, "graph_launches": 77, "checks": {},
-        "ok": True, "commit": "0123456789abcdef",
-    }  # fmt: skip
+        "schema": 1,
+        "kind": "latency",
+        "problem": "model",
+        "time": "2026-01-02T03:04:05Z",
+        **case,
+        "batch": 8,
+        "kernels": {},
+        "eager_ms": 9.0,
+        "graph_ms": 4.0,
+        "floor_ms": 1.0,
+        "graph_launches": 77,
+        "checks": {},
+        "ok": True,
+        "commit": "0123456789abcdef",
+    }
     (results / "gpu-box" / "model").mkdir()
     (results / "gpu-box" / "model" / "latency.jsonl").write_text(json.dumps(old) + '\n{"config":')
     (results / "gpu-box" / "model.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (one | {"n": 1}, one, bad)))
@@ -365,10 +384,14 @@ def bad_results(tmp_path: Path) -> Path:
     for number, said in enumerate(HOSTILE):
         name = hostile(number)
         more = {
-            "environment": {"gpu": said, "driver": said}, "clock": {"name": said, "cold": [said], "warnings": [said]},
-            "commit": said, "roofline_kind": said, "throttle": [said], "run": f"r{hostile(number % 3)}",
+            "environment": {"gpu": said, "driver": said},
+            "clock": {"name": said, "cold": [said], "warnings": [said]},
+            "commit": said,
+            "roofline_kind": said,
+            "throttle": [said],
+            "run": f"r{hostile(number % 3)}",
             "problem": "foreign",
-        }  # fmt: skip
+        }
         times = full(name, 1.0 + number / 10, **more)
         for one in times:
             one["case"] = {"m": one["case"]["m"], "said": said}
@@ -377,11 +400,26 @@ def bad_results(tmp_path: Path) -> Path:
         lines.append(line("test", f"wrong{name}", status="INCORRECT", reason=said, case=number % 3))
         lines.append(line("test", f"odd{name}", problem=f"p{number}{name}", status="TIMEOUT", reason=said))
         lines.append(line("compile", name, target="sm100", status="COMPILED", resources=[{"target": f"t{name}"}]))
-        latencies.append({
-            "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z",
-            "config": said, "format": said, "batch": 1, "context": number, "kernels": {said: said}, "eager_ms": 1.0,
-            "graph_ms": 1.0, "floor_ms": 1.0, "graph_launches": 1, "checks": {said: said}, "ok": False, "commit": said,
-        })  # fmt: skip
+        latencies.append(
+            {
+                "schema": 1,
+                "kind": "latency",
+                "problem": "model",
+                "time": "2026-01-02T03:04:05Z",
+                "config": said,
+                "format": said,
+                "batch": 1,
+                "context": number,
+                "kernels": {said: said},
+                "eager_ms": 1.0,
+                "graph_ms": 1.0,
+                "floor_ms": 1.0,
+                "graph_launches": 1,
+                "checks": {said: said},
+                "ok": False,
+                "commit": said,
+            }
+        )
     file = write(tmp_path / "bad", "box", lines).parent / "model" / "latency.jsonl"
     file.parent.mkdir()
     file.write_text("".join(json.dumps(one) + "\n" for one in latencies))
@@ -463,10 +501,12 @@ def test_a_broken_latency_record_costs_no_board(capsys, results):
 def test_results_that_are_a_file_and_places_that_cannot_be_written(capsys, tmp_path, results, readme):
     (tmp_path / "file").touch()
     for options in (
-        ["--results", tmp_path / "file"], ["--results", results, "--out", tmp_path / "file"],
-        ["--results", results, "--out", "/proc/nothing"], ["--readme", tmp_path / "none" / "README.md", *readme[2:]],
+        ["--results", tmp_path / "file"],
+        ["--results", results, "--out", tmp_path / "file"],
+        ["--results", results, "--out", "/proc/nothing"],
+        ["--readme", tmp_path / "none" / "README.md", *readme[2:]],
         [*readme[:2], "--machines", tmp_path / "none", *readme[4:]],
-    ):  # fmt: skip
+    ):
         code, _, err = said(capsys, *options)
         assert code == 2 and err.startswith("leaderboard/report.py: ") and err.count("\n") == 1
 

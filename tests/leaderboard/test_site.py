@@ -155,13 +155,23 @@ def test_the_page_of_a_variant_has_its_source_samples_and_profile(tmp_path, monk
 def test_the_page_of_the_model_has_what_the_check_left(tmp_path, monkeypatch):
     monkeypatch.setattr(endtoend, "OUT", tmp_path / "checks")
     (tmp_path / "checks" / "dsv4_forward").mkdir(parents=True)
-    layers = [{"after": f"layers.{n}", "alone": 0.01 * n, "alone_budget": 0.2, "drift": None, "drift_budget": 0.3}
-              for n in range(3)]  # fmt: skip
+    layers = [
+        {"after": f"layers.{n}", "alone": 0.01 * n, "alone_budget": 0.2, "drift": None, "drift_budget": 0.3}
+        for n in range(3)
+    ]
     left = {
-        "problem": "dsv4_forward", "config": "tiny", "format": "<b>", "device": "cpu", "right": False, "context": 9,
-        "time": "2026-01-02T03:04:05+00:00", "kernels": {"fmha": "x/y"}, "step_us": 200.0, "layers": layers,
+        "problem": "dsv4_forward",
+        "config": "tiny",
+        "format": "<b>",
+        "device": "cpu",
+        "right": False,
+        "context": 9,
+        "time": "2026-01-02T03:04:05+00:00",
+        "kernels": {"fmha": "x/y"},
+        "step_us": 200.0,
+        "layers": layers,
         "ops_us": {"fmha": 150.0, "linear": 40.0},
-    }  # fmt: skip
+    }
     folder = tmp_path / "checks" / "dsv4_forward"
     (folder / "a.json").write_text(json.dumps(left))
     (folder / "b.json").write_text(json.dumps(left | {"step_us": "x"}))

@@ -11,9 +11,18 @@ from problems.common import kv_pages
 from tests.problems.fmha_cases import named, reference, solved, task
 
 TINY = {
-    "batch": 2, "queries": 2, "heads": 3, "window": 5, "compressed": 4, "page_window": 2, "page_compressed": 4,
-    "pool": 8, "order": "random", "content": "plain", "seed": 5,
-}  # fmt: skip
+    "batch": 2,
+    "queries": 2,
+    "heads": 3,
+    "window": 5,
+    "compressed": 4,
+    "page_window": 2,
+    "page_compressed": 4,
+    "pool": 8,
+    "order": "random",
+    "content": "plain",
+    "seed": 5,
+}
 
 
 def exact(want: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,16 +55,28 @@ def test_unpack_says_the_sizes():
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("q", lambda t: t.float()), ("q", lambda t: t[..., :448]), ("q", lambda t: t[0]), ("q", lambda t: t.mT),
-        ("window", lambda t: t[:, :-8]), ("window", lambda t: t.view(-1)), ("window", lambda t: t.char()),
+        ("q", lambda t: t.float()),
+        ("q", lambda t: t[..., :448]),
+        ("q", lambda t: t[0]),
+        ("q", lambda t: t.mT),
+        ("window", lambda t: t[:, :-8]),
+        ("window", lambda t: t.view(-1)),
+        ("window", lambda t: t.char()),
         ("window", lambda t: t[:, :1000].contiguous()),
-        ("window_index", lambda t: t.long()), ("window_index", lambda t: t[..., :0]),
-        ("window_index", lambda t: t[:1]), ("window_length", lambda t: t[:1]),
-        ("compressed", lambda t: t[:, ::2]), ("compressed_index", lambda t: t[:, :1]),
-        ("compressed_length", lambda t: t.long()), ("sink", lambda t: t[:2]), ("sink", lambda t: t.double()),
-        ("out", lambda t: t.half()), ("lse", lambda t: t.mT), ("lse", lambda t: t.to("meta")),
+        ("window_index", lambda t: t.long()),
+        ("window_index", lambda t: t[..., :0]),
+        ("window_index", lambda t: t[:1]),
+        ("window_length", lambda t: t[:1]),
+        ("compressed", lambda t: t[:, ::2]),
+        ("compressed_index", lambda t: t[:, :1]),
+        ("compressed_length", lambda t: t.long()),
+        ("sink", lambda t: t[:2]),
+        ("sink", lambda t: t.double()),
+        ("out", lambda t: t.half()),
+        ("lse", lambda t: t.mT),
+        ("lse", lambda t: t.to("meta")),
     ],
-)  # fmt: skip
+)
 def test_unpack_names_the_tensor_that_is_wrong(name, change):
     data = reference.generate_input(**TINY, device="cpu")
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
@@ -150,8 +171,14 @@ def lists(data: object, case: object) -> list[tuple]:
 def test_generated_data_is_what_the_task_says(case):
     data, want = solved(case)
     assert task.unpack(data) == (
-        case.batch, case.queries, case.heads, case.window, case.compressed, case.page_window, case.page_compressed
-    )  # fmt: skip
+        case.batch,
+        case.queries,
+        case.heads,
+        case.window,
+        case.compressed,
+        case.page_window,
+        case.page_compressed,
+    )
     assert bool(data.out.isnan().all()) and bool(data.lse.isnan().all())
     assert bool(torch.isfinite(want[0]).all()) and not bool(torch.isnan(want[1]).any())
     owners: dict[tuple[int, int], int] = {}
@@ -191,11 +218,16 @@ def test_windows_of_a_sequence_move_on_by_one():
 def test_contents_hold_what_they_promise():
     data, want = solved(of_content("ragged"))
     assert len(data.window_length.unique()) > 1 and int((data.window_index == -1).sum()) > 0
-    behind = data.window_index[torch.arange(data.window_index.shape[2]).expand_as(data.window_index)
-                               >= data.window_length.view(-1, 1, 1)]  # fmt: skip
+    behind = data.window_index[
+        torch.arange(data.window_index.shape[2]).expand_as(data.window_index) >= data.window_length.view(-1, 1, 1)
+    ]
     assert int(behind.min()) < -(2**28) and int(behind.max()) > 2**28
-    assert 0 in [int(length) for case in task.TESTS if case.content == "ragged" and case.compressed
-                 for length in solved(case)[0].compressed_length]  # fmt: skip
+    assert 0 in [
+        int(length)
+        for case in task.TESTS
+        if case.content == "ragged" and case.compressed
+        for length in solved(case)[0].compressed_length
+    ]
     for case in (c for c in task.TESTS if c.content == "empty"):
         data, want = solved(case)
         none = torch.isposinf(want[1]).all(2)
@@ -314,9 +346,16 @@ def test_other_forms_are_refused():
     data, want = solved(of_content("empty"))
     out, lse = exact(want)
     for output in (
-        out, [out, lse], (out,), (lse, out), (out, lse.double()), (out.float(), lse), (out[..., :1], lse),
-        (out, lse.transpose(0, 1)), (out, lse.tolist()),
-    ):  # fmt: skip
+        out,
+        [out, lse],
+        (out,),
+        (lse, out),
+        (out, lse.double()),
+        (out.float(), lse),
+        (out[..., :1], lse),
+        (out, lse.transpose(0, 1)),
+        (out, lse.tolist()),
+    ):
         for peer in (False, True):
             result = reference.compare(data, want, output, peer)
             assert not result.ok and "want" in result.message

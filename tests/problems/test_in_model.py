@@ -21,16 +21,32 @@ def gemv(m, k, l):
 
 def moe(tokens, experts, topk, hidden, inner, activation="bf16", content="plain"):
     return {
-        "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "inner": inner, "activation": activation,
-        "router": "uniform", "content": content, "seed": 5,
-    }  # fmt: skip
+        "tokens": tokens,
+        "experts": experts,
+        "topk": topk,
+        "hidden": hidden,
+        "inner": inner,
+        "activation": activation,
+        "router": "uniform",
+        "content": content,
+        "seed": 5,
+    }
 
 
 def fmha(queries, heads, window, compressed, content="plain"):
     return {
-        "batch": 2, "queries": queries, "heads": heads, "window": window, "compressed": compressed, "page_window": 64,
-        "page_compressed": 2, "pool": 128, "order": "random", "content": content, "seed": 5,
-    }  # fmt: skip
+        "batch": 2,
+        "queries": queries,
+        "heads": heads,
+        "window": window,
+        "compressed": compressed,
+        "page_window": 64,
+        "page_compressed": 2,
+        "pool": 128,
+        "order": "random",
+        "content": content,
+        "seed": 5,
+    }
 
 
 def linear(format, tokens, shape, content="plain"):

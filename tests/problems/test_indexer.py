@@ -14,9 +14,16 @@ FOLDER = load.PROBLEMS / "indexer"
 task = load.module(FOLDER, "task")
 reference = load.module(FOLDER, "reference")
 SMALL = {
-    "batch": 2, "queries": 2, "heads": 32, "entries": 37, "topk": 5, "kind": "mxfp4", "per_page": 16,
-    "content": "exact", "seed": 3,
-}  # fmt: skip
+    "batch": 2,
+    "queries": 2,
+    "heads": 32,
+    "entries": 37,
+    "topk": 5,
+    "kind": "mxfp4",
+    "per_page": 16,
+    "content": "exact",
+    "seed": 3,
+}
 SEEDS = range(5)
 CASES = [case for case in task.TESTS if case.entries <= 1600]
 ONLY_LARGE = ("entries_beyond_65536_lost", "places_in_16_bits")  # files of wrong/ that are right in all smaller cases
@@ -94,13 +101,23 @@ def test_unpack_says_the_sizes():
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("q", lambda t: t.float()), ("q", lambda t: t[0]), ("q", lambda t: t[..., :64]), ("H", lambda t: t[:, :, :8]),
-        ("weights", lambda t: t.double()), ("weights", lambda t: t[:, :1]), ("keys", lambda t: t[:, :-4]),
-        ("keys", lambda t: t[:, ::2]), ("table", lambda t: t.long()), ("table", lambda t: t[:1]),
-        ("visible", lambda t: t.long()), ("visible", lambda t: t[:, :1]), ("out", lambda t: t.long()),
-        ("out", lambda t: t.mT), ("out", lambda t: t.to("meta")),
+        ("q", lambda t: t.float()),
+        ("q", lambda t: t[0]),
+        ("q", lambda t: t[..., :64]),
+        ("H", lambda t: t[:, :, :8]),
+        ("weights", lambda t: t.double()),
+        ("weights", lambda t: t[:, :1]),
+        ("keys", lambda t: t[:, :-4]),
+        ("keys", lambda t: t[:, ::2]),
+        ("table", lambda t: t.long()),
+        ("table", lambda t: t[:1]),
+        ("visible", lambda t: t.long()),
+        ("visible", lambda t: t[:, :1]),
+        ("out", lambda t: t.long()),
+        ("out", lambda t: t.mT),
+        ("out", lambda t: t.to("meta")),
     ],
-)  # fmt: skip
+)
 def test_unpack_names_the_tensor_that_is_wrong(name, change):
     data = small()[0]
     field = "q" if name == "H" else name
@@ -146,11 +163,16 @@ def test_wrong_forms_are_refused():
     assert reference.compare(data, want, want).ok
     other = int(want[(full + 1) % 6].max())
     for output, word in (
-        (_put(want, (full, 1, 0), -1), "then -1"), (_put(want, (full, 1, 0), int(want[full, 1, 1])), "different"),
-        (_put(want, (short, 1, 7), int(want[short, 1, 0])), "then -1"), (_put(want, (short, 1, 7), -2), "then -1"),
-        (_put(want, (full, 1, 0), 2**30), "different"), (_put(want, (full, 1, 0), other), "visible"),
-        (want.long(), "torch.int32"), (want[:, :1], "mismatch"), ((want,), "torch.Tensor"),
-    ):  # fmt: skip
+        (_put(want, (full, 1, 0), -1), "then -1"),
+        (_put(want, (full, 1, 0), int(want[full, 1, 1])), "different"),
+        (_put(want, (short, 1, 7), int(want[short, 1, 0])), "then -1"),
+        (_put(want, (short, 1, 7), -2), "then -1"),
+        (_put(want, (full, 1, 0), 2**30), "different"),
+        (_put(want, (full, 1, 0), other), "visible"),
+        (want.long(), "torch.int32"),
+        (want[:, :1], "mismatch"),
+        ((want,), "torch.Tensor"),
+    ):
         result = reference.compare(data, want, output)
         assert not result.ok and word in result.message, (word, result.message)
 
@@ -237,12 +259,25 @@ def test_every_wrong_file_is_refused_with_five_contents(file):
 @pytest.mark.parametrize(
     ("topk", "entries", "runs", "levels"),
     [
-        (512, 4160, 1, 1), (512, 8192, 2, 0), (512, 8256, 2, 1), (512, 9000, 1, 1), (512, 32832, 1, 2),
-        (512, 36000, 2, 1), (512, 70000, 1, 2), (512, 262144, 1, 2), (512, 262208, 1, 3), (512, 300000, 2, 2),
-        (1024, 32768, 2, 1), (1024, 524288, 2, 2), (1024, 1 << 20, 2, 3), (2048, 1 << 20, 4, 2), (2048, 1 << 24, 4, 4),
-        (5000, 16384, 4, 0), (3000, 8192, 2, 0),
+        (512, 4160, 1, 1),
+        (512, 8192, 2, 0),
+        (512, 8256, 2, 1),
+        (512, 9000, 1, 1),
+        (512, 32832, 1, 2),
+        (512, 36000, 2, 1),
+        (512, 70000, 1, 2),
+        (512, 262144, 1, 2),
+        (512, 262208, 1, 3),
+        (512, 300000, 2, 2),
+        (1024, 32768, 2, 1),
+        (1024, 524288, 2, 2),
+        (1024, 1 << 20, 2, 3),
+        (2048, 1 << 20, 4, 2),
+        (2048, 1 << 24, 4, 4),
+        (5000, 16384, 4, 0),
+        (3000, 8192, 2, 0),
     ],
-)  # fmt: skip
+)
 def test_sm90_join_takes_rows_of_any_length(topk, entries, runs, levels):
     """levels: of a row that sees all entries of its table. A row that sees 1/16 less takes the fewest that can be."""
     module = load.module(FOLDER, "variants/sm90_join")
@@ -270,9 +305,11 @@ def baseline(monkeypatch, tmp_path):
     specs: list[Spec] = []
     env = types.SimpleNamespace(FLASHINFER_AOT_DIR=tmp_path / "installed")
     made = {
-        "deep_gemm": {}, "flashinfer": {}, "flashinfer.jit": {"env": env},
+        "deep_gemm": {},
+        "flashinfer": {},
+        "flashinfer.jit": {"env": env},
         "flashinfer.jit.topk": {"gen_topk_module": Spec},
-    }  # fmt: skip
+    }
     for name, has in made.items():
         module = types.ModuleType(name)
         vars(module).update(has)
@@ -364,11 +401,16 @@ def test_the_winner_repeats_itself_bit_by_bit(content):
 @pytest.mark.parametrize(
     ("content", "kind", "entries", "topk"),
     [
-        ("ties", "mxfp4", 1300, 200), ("ragged", "mxfp4", 1300, 200), ("near", "fp8", 1300, 200),
-        ("rising", "mxfp4", 9001, 512), ("zeros", "mxfp4", 9001, 1024), ("sparse", "mxfp4", 70001, 512),
-        ("plain", "mxfp4", 20000, 2048), ("near", "mxfp4", 300001, 512),
+        ("ties", "mxfp4", 1300, 200),
+        ("ragged", "mxfp4", 1300, 200),
+        ("near", "fp8", 1300, 200),
+        ("rising", "mxfp4", 9001, 512),
+        ("zeros", "mxfp4", 9001, 1024),
+        ("sparse", "mxfp4", 70001, 512),
+        ("plain", "mxfp4", 20000, 2048),
+        ("near", "mxfp4", 300001, 512),
     ],
-)  # fmt: skip
+)
 def test_every_number_of_blocks_a_row_is_right(parts, content, kind, entries, topk, monkeypatch):
     """Blocks with and without entries, rows of one to three levels, 1 to 4 runs a thread, pages at hand or not."""
     file = FOLDER / "variants" / "sm90_join.py"

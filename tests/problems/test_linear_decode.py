@@ -55,8 +55,10 @@ def of_content(content: str, fmt: str) -> object:
 def test_shapes_are_matrices_by_link():
     assert task.links_of("64x128") == (((1, 64, 128),),)
     assert task.links_of("128x64+64x64_2x64x64_192x128") == (
-        ((1, 128, 64), (1, 64, 64)), ((2, 64, 64),), ((1, 192, 128),)
-    )  # fmt: skip
+        ((1, 128, 64), (1, 64, 64)),
+        ((2, 64, 64),),
+        ((1, 192, 128),),
+    )
     chain = task.links_of(task.CHAIN)
     assert [len(link) for link in chain] == [2, 1, 1, 1] and chain[2] == ((8, 1024, 4096),)
     weights = sum(g * n * k for link in chain for g, n, k in link)
@@ -66,11 +68,17 @@ def test_shapes_are_matrices_by_link():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("64", "shape must be"), ("64x0", "shape must be"), ("axb", "shape must be"), ("1x2x3x4", "shape must be"),
-        ("96x64", "multiples of 64"), ("64x64+64x128", "one k and no groups"), ("2x64x64+64x64", "one k and no groups"),
-        ("64x64_64x128", "must take the 64 values"), ("2x64x64_3x64x64", "must take the 128 values"),
+        ("64", "shape must be"),
+        ("64x0", "shape must be"),
+        ("axb", "shape must be"),
+        ("1x2x3x4", "shape must be"),
+        ("96x64", "multiples of 64"),
+        ("64x64+64x128", "one k and no groups"),
+        ("2x64x64+64x64", "one k and no groups"),
+        ("64x64_64x128", "must take the 64 values"),
+        ("2x64x64_3x64x64", "must take the 128 values"),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_are_none_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
         task.Case(**{**TINY, "shape": shape})
@@ -95,14 +103,17 @@ def test_unpack_says_the_sizes_and_parts_where_outputs_are():
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("codes", lambda m: m._replace(codes=m.codes.float())), ("codes", lambda m: m._replace(codes=m.codes[0])),
-        ("scales", lambda m: m._replace(scales=m.scales[:, :, :1])), ("scales", lambda m: m._replace(scales=None)),
-        ("scales", lambda m: m._replace(scales=m.scales.float())), ("quantise", lambda m: m._replace(quantise=1)),
+        ("codes", lambda m: m._replace(codes=m.codes.float())),
+        ("codes", lambda m: m._replace(codes=m.codes[0])),
+        ("scales", lambda m: m._replace(scales=m.scales[:, :, :1])),
+        ("scales", lambda m: m._replace(scales=None)),
+        ("scales", lambda m: m._replace(scales=m.scales.float())),
+        ("quantise", lambda m: m._replace(quantise=1)),
         ("factor", lambda m: m._replace(factor=torch.ones(1))),
         ("input_scale", lambda m: m._replace(input_scale=torch.ones(1))),
         ("n and k", lambda m: m._replace(codes=m.codes[:, :32].contiguous())),
     ],
-)  # fmt: skip
+)
 def test_unpack_names_what_is_wrong_with_a_matrix(name, change):
     data = made({**TINY, "shape": "64x192"})
     weights = data.weights._replace(links=((change(data.weights.links[0][0]),),))
@@ -443,10 +454,11 @@ def test_variants_refuse_what_is_no_call(file):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ("2x128x192", "192x64", "without groups"), ("128x192+64x192", "192x64", "without groups"),
+        ("2x128x192", "192x64", "without groups"),
+        ("128x192+64x192", "192x64", "without groups"),
         ("128x192", "192x128", "twice as many rows as w2 columns, got 128 and 128"),
     ],
-)  # fmt: skip
+)
 def test_experts_that_are_none_are_refused(first, second, message):
     w13, w2 = (made({**TINY, "shape": shape}).weights for shape in (first, second))
     with pytest.raises(ValueError, match=message):
@@ -477,10 +489,16 @@ def test_plans_fit_the_machine(inputs, shape):
 @pytest.mark.parametrize(
     ("tokens", "n", "k", "blocks"),
     [
-        (8, 4096, 8192, 2), (9, 4096, 8192, 4), (17, 4096, 8192, 4), (32, 4096, 8192, 4), (8, 7168, 16384, 2),
-        (9, 7168, 16384, 8), (32, 4096, 4096, 2), (32, 65536, 1536, 1),
+        (8, 4096, 8192, 2),
+        (9, 4096, 8192, 4),
+        (17, 4096, 8192, 4),
+        (32, 4096, 8192, 4),
+        (8, 7168, 16384, 2),
+        (9, 7168, 16384, 8),
+        (32, 4096, 4096, 2),
+        (32, 65536, 1536, 1),
     ],
-)  # fmt: skip
+)
 def test_more_than_two_blocks_that_share_a_tile_tell_each_other_sums(tokens, n, k, blocks):
     """As many as sums are added up by, since a token's bits must not depend on the others."""
     state = planned("fp8", ((n, k),), 1)

@@ -83,10 +83,14 @@ def test_an_expert_is_both_products(fmt, tokens):
 @pytest.mark.parametrize(
     ("fmt", "shape", "tokens"),
     [
-        ("fp8", task.CHAIN, 1), ("nvfp4", task.CHAIN, 1), ("fp8", task.CHAIN, 32), ("fp8", task.FLASH["wo_b"], 32),
-        ("bf16", task.FLASH["wo_b"], 32), ("nvfp4", task.PRO["wo_b"], 9),
+        ("fp8", task.CHAIN, 1),
+        ("nvfp4", task.CHAIN, 1),
+        ("fp8", task.CHAIN, 32),
+        ("fp8", task.FLASH["wo_b"], 32),
+        ("bf16", task.FLASH["wo_b"], 32),
+        ("nvfp4", task.PRO["wo_b"], 9),
     ],
-)  # fmt: skip
+)
 def test_calls_are_captured_and_replayed(fmt, shape, tokens):
     """1,000 replays of a graph: of cooperative launches, whose blocks meet or tell each other sums, and early ones."""
     with build.capturable():

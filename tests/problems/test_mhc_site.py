@@ -49,17 +49,29 @@ def rounded(data: object, want: tuple) -> tuple:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("y", lambda t: t[0]), ("y", lambda t: t.half()), ("y", lambda t: t.float()),
+        ("y", lambda t: t[0]),
+        ("y", lambda t: t.half()),
+        ("y", lambda t: t.float()),
         ("second", lambda t: t.half()),
-        ("second", lambda t: t.new_zeros(1, 64)), ("second", lambda t: t[:, :32]),
-        ("y", lambda t: t[:, :32]), ("copies", lambda t: t.float()),
-        ("copies", lambda t: t.transpose(1, 2)), ("post", lambda t: t[:, :3]), ("comb", lambda t: t.mT),
-        ("fn", lambda t: t[:23]), ("fn", lambda t: t.bfloat16()), ("base", lambda t: t.double()),
-        ("scale", lambda t: t[:2]), ("norm", lambda t: t.float()), ("norm", lambda t: t.to("meta")),
-        ("new_copies", lambda t: t[:1]), ("out", lambda t: t.half()), ("new_post", lambda t: t.mT),
+        ("second", lambda t: t.new_zeros(1, 64)),
+        ("second", lambda t: t[:, :32]),
+        ("y", lambda t: t[:, :32]),
+        ("copies", lambda t: t.float()),
+        ("copies", lambda t: t.transpose(1, 2)),
+        ("post", lambda t: t[:, :3]),
+        ("comb", lambda t: t.mT),
+        ("fn", lambda t: t[:23]),
+        ("fn", lambda t: t.bfloat16()),
+        ("base", lambda t: t.double()),
+        ("scale", lambda t: t[:2]),
+        ("norm", lambda t: t.float()),
+        ("norm", lambda t: t.to("meta")),
+        ("new_copies", lambda t: t[:1]),
+        ("out", lambda t: t.half()),
+        ("new_post", lambda t: t.mT),
         ("new_comb", lambda t: t.flatten(1)),
     ],
-)  # fmt: skip
+)
 def test_unpack_names_the_tensor_that_is_wrong(name, change):
     data = reference.generate_input(**TINY, device="cpu")
     assert task.unpack(data) == (2, 64)
@@ -76,7 +88,7 @@ def test_cases_out_of_bounds_are_refused(change):
 def test_cases_have_the_sizes_of_the_models_and_those_that_kernels_fail_at():
     assert {(c.tokens, c.hidden) for c in task.BENCHMARKS} == {
         (t, d) for t in (1, 8, 32, 128, 1024, 4096) for d in (4096, 7168)
-    }  # fmt: skip
+    }
     assert {c.content for c in task.TESTS} == set(task.CONTENTS)
     assert {c.addends for c in task.TESTS} == set(task.ADDENDS)
     assert {c.tokens for c in task.BENCHMARKS if c.addends == "bf16+bf16"} == {1, 8, 128, 4096}
@@ -147,8 +159,11 @@ def test_reference_is_what_the_composed_model_computes():
     data = reference.generate_input(**{**TINY, "hidden": 256, "tokens": 7, "content": "alike"}, device="cpu")
     cfg = dataclasses.replace(config.TINY, hidden_size=256)
     assert (cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps, cfg.rms_norm_eps) == (
-        task.COPIES, task.ITERATIONS, task.HC_EPS, task.NORM_EPS
-    )  # fmt: skip
+        task.COPIES,
+        task.ITERATIONS,
+        task.HC_EPS,
+        task.NORM_EPS,
+    )
     new, out, post, comb = (torch.empty_like(getattr(data, name)) for name in task.OUTPUTS)
     u = torch.empty(7, 256)
     mhc.post(data.y, data.copies, data.post, data.comb, new)

@@ -19,9 +19,16 @@ WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 # Enough to catch every file of wrong/, the quickest first.
 CATCHING = sorted((case for case in task.TESTS if case.experts < 100), key=lambda c: c.flops())
 TINY = {
-    "tokens": 3, "experts": 4, "topk": 2, "hidden": 64, "inner": 128, "activation": "bf16", "router": "uniform",
-    "content": "plain", "seed": 5,
-}  # fmt: skip
+    "tokens": 3,
+    "experts": 4,
+    "topk": 2,
+    "hidden": 64,
+    "inner": 128,
+    "activation": "bf16",
+    "router": "uniform",
+    "content": "plain",
+    "seed": 5,
+}
 ISSUE_SIZES = {"tokens": {1, 2, 3, 7, 64, 129, 1000}, "experts": {1, 2, 8, 17, 256}, "topk": {1, 2, 6}}
 
 
@@ -50,9 +57,7 @@ def solved(case: object, device: str = "cpu") -> tuple[object, torch.Tensor]:
 
 
 def of_content(content: str, activation: str = "bf16", tokens: int = 1) -> object:
-    return next(
-        c for c in task.TESTS if (c.content, c.activation) == (content, activation) and c.tokens >= tokens
-    )  # fmt: skip
+    return next(c for c in task.TESTS if (c.content, c.activation) == (content, activation) and c.tokens >= tokens)
 
 
 # ---------------------------------------------------------------- task
@@ -68,21 +73,33 @@ def test_unpack_says_the_sizes():
 @pytest.mark.parametrize(
     ("part", "name", "change"),
     [
-        ("weights", "w13", lambda t: t.char()), ("weights", "w13", lambda t: t[0]),
-        ("weights", "w13", lambda t: t[:, :100]), ("weights", "w13", lambda t: t[..., :16]),
-        ("weights", "s13", lambda t: t.view(torch.uint8)), ("weights", "s13", lambda t: t.mT),
-        ("weights", "g13", lambda t: t[:1]), ("weights", "g13", lambda t: t.double()),
-        ("weights", "w2", lambda t: t.mT), ("weights", "w2", lambda t: t[1:]),
-        ("weights", "s2", lambda t: t[..., ::2]), ("weights", "g2", lambda t: t.view(2, 2)),
-        ("weights", "in_scale13", lambda t: t.half()), ("weights", "in_scale2", lambda t: t.to("meta")),
+        ("weights", "w13", lambda t: t.char()),
+        ("weights", "w13", lambda t: t[0]),
+        ("weights", "w13", lambda t: t[:, :100]),
+        ("weights", "w13", lambda t: t[..., :16]),
+        ("weights", "s13", lambda t: t.view(torch.uint8)),
+        ("weights", "s13", lambda t: t.mT),
+        ("weights", "g13", lambda t: t[:1]),
+        ("weights", "g13", lambda t: t.double()),
+        ("weights", "w2", lambda t: t.mT),
+        ("weights", "w2", lambda t: t[1:]),
+        ("weights", "s2", lambda t: t[..., ::2]),
+        ("weights", "g2", lambda t: t.view(2, 2)),
+        ("weights", "in_scale13", lambda t: t.half()),
+        ("weights", "in_scale2", lambda t: t.to("meta")),
         ("weights", "activation", lambda _: "fp8"),
-        ("inputs", "x", lambda t: t.float()), ("inputs", "x", lambda t: t[:, :32]), ("inputs", "x", lambda t: t[0]),
-        ("inputs", "topk_ids", lambda t: t.long()), ("inputs", "topk_ids", lambda t: t[:, :0]),
-        ("inputs", "topk_ids", lambda t: t.repeat(1, 3)), ("inputs", "topk_weights", lambda t: t[:, :1]),
-        ("inputs", "topk_weights", lambda t: t.bfloat16()), ("outputs", "out", lambda t: t.half()),
+        ("inputs", "x", lambda t: t.float()),
+        ("inputs", "x", lambda t: t[:, :32]),
+        ("inputs", "x", lambda t: t[0]),
+        ("inputs", "topk_ids", lambda t: t.long()),
+        ("inputs", "topk_ids", lambda t: t[:, :0]),
+        ("inputs", "topk_ids", lambda t: t.repeat(1, 3)),
+        ("inputs", "topk_weights", lambda t: t[:, :1]),
+        ("inputs", "topk_weights", lambda t: t.bfloat16()),
+        ("outputs", "out", lambda t: t.half()),
         ("outputs", "out", lambda t: t[:2]),
     ],
-)  # fmt: skip
+)
 def test_unpack_names_the_tensor_that_is_wrong(part, name, change):
     data = made(TINY)
     old = getattr(data, part)
@@ -106,10 +123,16 @@ def test_validate_refuses_repeated_experts_and_ids_out_of_range():
 @pytest.mark.parametrize(
     "change",
     [
-        {"activation": "fp8"}, {"router": "random"}, {"content": "other"}, {"hidden": 96}, {"inner": 0}, {"tokens": 0},
-        {"topk": 5}, {"topk": 0},
+        {"activation": "fp8"},
+        {"router": "random"},
+        {"content": "other"},
+        {"hidden": 96},
+        {"inner": 0},
+        {"tokens": 0},
+        {"topk": 5},
+        {"topk": 0},
     ],
-)  # fmt: skip
+)
 def test_cases_out_of_bounds_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         task.Case(**{**TINY, **change})
@@ -132,8 +155,9 @@ def test_benchmarks_are_the_shapes_of_the_models():
     assert [c.tokens for c in flash if c.router == "zipf"] == [64, 4096]
     assert [(c.tokens, c.topk) for c in task.BENCHMARKS if c.experts == 1] == [(1, 1), (64, 1)]
     assert [(c.tokens, c.hidden, c.inner) for c in task.BENCHMARKS if c.experts == 384] == [
-        (1, 7168, 3072), (64, 7168, 3072)
-    ]  # fmt: skip
+        (1, 7168, 3072),
+        (64, 7168, 3072),
+    ]
     assert [c.tokens for c in task.BENCHMARKS_CPU] == [1, 8, 64, 256]
 
 
@@ -237,9 +261,7 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(activation, content):
 @pytest.mark.parametrize("case", task.TESTS, ids=named)
 def test_generated_data_is_what_the_task_says(case):
     data, want = solved(case)
-    assert task.unpack(data) == (
-        case.tokens, case.experts, case.topk, case.hidden, case.inner, case.activation
-    )  # fmt: skip
+    assert task.unpack(data) == (case.tokens, case.experts, case.topk, case.hidden, case.inner, case.activation)
     task.validate(data.inputs, case.experts)
     assert bool(data.outputs.out.isnan().all())
     assert bool(torch.isfinite(want).all()) and float(want.abs().max()) < 1e30
@@ -528,6 +550,7 @@ def test_the_oracle_on_a_gpu_and_on_a_cpu_agree():
         data, want = solved(case, "cuda")
         here = task.Data(
             task.Weights(*(t.cpu() for t in data.weights[:-1]), data.weights.activation),
-            task.Inputs(*(t.cpu() for t in data.inputs)), task.Outputs(data.outputs.out.cpu()),
-        )  # fmt: skip
+            task.Inputs(*(t.cpu() for t in data.inputs)),
+            task.Outputs(data.outputs.out.cpu()),
+        )
         torch.testing.assert_close(want.cpu(), reference.ref_kernel(here), rtol=1e-10, atol=1e-10)

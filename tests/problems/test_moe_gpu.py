@@ -13,9 +13,10 @@ FOLDER = load.PROBLEMS / "moe_gemm"
 task = load.module(FOLDER, "task")
 reference = load.module(FOLDER, "reference")
 OURS = [
-    file.stem for file in sorted((FOLDER / "variants").glob("sm90_*.py"))
+    file.stem
+    for file in sorted((FOLDER / "variants").glob("sm90_*.py"))
     if "sm90" in load.constants(file, "TARGETS")["TARGETS"]
-]  # fmt: skip
+]
 SIZES = {"experts": 17, "topk": 3, "hidden": 320, "inner": 192, "router": "uniform", "content": "plain", "seed": 3}
 pytestmark = pytest.mark.gpu
 
@@ -72,12 +73,16 @@ def test_ids_that_are_no_experts_are_no_access_out_of_bounds(name):
         pytest.skip("needs compute-sanitizer")
     code = "from tests.problems import test_moe_gpu as t\n" + "".join(
         f"t.call({name!r}, t.with_bad_ids({tokens}, {activation!r}))\n"
-        for tokens in (5, 40, 700) for activation in task.ACTIVATIONS
-    )  # fmt: skip
+        for tokens in (5, 40, 700)
+        for activation in task.ACTIVATIONS
+    )
     done = subprocess.run(
         [tool, "--tool", "memcheck", "--error-exitcode", "66", sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=300, cwd=load.PROBLEMS.parent,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=load.PROBLEMS.parent,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -55,9 +55,16 @@ COUNTS = [1, 2, 3, 5]
 
 def case(tokens: int, hidden: int, inner: int, content: str, router: str = "one", topk: int = 1) -> dict:
     return {
-        "tokens": tokens, "experts": 3, "topk": topk, "hidden": hidden, "inner": inner, "activation": "nvfp4",
-        "router": router, "content": content, "seed": 7,
-    }  # fmt: skip
+        "tokens": tokens,
+        "experts": 3,
+        "topk": topk,
+        "hidden": hidden,
+        "inner": inner,
+        "activation": "nvfp4",
+        "router": router,
+        "content": content,
+        "seed": 7,
+    }
 
 
 @pytest.mark.slow
@@ -68,9 +75,11 @@ def test_a_rows_bits_are_those_it_has_in_any_batch():
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     cases = [
-        case(9, 320, 192, "plain"), case(8, 192, 576, "magnitudes"), case(7, 1088, 64, "zeros", "uniform", 2),
+        case(9, 320, 192, "plain"),
+        case(8, 192, 576, "magnitudes"),
+        case(7, 1088, 64, "zeros", "uniform", 2),
         case(12, 192, 64, "plain", "uniform", 2),  # with the shared expert more than 32 slots
-    ]  # fmt: skip
+    ]
     code = CODE.replace("{multiprocessors}", str(MULTIPROCESSORS)).replace("{counts}", str(COUNTS))
     ran = subprocess.run(
         [sys.executable, "-c", code, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=1500

@@ -156,10 +156,12 @@ def test_generator_reaches_every_corner_of_the_format():
 
 
 def test_output_fits_fp16_with_room():
-    values = torch.cat([
-        reference.ref_kernel(reference.generate_input(m=128, k=16384, l=2, seed=seed, device="cpu")).flatten()
-        for seed in range(2)
-    ])  # fmt: skip
+    values = torch.cat(
+        [
+            reference.ref_kernel(reference.generate_input(m=128, k=16384, l=2, seed=seed, device="cpu")).flatten()
+            for seed in range(2)
+        ]
+    )
     assert 550 < float(values.std()) < 670
     assert float(values.abs().max()) < 5 * 620
 
@@ -254,9 +256,18 @@ def test_checker_refuses_broken_forms(case):
         assert not result.ok, value
         assert f"Number of mismatched elements: 1 of {right.numel()}\nERROR AT {last}: {value:g} " in result.message
     for output in (
-        right.float(), right.double(), right.bfloat16(), right[:, 0], right.flatten(), right.permute(1, 0, 2)[:, :-1],
-        right.as_subclass(Tensor), torch.nn.Parameter(right), None, [right], right.tolist(),
-    ):  # fmt: skip
+        right.float(),
+        right.double(),
+        right.bfloat16(),
+        right[:, 0],
+        right.flatten(),
+        right.permute(1, 0, 2)[:, :-1],
+        right.as_subclass(Tensor),
+        torch.nn.Parameter(right),
+        None,
+        [right],
+        right.tolist(),
+    ):
         result = reference.compare(data, want, output)
         assert not result.ok and result.message.startswith("mismatch found! want ")
         assert result.rel != result.rel

@@ -23,10 +23,20 @@ from tests.support import system
 LIMIT_S = 60  # of an answer
 # Root needs --no-sandbox: it opens our own files only. Fonts without hinting have the same widths everywhere.
 OPTIONS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--no-default-browser-check", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--disable-extensions", "--remote-debugging-pipe", "--hide-scrollbars", "--font-render-hinting=none",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--remote-debugging-pipe",
+    "--hide-scrollbars",
+    "--font-render-hinting=none",
+)
 # Pairs of texts that overlap: the boxes of each text node and of each text of a picture, where they can be seen.
 OVERLAPS = """(() => {
   const boxes = [];
@@ -96,8 +106,14 @@ class Page:
     def key(self, name: str) -> None:
         """Press a key, such as Tab or Enter."""
         text = {"Enter": "\r", " ": " "}.get(name, "")
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=name, code=name, text=text,
-                  windowsVirtualKeyCode={"Tab": 9, "Enter": 13, " ": 32}.get(name, 0))  # fmt: skip
+        self.call(
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            key=name,
+            code=name,
+            text=text,
+            windowsVirtualKeyCode={"Tab": 9, "Enter": 13, " ": 32}.get(name, 0),
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
 
     def size(self, width: int, height: int = 900) -> None:
@@ -196,9 +212,12 @@ def started() -> Iterator[Chromium]:
         script = f'exec 3<&{its_reads} 4>&{its_writes}; exec "$@"'
         command = ["bash", "-c", script, "chromium", program, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(
-            command, pass_fds=(its_reads, its_writes), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            command,
+            pass_fds=(its_reads, its_writes),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         for end in (its_reads, its_writes):
             os.close(end)
         chromium = Chromium(process, here_reads, here_writes)

@@ -60,9 +60,12 @@ def compile_at(tree: Path, name: str, target: str) -> list[str]:
     """Compile one variant in `tree`. -> the digests of its code sections, sorted. RuntimeError: it does not compile."""
     with tempfile.TemporaryDirectory() as scratch:
         env = {
-            **os.environ, "PYTHONPATH": str(tree), "KERNEL_BUILD_DIR": scratch, "NVCC_APPEND_FLAGS": "-no-compress",
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "KERNEL_BUILD_DIR": scratch,
+            "NVCC_APPEND_FLAGS": "-no-compress",
             "CUTE_DSL_ARCH": build.ARCH.get(target, ""),
-        }  # fmt: skip
+        }
         command = [sys.executable, "-c", COMPILE, _file(tree, name), target]
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:

@@ -24,9 +24,12 @@ _context.set_forkserver_preload(["torch", "pytest", "numpy"])  # nothing of this
 
 
 def run(
-    arguments: list[object], cwd: Path = ROOT, env: Mapping[str, str] | None = None, input: str = "",
+    arguments: list[object],
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    input: str = "",
     timeout: float | None = None,
-) -> subprocess.CompletedProcess:  # fmt: skip
+) -> subprocess.CompletedProcess:
     """What `python ARGUMENTS`, which begin with -c, -m or a file, says, and its exit code. subprocess.TimeoutExpired:
     it took longer and was killed.
     """

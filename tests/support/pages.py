@@ -11,8 +11,9 @@ from tests.support import ROOT, SUPPORT, tiny_checkpoint
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("problems/*/README.md")),
-]  # fmt: skip
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("problems/*/README.md")),
+]
 BEGIN = re.compile(r"(\$ )?((?:make|git|sh|cd|cp|\.venv/bin/[\w.-]+|[\w./-]+\.sh) .*|\.ci/run)")
 SHELLS = ("", "sh", "bash", "console", "shell", "text")
 SNIPPET = re.compile(r'^\.venv/bin/python -c "$')

@@ -103,10 +103,15 @@ def upstream(folder: Path, file: Path) -> str:
         read, write = os.pipe()
         try:
             run = subprocess.run(
-                [sys.executable, spec.get("config", {}).get("main", "eval.py"), "test", "cases.txt"], cwd=place,
-                env={**os.environ, "POPCORN_FD": str(write), "PYTHONPATH": place}, pass_fds=(write,),
-                capture_output=True, text=True, timeout=LIMIT_S, check=False,
-            )  # fmt: skip
+                [sys.executable, spec.get("config", {}).get("main", "eval.py"), "test", "cases.txt"],
+                cwd=place,
+                env={**os.environ, "POPCORN_FD": str(write), "PYTHONPATH": place},
+                pass_fds=(write,),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return "timeout"
         finally:
@@ -170,9 +175,15 @@ def tried(folder: Path, top: str, device: str, timed: bool, known: dict[str, str
             print(f"{top}, {name}: ours {middle - began:.0f} s, theirs {after - middle:.0f} s", file=sys.stderr)
             began = after
             yield {
-                "folder": top, "submission": name, "right": found[name][1], "upstream": theirs, "verdict": verdict,
-                "reason": _short(reason), "timed": timed, "machine": environment.machine(device),
-            }  # fmt: skip
+                "folder": top,
+                "submission": name,
+                "right": found[name][1],
+                "upstream": theirs,
+                "verdict": verdict,
+                "reason": _short(reason),
+                "timed": timed,
+                "machine": environment.machine(device),
+            }
 
 
 def _short(reason: str) -> str:
@@ -227,12 +238,14 @@ def render(records: list[dict]) -> str:
         times = [r for r in records if r["timed"] and r["folder"] == name]
         rows.append(
             {
-                "folder": name, "accepted by its eval.py": len(right),
-                "accepted here": sum(r["verdict"] == "PASSED" for r in right), "wrong by its eval.py": len(wrong),
+                "folder": name,
+                "accepted by its eval.py": len(right),
+                "accepted here": sum(r["verdict"] == "PASSED" for r in right),
+                "wrong by its eval.py": len(wrong),
                 "accepted here of these": sum(r["verdict"] == "PASSED" for r in wrong),
                 "timed": ", ".join(sorted({r["verdict"] for r in times})),
             }
-        )  # fmt: skip
+        )
         notes += [
             f"* {name}, {r['submission']}: {r['verdict']} ({line(r['reason'], 200)}); its eval.py: {r['upstream']}"
             for r in mine

@@ -29,9 +29,21 @@ RAW_LIMIT = 2**16  # bytes that fit into a socket's buffer whatever the judge do
 # of the others it depends on what is sent. SILENT ones cost their time limit.
 SILENT = ("never", "drips", "cut and waits", "announces more and waits")
 BROKEN = (
-    *SILENT, "closes", "half closes", "exits", "cut", "announces more", "oversized", "bytes", "body", "nested",
-    "descriptors", "more descriptors than it says", "64 descriptors", "100 descriptors",
-)  # fmt: skip
+    *SILENT,
+    "closes",
+    "half closes",
+    "exits",
+    "cut",
+    "announces more",
+    "oversized",
+    "bytes",
+    "body",
+    "nested",
+    "descriptors",
+    "more descriptors than it says",
+    "64 descriptors",
+    "100 descriptors",
+)
 HARMLESS = ("split", "late", "descriptors in the body")
 OTHERS = ("object", "changed", "twice", "thrice", "early", "more bytes", "another kind", "fails", "huge", "endless")
 WAYS = (*BROKEN, *HARMLESS, *OTHERS)
@@ -358,11 +370,18 @@ def _add_lists(data: tuple, computes: bool) -> torch.Tensor:
 KERNELS = {"vector_add": _add, "linear": _linear, "vectoradd": _add_lists}
 FAILURES = ("import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "sealed", "judge", "")
 KINDS = (
-    {}, {"ready": True}, {"prepared": True}, {"claims": [], "switches": []}, {"replaced": [], "switches": []},
-    {"us": 1.0, "host_us": 1.0, "host_bound": False}, {"calls": [[]]}, {"artefacts": []}, {"table": ""},
+    {},
+    {"ready": True},
+    {"prepared": True},
+    {"claims": [], "switches": []},
+    {"replaced": [], "switches": []},
+    {"us": 1.0, "host_us": 1.0, "host_bound": False},
+    {"calls": [[]]},
+    {"artefacts": []},
+    {"table": ""},
     {"ready": True, "clock": None, "replaced": [], "switches": []},
     {"failed": "call", "type": "E", "memory": False, "text": "x"},
-)  # fmt: skip
+)
 _libc = ctypes.CDLL(None)
 
 

@@ -24,8 +24,21 @@ SMALL = {"PROCESSES": 1, "SAMPLES": 1}  # of harness/judge/phases.py, on a CPU
 def make(folder: Path) -> Path:
     """Make a git checkout in `folder`. Return its root."""
     here = folder / "a checkout"
-    command = ["git", "ls-files", "-coz", "--exclude-standard", "harness", "leaderboard/*.py", "problems/__init__.py",
-               "problems/common", "tools", "pyproject.toml", "constraints.txt", "Makefile", ".gitignore"]  # fmt: skip
+    command = [
+        "git",
+        "ls-files",
+        "-coz",
+        "--exclude-standard",
+        "harness",
+        "leaderboard/*.py",
+        "problems/__init__.py",
+        "problems/common",
+        "tools",
+        "pyproject.toml",
+        "constraints.txt",
+        "Makefile",
+        ".gitignore",
+    ]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         (here / name).parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,13 @@ from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 
 CFG = dataclasses.replace(
-    TINY, name="small", compress_ratios=(CSA, HCA, SWA), num_nextn_predict_layers=1, num_hash_layers=1,
+    TINY,
+    name="small",
+    compress_ratios=(CSA, HCA, SWA),
+    num_nextn_predict_layers=1,
+    num_hash_layers=1,
     max_position_embeddings=48,
-)  # fmt: skip
+)
 TRAINED = ["Once upon a time there was a time", "upon the time", "Grüße, Grüße"]  # what its longer tokens are from
 
 

@@ -67,9 +67,13 @@ def test_a_node_that_is_killed_loses_and_doubles_nothing(checkout, cluster):
     command = [checkout / ".venv/bin/python", "harness/run.py", "tiny", "--all", "--ray", made.address]
     out = checkout / "out.jsonl"
     driver = subprocess.Popen(
-        [*command, "--device", "cpu", "--json", str(out)], cwd=checkout, env=os.environ, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [*command, "--device", "cpu", "--json", str(out)],
+        cwd=checkout,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + LIMIT_S
     while not (judging := judges_of(lost)):
         assert time.monotonic() < deadline and driver.poll() is None, driver.communicate()[0]
@@ -86,7 +90,10 @@ def test_a_node_that_is_killed_loses_and_doubles_nothing(checkout, cluster):
     records, complaints = record.reading(file.parent.name, "tiny", results)
     assert not complaints and len({one["run_id"] for one in records}) == len(VARIANTS), said
     found = sorted((one["variant"], one["kind"], one["case"].get("m")) for one in records)
-    assert found == sorted((v, kind, m) for v in VARIANTS for kind, m in
-                           (("test", 16), ("test", 33), ("benchmark", 512), ("benchmark", 640))), said  # fmt: skip
+    assert found == sorted(
+        (v, kind, m)
+        for v in VARIANTS
+        for kind, m in (("test", 16), ("test", 33), ("benchmark", 512), ("benchmark", 640))
+    ), said
     assert sorted(map(json.loads, out.read_text().splitlines()), key=repr) == sorted(records, key=repr)
     assert "3 jobs on 3 nodes" in said and said.count("4 new records") == 3

@@ -39,9 +39,7 @@ class Case:
 
 
 # The smallest case for debugging first; then sizes of 1, odd ones, and ones past a block.
-TESTS = [
-    Case(m, k, seed=100 + i) for i, (m, k) in enumerate(((16, 64), (1, 1), (33, 7), (257, 129), (1031, 800)))
-]  # fmt: skip
+TESTS = [Case(m, k, seed=100 + i) for i, (m, k) in enumerate(((16, 64), (1, 1), (33, 7), (257, 129), (1031, 800)))]
 BENCHMARKS = [Case(16384, 4096, seed=1), Case(65536, 1024, seed=1)]
 BENCHMARKS_CPU = [Case(2048, 4096, seed=1), Case(8192, 512, seed=1)]
 

@@ -127,9 +127,15 @@ def lanes_of(w: Warps, m: Mask) -> np.ndarray:
 def mbarrier(d: Decoder) -> Execute:
     what = d.left.pop(0)
     decoder = {
-        "init": _init, "inval": _inval, "arrive": _arrive, "arrive_drop": _arrive, "expect_tx": _expect,
-        "complete_tx": _complete, "try_wait": _wait, "test_wait": _wait,
-    }.get(what)  # fmt: skip
+        "init": _init,
+        "inval": _inval,
+        "arrive": _arrive,
+        "arrive_drop": _arrive,
+        "expect_tx": _expect,
+        "complete_tx": _complete,
+        "try_wait": _wait,
+        "test_wait": _wait,
+    }.get(what)
     if decoder is None:
         raise d.refuse(what)
     return decoder(d, what)
@@ -197,9 +203,11 @@ def _arrive(d: Decoder, what: str) -> Execute:
         clocks = w.block.cluster.clocks
         at = address(w)
         if put is not None:
-            phases = [find(w.block, int(a)).completed for a in at] if m is None else [
-                find(w.block, int(a)).completed if on else 0 for a, on in zip(at, m, strict=True)
-            ]  # fmt: skip
+            phases = (
+                [find(w.block, int(a)).completed for a in at]
+                if m is None
+                else [find(w.block, int(a)).completed if on else 0 for a, on in zip(at, m, strict=True)]
+            )
             put(w, np.array(phases, np.uint64), m)
         for barrier, threads, total, agents in _grouped(w, m, at, amount(w) if amount else None):
             if expects:

@@ -49,9 +49,11 @@ def shuffle(d: Decoder) -> Execute:
         lowest = _LANE & segment
         highest = lowest | limit & ~segment
         source = {
-            "idx": lambda: lowest | step & ~segment, "bfly": lambda: _LANE ^ step, "up": lambda: _LANE - step,
+            "idx": lambda: lowest | step & ~segment,
+            "bfly": lambda: _LANE ^ step,
+            "up": lambda: _LANE - step,
             "down": lambda: _LANE + step,
-        }[mode]()  # fmt: skip
+        }[mode]()
         inside = source >= highest if mode == "up" else source <= highest
         source = np.where(inside, source, _LANE)
         taken = np.take_along_axis(_by_warp(value(w)), source, 1)
@@ -113,9 +115,13 @@ def match(d: Decoder) -> Execute:
 
 def _reduction(op: str, type_: str, nan: bool) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     function = {
-        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
         "xor": np.bitwise_xor,
-    }[op]  # fmt: skip
+    }[op]
     if type_ == "f32" and not nan:
         function = {"min": np.fmin, "max": np.fmax}[op]
 

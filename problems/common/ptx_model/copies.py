@@ -376,9 +376,13 @@ def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
             if not loads:
                 tensor.rows(corner)
                 _store(
-                    w, to, tensor.box_bytes(), tensor.swizzle,
-                    lambda data, t=tensor, c=corner: t.store(memory, c, data), lane,
-                )  # fmt: skip
+                    w,
+                    to,
+                    tensor.box_bytes(),
+                    tensor.swizzle,
+                    lambda data, t=tensor, c=corner: t.store(memory, c, data),
+                    lane,
+                )
                 continue
             rows = corner[1:] if gather else ()
             size = tensor.box_bytes() * (4 if gather else 1)
@@ -386,10 +390,14 @@ def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
                 raise Fault("descriptor", f"a copy of rank {rank} with a tensor map of rank {len(tensor.dims)}")
             targets = _targets(w, to, int(barrier(w)[lane]), int(mask(w)[lane]) if mask else None, pair)
             _load(
-                w, targets, lambda t=tensor, c=corner, r=rows: t.load(memory, c[:2] if r else c, r), tensor.swizzle,
+                w,
+                targets,
+                lambda t=tensor, c=corner, r=rows: t.load(memory, c[:2] if r else c, r),
+                tensor.swizzle,
                 size,
-                lane, _TENSOR_ALIGN,
-            )  # fmt: skip
+                lane,
+                _TENSOR_ALIGN,
+            )
 
     return execute
 

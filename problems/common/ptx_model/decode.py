@@ -224,11 +224,14 @@ def _special(w: Warps, name: str) -> Any:
     if head == "%tid":
         return (w.threads % x, w.threads // x % y, w.threads // (x * y))[n]
     by_axis = {
-        "%ntid": block.launch.block, "%ctaid": block.index, "%nctaid": block.launch.grid,
-        "%cluster_ctaid": block.place, "%cluster_nctaid": block.launch.cluster,
+        "%ntid": block.launch.block,
+        "%ctaid": block.index,
+        "%nctaid": block.launch.grid,
+        "%cluster_ctaid": block.place,
+        "%cluster_nctaid": block.launch.cluster,
         "%clusterid": tuple(i // c for i, c in zip(block.index, block.launch.cluster, strict=True)),
         "%nclusterid": tuple(i // c for i, c in zip(block.launch.grid, block.launch.cluster, strict=True)),
-    }  # fmt: skip
+    }
     if head in by_axis:
         return by_axis[head][n]
     plain = {
@@ -238,11 +241,14 @@ def _special(w: Warps, name: str) -> Any:
         "%cluster_ctarank": block.rank,
         "%cluster_nctarank": len(block.cluster.blocks),
         "%is_explicit_cluster": int(len(block.cluster.blocks) > 1),
-        "%smid": block.number, "%nsmid": block.launch.multiprocessors,
+        "%smid": block.number,
+        "%nsmid": block.launch.multiprocessors,
         "%dynamic_smem_size": block.launch.shared_bytes,
         "%total_smem_size": block.launch.shared_bytes + block.static_bytes,
-        "%clock": block.machine.tick, "%clock64": block.machine.tick, "%globaltimer": block.machine.tick,
-    }  # fmt: skip
+        "%clock": block.machine.tick,
+        "%clock64": block.machine.tick,
+        "%globaltimer": block.machine.tick,
+    }
     if head == "" and name.startswith("%lanemask_"):
         bit = np.uint64(1) << np.arange(LANES, dtype=np.uint64)
         every, below = np.uint64(0xFFFFFFFF), bit - np.uint64(1)

@@ -141,21 +141,38 @@ class Driver:
         return 0
 
     def tensor_map(
-        self, to: int, type_: int, rank: int, address: int, dims: Any, strides: Any, box: Any, steps: Any,
-        interleave: int, swizzle: int, l2: int, fill: int,
-    ) -> int:  # fmt: skip
+        self,
+        to: int,
+        type_: int,
+        rank: int,
+        address: int,
+        dims: Any,
+        strides: Any,
+        box: Any,
+        steps: Any,
+        interleave: int,
+        swizzle: int,
+        l2: int,
+        fill: int,
+    ) -> int:
         if interleave or type_ not in _BITS or swizzle not in _SWIZZLE:
             raise Fault("not modelled", f"a tensor map of type {type_}, interleave {interleave}, swizzle {swizzle}")
         made = TensorMap(
-            address or 0, _BITS[type_], tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
-            _SWIZZLE[swizzle], bool(fill), tuple(steps[:rank]),
-        )  # fmt: skip
+            address or 0,
+            _BITS[type_],
+            tuple(dims[:rank]),
+            tuple(strides[: rank - 1]),
+            tuple(box[:rank]),
+            _SWIZZLE[swizzle],
+            bool(fill),
+            tuple(steps[:rank]),
+        )
         ctypes.memmove(to, made.encode(), BYTES)
         return 0
 
     def launch(
         self, kernel: int, grid: Any, block: Any, shared: int, arguments: Any, attributes: int, count: int
-    ) -> int:  # fmt: skip
+    ) -> int:
         host = self._kernels[kernel]
         text = self.edit(host.name, host.ptx) if self.edit else host.ptx
         code = parse.kernels(text)[host.name].kernel
@@ -174,10 +191,17 @@ class Driver:
         regions = [extent(tensor) for tensor in _tensors()]
         counted = np.zeros(64, np.uint8)
         launch = Launch(
-            code, tuple(grid[:3]), tuple(block[:3]), bytes(raw), GlobalMemory(regions), shared, cluster,
-            multiprocessors=MULTIPROCESSORS[self.target], poison=self.poison,
+            code,
+            tuple(grid[:3]),
+            tuple(block[:3]),
+            bytes(raw),
+            GlobalMemory(regions),
+            shared,
+            cluster,
+            multiprocessors=MULTIPROCESSORS[self.target],
+            poison=self.poison,
             meeting=counted.ctypes.data if _value(attributes, count, _COOPERATIVE)[0] else 0,
-        )  # fmt: skip
+        )
         # Keeps what earlier launches left in them.
         place_globals(launch, [*regions, extent(counted)], self._held.setdefault(host.ptx, {}))
         self.launches += 1
@@ -230,9 +254,13 @@ class _Config(ctypes.Structure):
     """cudaLaunchConfig_t."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_size_t),
-        ("order", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
-    ]  # fmt: skip
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_size_t),
+        ("order", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
 
     def cluster(self) -> tuple[int, int, int]:
         return _cluster(self.attributes or 0, self.count) or (1, 1, 1)
@@ -301,10 +329,15 @@ def install(target: str) -> Driver:
     path = _library()
     driver = Driver(target, multiprocessors=MULTIPROCESSORS[target])
     _connect(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL), driver)
-    os.environ.update({
-        "CUTE_DSL_ARCH": build.ARCH[target], "CUTE_DSL_LIBS": str(path), "CUTE_DSL_KEEP": "ptx,cubin",
-        "CUTE_DSL_DUMP_DIR": tempfile.mkdtemp(prefix="ptx-model-"), "CUTE_DSL_DISABLE_FILE_CACHING": "1",
-    })  # fmt: skip
+    os.environ.update(
+        {
+            "CUTE_DSL_ARCH": build.ARCH[target],
+            "CUTE_DSL_LIBS": str(path),
+            "CUTE_DSL_KEEP": "ptx,cubin",
+            "CUTE_DSL_DUMP_DIR": tempfile.mkdtemp(prefix="ptx-model-"),
+            "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+        }
+    )
     build.cuda = driver.cuda  # ty: ignore[invalid-assignment]
     _pretend(driver)
     _watch_cute_dsl(driver)
@@ -339,9 +372,12 @@ def _pretend(driver: Driver) -> None:
     target = driver.target
     torch.Tensor.is_cuda = property(lambda self: True)  # ty: ignore[invalid-assignment]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(  # ty: ignore[invalid-assignment]
-        multi_processor_count=driver.multiprocessors, name=f"a model of {target}", major=CAPABILITY[target][0],
-        minor=CAPABILITY[target][1], shared_memory_per_block_optin=LARGEST_SHARED,
-    )  # fmt: skip
+        multi_processor_count=driver.multiprocessors,
+        name=f"a model of {target}",
+        major=CAPABILITY[target][0],
+        minor=CAPABILITY[target][1],
+        shared_memory_per_block_optin=LARGEST_SHARED,
+    )
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY[target]  # ty: ignore[invalid-assignment]
     torch.cuda.CudaError = lambda code: f"error {code} of the model's driver"  # ty: ignore[invalid-assignment]
     load.device_target = lambda device: target  # ty: ignore[invalid-assignment]

@@ -19,9 +19,11 @@ _TF32 = np.uint32(0xFFFFE000)  # the bits of fp32 that a product of tf32 looks a
 ELEMENTS: dict[str, tuple[type, Callable[[np.ndarray], np.ndarray]]] = {
     **{name: (np.uint16, decode) for name, decode in HALVES.items()},
     "tf32": (np.uint32, lambda bits: (bits & _TF32).view(np.float32)),
-    "e4m3": (np.uint8, lambda codes: formats.E4M3[codes]), "e5m2": (np.uint8, lambda codes: formats.E5M2[codes]),
-    "s8": (np.uint8, lambda codes: codes.view(np.int8)), "u8": (np.uint8, lambda codes: codes),
-}  # fmt: skip
+    "e4m3": (np.uint8, lambda codes: formats.E4M3[codes]),
+    "e5m2": (np.uint8, lambda codes: formats.E5M2[codes]),
+    "s8": (np.uint8, lambda codes: codes.view(np.int8)),
+    "u8": (np.uint8, lambda codes: codes),
+}
 
 
 def numbers(raw: np.ndarray, type_: str) -> np.ndarray:

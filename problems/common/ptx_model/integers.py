@@ -130,9 +130,11 @@ def in_space(d: Decoder) -> Execute:
         raise d.refuse("constant memory, which is global memory here")
     read, put = d.get(1, "u64"), d.put(0, "pred")
     low, high = {
-        "g": (0, SHARED_WINDOW), "s": (SHARED_WINDOW, PARAMETER_WINDOW), "p": (PARAMETER_WINDOW, LOCAL_WINDOW),
+        "g": (0, SHARED_WINDOW),
+        "s": (SHARED_WINDOW, PARAMETER_WINDOW),
+        "p": (PARAMETER_WINDOW, LOCAL_WINDOW),
         "l": (LOCAL_WINDOW, 1 << 63),
-    }[space[0]]  # fmt: skip
+    }[space[0]]
 
     def execute(w: Warps, m: Mask) -> None:
         at = np.asarray(read(w))

@@ -18,7 +18,7 @@ from problems.common.ptx_model import (
     scalar,
     tcgen05,
     wgmma,
-)  # fmt: skip
+)
 from problems.common.ptx_model.machine import INSTRUCTIONS, Launch, Machine
 from problems.common.ptx_model.memory import GlobalMemory
 from problems.common.ptx_model.tensor_map import TensorMap
@@ -66,10 +66,16 @@ def run(
     arrays = [*memory, *(a for a in arguments if hasattr(a, "__array_interface__") or hasattr(a, "data_ptr"))]
     wanted = cluster or code.cluster or 1
     launch = Launch(
-        code, _axes("grid", grid), _axes("block", block), pack(code, arguments),
-        GlobalMemory([extent(a) for a in arrays if np.ndim(a)]), shared_bytes, _axes("cluster", wanted),
-        multiprocessors=multiprocessors, poison=poison,
-    )  # fmt: skip
+        code,
+        _axes("grid", grid),
+        _axes("block", block),
+        pack(code, arguments),
+        GlobalMemory([extent(a) for a in arrays if np.ndim(a)]),
+        shared_bytes,
+        _axes("cluster", wanted),
+        multiprocessors=multiprocessors,
+        poison=poison,
+    )
     counted = np.zeros(64, np.uint8)
     launch.meeting = counted.ctypes.data
     keep = place_globals(launch, [extent(a) for a in (*arrays, counted) if np.ndim(a)], {})

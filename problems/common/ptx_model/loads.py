@@ -15,10 +15,27 @@ from problems.common.ptx_model.warps import LOCAL, NUMPY, Mask, Warps
 
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "const", "local")
 _HINTS = (
-    "nc", "ca", "cg", "cs", "lu", "wb", "wt", "weak", "L1::no_allocate", "L1::evict_first", "L1::evict_last",
-    "L1::evict_normal", "L1::evict_unchanged", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_first",
-    "L2::evict_last", "L2::evict_normal",
-)  # fmt: skip
+    "nc",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "wb",
+    "wt",
+    "weak",
+    "L1::no_allocate",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::evict_normal",
+)
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _OFFSET = (1 << RANK_SHIFT) - 1
 
@@ -220,11 +237,16 @@ def _operation(d: Decoder, op: str, type_: str) -> Any:
 
         return add_halves if op == "add" else None
     return {
-        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-        "xor": np.bitwise_xor, "exch": lambda a, b: b,
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "exch": lambda a, b: b,
         "inc": lambda a, b: np.where(a >= b, a * 0, a + 1).astype(a.dtype),
         "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1).astype(a.dtype),
-    }.get(op)  # fmt: skip
+    }.get(op)
 
 
 @opcode("atom", "red")

@@ -87,9 +87,13 @@ class Block:
     """One CTA. index: in the grid; place: in the cluster."""
 
     def __init__(
-        self, machine: "Machine", cluster: "Cluster", index: tuple[int, int, int], place: tuple[int, int, int],
+        self,
+        machine: "Machine",
+        cluster: "Cluster",
+        index: tuple[int, int, int],
+        place: tuple[int, int, int],
         rank: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.machine, self.cluster, self.launch = machine, cluster, machine.launch
         self.kernel = self.launch.kernel
         self.index, self.place, self.rank = index, place, rank

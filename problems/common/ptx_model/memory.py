@@ -23,8 +23,11 @@ class _Everything:
 
     def __init__(self, size: int) -> None:
         self.__array_interface__ = {
-            "data": (4096, False), "shape": ((1 << 47) // size,), "typestr": f"<u{size}", "version": 3,
-        }  # fmt: skip
+            "data": (4096, False),
+            "shape": ((1 << 47) // size,),
+            "typestr": f"<u{size}",
+            "version": 3,
+        }
 
 
 _WORDS = {size: np.asarray(_Everything(size)) for size in UNSIGNED}
@@ -131,9 +134,7 @@ class SharedMemory:
         self._words[unit][at] = values
         self._marks[unit][at] = np.iinfo(values.dtype).max
 
-    def _note(
-        self, offset: np.ndarray, unit: int, count: int, agents: np.ndarray, write: bool, atomic: bool
-    ) -> None:  # fmt: skip
+    def _note(self, offset: np.ndarray, unit: int, count: int, agents: np.ndarray, write: bool, atomic: bool) -> None:
         cells, flag = offset // CELL, ATOMIC if atomic else 0
         if unit * count < CELL:
             mask = np.left_shift((1 << unit * count) - 1, offset % CELL) | flag

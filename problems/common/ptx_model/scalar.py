@@ -88,17 +88,23 @@ def _rounded(op: str, type_: str, mode: str) -> Callable | None:
     """An arithmetic function with a rounding that numpy does not have; None: numpy's is right."""
     if mode == "rn":
         # numpy rounds to fp32 and fp64; sums of halves are exact in fp64 but for their last bit.
-        return None if type_[:2] in ("f3", "f6") or op == "mul" else {
-            "add": formats.sum_to_odd, "sub": lambda a, b: formats.sum_to_odd(a, -b),
-        }[op]  # fmt: skip
+        return (
+            None
+            if type_[:2] in ("f3", "f6") or op == "mul"
+            else {
+                "add": formats.sum_to_odd,
+                "sub": lambda a, b: formats.sum_to_odd(a, -b),
+            }[op]
+        )
     if type_ == "f64":
         return _double(op, mode)
     if type_ not in ("f32", "f32x2"):
         raise Fault("not modelled", f"{op}.{mode} of {type_}")
     return {
-        "add": lambda a, b: formats.added(a, b, mode), "sub": lambda a, b: formats.added(a, -b, mode),
+        "add": lambda a, b: formats.added(a, b, mode),
+        "sub": lambda a, b: formats.added(a, -b, mode),
         "mul": lambda a, b: formats.to_f32(np.multiply(a, b, dtype=np.float64), mode),
-    }[op]  # fmt: skip
+    }[op]
 
 
 def _double(op: str, mode: str) -> Callable:
@@ -115,9 +121,11 @@ def _double(op: str, mode: str) -> Callable:
 
     every = np.vectorize(one, otypes=[np.float64])
     return {
-        "add": lambda a, b: every(a, 1.0, b), "sub": lambda a, b: every(a, 1.0, -np.asarray(b)),
-        "mul": lambda a, b: every(a, b, 0.0), "fma": every,
-    }[op]  # fmt: skip
+        "add": lambda a, b: every(a, 1.0, b),
+        "sub": lambda a, b: every(a, 1.0, -np.asarray(b)),
+        "mul": lambda a, b: every(a, b, 0.0),
+        "fma": every,
+    }[op]
 
 
 @opcode("add", "sub", "min", "max", "mul")
@@ -292,9 +300,12 @@ def logic(d: Decoder) -> Execute:
 
 
 _LOGIC: dict[str, Any] = {
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
     "cnot": lambda a: (a == 0).astype(np.asarray(a).dtype),
-}  # fmt: skip
+}
 
 
 @opcode("shl", "shr")
@@ -470,14 +481,27 @@ def byte_dot(d: Decoder) -> Execute:
 
 
 _COMPARE = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-}  # fmt: skip
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
 _UNORDERED = {
-    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": np.not_equal, "ltu": lambda a, b: ~(a >= b),
-    "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
-    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "nan": lambda a, b: np.isnan(a) | np.isnan(b),
-}  # fmt: skip
+    "equ": lambda a, b: ~((a < b) | (a > b)),
+    "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}
 
 
 def _ordered_ne(a: Any, b: Any) -> Any:
@@ -626,9 +650,15 @@ def _coarse(a: Any) -> np.ndarray:
 
 
 _FUNCTIONS = {
-    "ex2": np.exp2, "lg2": np.log2, "rcp": lambda a: 1 / a, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
-    "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
-}  # fmt: skip
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": lambda a: 1 / a,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda a: 1 / np.sqrt(a),
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+}
 
 
 @opcode(*_FUNCTIONS)
@@ -664,7 +694,10 @@ def test_property(d: Decoder) -> Execute:
     type_ = d.type()
     name = d.take("finite", "infinite", "notanumber", "number")
     function = {
-        "finite": np.isfinite, "infinite": np.isinf, "notanumber": np.isnan, "number": lambda a: ~np.isnan(a),
-    }[name]  # fmt: skip
+        "finite": np.isfinite,
+        "infinite": np.isinf,
+        "notanumber": np.isnan,
+        "number": lambda a: ~np.isnan(a),
+    }[name]
     read, put = d.get(1, type_), d.put(0, "pred")
     return lambda w, m: put(w, function(read(w)), m)

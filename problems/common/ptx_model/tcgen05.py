@@ -34,9 +34,15 @@ def _pair(d: Decoder) -> bool:
 def tensor_core(d: Decoder) -> Execute:
     what = d.left.pop(0)
     decoders = {
-        "alloc": _alloc, "dealloc": _dealloc, "relinquish_alloc_permit": _relinquish, "cp": _copy, "commit": _commit,
-        "mma": _mma, "ld": _load, "st": _store,
-    }  # fmt: skip
+        "alloc": _alloc,
+        "dealloc": _dealloc,
+        "relinquish_alloc_permit": _relinquish,
+        "cp": _copy,
+        "commit": _commit,
+        "mma": _mma,
+        "ld": _load,
+        "st": _store,
+    }
     if what in ("fence::before_thread_sync", "fence::after_thread_sync"):
         return lambda w, m: None
     if what in ("wait::ld", "wait::st"):

@@ -29,9 +29,11 @@ class TensorMemory:
         if self._clocks:
             what = f"tensor memory of {self._name},"
             self._shadow = Shadow(
-                self._clocks, 4 * COLUMNS, what,
+                self._clocks,
+                4 * COLUMNS,
+                what,
                 lambda cell: f"column {cell % COLUMNS} of lanes {_QUARTER * (cell // COLUMNS)} and on",
-            )  # fmt: skip
+            )
 
     # ---- allocation
 

@@ -117,7 +117,7 @@ class Linears:
 
     def two_linears(
         self, x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As chains.two_linears: one call for a pair that was prepared, else two of linear. Nothing is copied where the
         outputs are bf16 and one behind the other in memory.
         """
@@ -140,17 +140,25 @@ class Linears:
                 out.copy_(part.view(out.shape))
 
     def norm_linears(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear],
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        matrices: Sequence[Linear],
         outs: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As chains.norm_linears, of calls that `norms` takes: each matrix norms x by itself."""
         for w, out in zip(matrices, outs, strict=True):
             self._run(x, w, out, (), "norm_linears", (weight, eps))
 
     def norms(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear],
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        matrices: Sequence[Linear],
         outs: Sequence[torch.Tensor],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Return whether the variant has a call of norm_linears. ValueError as linear."""
         if self.with_norm is None or weight.dtype != torch.bfloat16 or not fits(weight, ALIGNMENT[x.device.type]):
             return False
@@ -166,7 +174,7 @@ class Linears:
 
     def _run(
         self, x: torch.Tensor, w: Linear, out: torch.Tensor, groups: tuple[int, ...], op: str, norm: tuple = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         """norm: weight and eps where x is to be normed."""
         tokens = len(x)
         if x.shape != (tokens, *groups, w.k) or out.shape != (tokens, *groups, w.n):

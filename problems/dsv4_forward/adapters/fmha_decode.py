@@ -34,9 +34,17 @@ class Attention:
     full: dict[tuple[torch.device, int, int], torch.Tensor] = field(default_factory=dict)
 
     def fmha(
-        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
-        index: torch.Tensor | None, sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         """As fmha.fmha. ValueError as the problem's task.unpack, or another scale than the problem's."""
         if self._serves(q, window, window_index, cache):
             self.kernel(self._data(q, window, window_index, cache, index, sink, scale, out, lse), None, None)
@@ -44,10 +52,19 @@ class Attention:
             self.fallback.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
 
     def fmha_rotate(
-        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
-        index: torch.Tensor | None, sink: torch.Tensor, scale: float, cos: torch.Tensor, sin: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         """As chains.fmha_rotate. ValueError as fmha, or of angles, as the variant says."""
         if self._serves(q, window, window_index, cache):
             data = self._data(q, window, window_index, cache, index, sink, scale, out, lse)
@@ -56,9 +73,17 @@ class Attention:
             self.fallback.fmha_rotate(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse)
 
     def _data(
-        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
-        index: torch.Tensor | None, sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
-    ) -> tuple:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple:
         """The problem's Data of a call."""
         if scale != self.task.SCALE:
             raise ValueError(f"scale must be {self.task.SCALE}, got {scale}")

@@ -28,9 +28,16 @@ class Chooser:
     fallback: Callable[..., None]
 
     def __call__(
-        self, q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor,
-        visible: torch.Tensor, entries: int, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        keys: Pages,
+        table: torch.Tensor,
+        visible: torch.Tensor,
+        entries: int,
+        out: torch.Tensor,
+    ) -> None:
         """As chains.choose. ValueError as the problem's task.unpack.
 
         A scale above 0 changes no choice: the kernel gets none.

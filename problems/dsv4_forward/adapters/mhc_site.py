@@ -26,16 +26,28 @@ class SiteOp:
     fallback: Callable[..., None]
 
     def __call__(
-        self, y: torch.Tensor, second: torch.Tensor | None, copies: torch.Tensor, post: torch.Tensor,
-        comb: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor,
-        cfg: Config, new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        y: torch.Tensor,
+        second: torch.Tensor | None,
+        copies: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        fn: torch.Tensor,
+        base: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        cfg: Config,
+        new_copies: torch.Tensor,
+        out: torch.Tensor,
+        new_post: torch.Tensor,
+        new_comb: torch.Tensor,
+    ) -> None:
         """As chains.mhc_site. ValueError as the problem's task.unpack."""
         narrow = (copies, weight, new_copies, out) if second is not None else (y, copies, weight, new_copies, out)
         if any(tensor.dtype != torch.bfloat16 for tensor in narrow):
             self.fallback(
                 y, second, copies, post, comb, fn, base, scale, weight, cfg, new_copies, out, new_post, new_comb
-            )  # fmt: skip
+            )
             return
         if not len(y):
             return
@@ -60,9 +72,11 @@ def unserved(cfg: Config) -> str:
     """Return why the problem has no such model, "" if it has."""
     task = load.module(load.PROBLEMS / PROBLEM, "task")
     for name, is_, wanted in (
-        ("hc_mult", cfg.hc_mult, task.COPIES), ("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, task.ITERATIONS),
-        ("hc_eps", cfg.hc_eps, task.HC_EPS), ("rms_norm_eps", cfg.rms_norm_eps, task.NORM_EPS),
-    ):  # fmt: skip
+        ("hc_mult", cfg.hc_mult, task.COPIES),
+        ("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, task.ITERATIONS),
+        ("hc_eps", cfg.hc_eps, task.HC_EPS),
+        ("rms_norm_eps", cfg.rms_norm_eps, task.NORM_EPS),
+    ):
         if is_ != wanted:
             return f"{name} must be {wanted:g}, is {is_:g}"
     return "" if cfg.hidden_size % UNIT == 0 else f"hidden_size must be a multiple of {UNIT}, is {cfg.hidden_size}"

@@ -85,9 +85,15 @@ class Experts:
     most: int = 0
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float,
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: Linear,
+        w2: Linear,
+        limit: float,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As experts.experts, for bf16 x; the fallback computes others, and other kinds of weights. An fp32 out gets
         what the kernel rounds to bf16, the only outputs that the problem has. No expert may be twice in a row of ids.
 
@@ -114,9 +120,17 @@ class Experts:
         return held is not None and held.everyone is not None
 
     def all_experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, shared_w13: Linear,
-        shared_w2: Linear, limit: float, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: Linear,
+        w2: Linear,
+        shared_w13: Linear,
+        shared_w2: Linear,
+        limit: float,
+        out: torch.Tensor,
+    ) -> None:
         """As chains.all_experts; the fallback computes what this does not serve. ValueError: as experts."""
         if self.serves(w13, x):
             held = self._weights_of(x, w13, w2, out)
@@ -143,9 +157,15 @@ class Experts:
         return None if held.reason else held
 
     def _run(
-        self, held: PreparedExperts, limit: float, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-        out: torch.Tensor, everyone: object = None,
-    ) -> None:  # fmt: skip
+        self,
+        held: PreparedExperts,
+        limit: float,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        everyone: object = None,
+    ) -> None:
         if limit != self.task.LIMIT:
             raise ValueError(f"limit must be {self.task.LIMIT}, got {limit}")
         if not len(x):
@@ -180,8 +200,9 @@ def adapt_experts(module: ModuleType, weights: ModelWeights, fallback: Fallback)
         prepare_experts(
             module, block.ffn.w13, block.ffn.w2, block.ffn.router.table, (block.ffn.shared_w13, block.ffn.shared_w2)
         )
-        for block in weights.blocks() if block.ffn.w13.kind in KINDS
-    ]  # fmt: skip
+        for block in weights.blocks()
+        if block.ffn.w13.kind in KINDS
+    ]
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, routed experts", "layers", prepared, weights)
     if made.most:
@@ -196,8 +217,9 @@ def adapt_shared(module: ModuleType, weights: ModelWeights, fallback: Fallback) 
     """Fit `module`, a variant of the problem. -> the op shared, and lines. Else as adapt_experts."""
     prepared = [
         prepare_experts(module, block.ffn.shared_w13, block.ffn.shared_w2)
-        for block in weights.blocks() if block.ffn.shared_w13.kind == "nvfp4"
-    ]  # fmt: skip
+        for block in weights.blocks()
+        if block.ffn.shared_w13.kind == "nvfp4"
+    ]
     made = _experts(module, weights, prepared, fallback)
     lines = report(f"{label(module)}, shared experts", "layers", prepared, weights)
     return Adapted({"shared": Rounding(made.shared, made.written)}, lines)
@@ -223,9 +245,12 @@ def _experts(module: ModuleType, weights: ModelWeights, prepared: list[PreparedE
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
 def prepare_experts(
-    module: ModuleType, w13: Linear, w2: Linear, table: torch.Tensor | None = None,
+    module: ModuleType,
+    w13: Linear,
+    w2: Linear,
+    table: torch.Tensor | None = None,
     shared: tuple[Linear, Linear] | None = None,
-) -> PreparedExperts:  # fmt: skip
+) -> PreparedExperts:
     """Prepare the experts of one layer for `module`.
 
     w13 (E, 2 I, H), nvfp4 or mxfp4; w2 (E, H, I). table: int64 (V, K), the experts of a token, where the router has
@@ -291,9 +316,15 @@ def _weights(w13: Linear, w2: Linear) -> tuple:
         check_values(w)
     in_scales = [torch.ones_like(w.scale_2) if w.input_scale is None else w.input_scale for w in (w13, w2)]
     weights = task.Weights(
-        w13.weight, w13.scale, w13.scale_2, w2.weight, w2.scale, w2.scale_2, *in_scales,
+        w13.weight,
+        w13.scale,
+        w13.scale_2,
+        w2.weight,
+        w2.scale,
+        w2.scale_2,
+        *in_scales,
         activation="nvfp4" if w13.quantise_input else "bf16",
-    )  # fmt: skip
+    )
     try:
         task.unpack_weights(weights)
     except ValueError as error:

@@ -37,9 +37,14 @@ def _gemv_data(*tensors: torch.Tensor) -> tuple:
 
 @torch.library.custom_op("dsv4::nvfp4_gemv", mutates_args=("c",))
 def nvfp4_gemv(
-    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
-    sfb_permuted: torch.Tensor, c: torch.Tensor,
-) -> None:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sfa: torch.Tensor,
+    sfb: torch.Tensor,
+    sfa_permuted: torch.Tensor,
+    sfb_permuted: torch.Tensor,
+    c: torch.Tensor,
+) -> None:
     """c = A b by the winner for the device. Tensors as task.Data of nvfp4_gemv has them, but codes and scales as uint8,
     since torch's checks of an operator copy and compare its inputs, which it cannot for fp4 and fp8.
     ValueError as task.unpack says, or where the device has no winner.
@@ -49,18 +54,30 @@ def nvfp4_gemv(
 
 @nvfp4_gemv.register_fake
 def _(
-    a: torch.Tensor, b: torch.Tensor, sfa: torch.Tensor, sfb: torch.Tensor, sfa_permuted: torch.Tensor,
-    sfb_permuted: torch.Tensor, c: torch.Tensor,
-) -> None:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sfa: torch.Tensor,
+    sfb: torch.Tensor,
+    sfa_permuted: torch.Tensor,
+    sfb_permuted: torch.Tensor,
+    c: torch.Tensor,
+) -> None:
     _task("nvfp4_gemv").unpack(_gemv_data(a, b, sfa, sfb, sfa_permuted, sfb_permuted, c))
 
 
 @torch.library.custom_op("dsv4::fmha_decode", mutates_args=("out", "lse"))
 def fmha_decode(
-    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
-    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_index: torch.Tensor,
+    window_length: torch.Tensor,
+    compressed: torch.Tensor,
+    compressed_index: torch.Tensor,
+    compressed_length: torch.Tensor,
+    sink: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     """out, lse = attention of q to the entries that the lists name, by the winner for the device. Tensors as task.Data
     of fmha_decode. ValueError as task.unpack says, or where the device has no winner.
     """
@@ -72,10 +89,17 @@ def fmha_decode(
 
 @fmha_decode.register_fake
 def _(
-    q: torch.Tensor, window: torch.Tensor, window_index: torch.Tensor, window_length: torch.Tensor,
-    compressed: torch.Tensor, compressed_index: torch.Tensor, compressed_length: torch.Tensor, sink: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_index: torch.Tensor,
+    window_length: torch.Tensor,
+    compressed: torch.Tensor,
+    compressed_index: torch.Tensor,
+    compressed_length: torch.Tensor,
+    sink: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     data = _task("fmha_decode").Data(
         q, window, window_index, window_length, compressed, compressed_index, compressed_length, sink, out, lse
     )
@@ -84,10 +108,20 @@ def _(
 
 @torch.library.custom_op("dsv4::mhc_site", mutates_args=("new_copies", "out", "new_post", "new_comb"))
 def mhc_site(
-    y: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, new_copies: torch.Tensor,
-    out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
-) -> None:  # fmt: skip
+    y: torch.Tensor,
+    second: torch.Tensor,
+    copies: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    new_copies: torch.Tensor,
+    out: torch.Tensor,
+    new_post: torch.Tensor,
+    new_comb: torch.Tensor,
+) -> None:
     """What lies between two sublayers, by the winner for the device. Tensors as task.Data of mhc_site. ValueError as
     task.unpack says, or where the device has no winner.
     """
@@ -97,19 +131,33 @@ def mhc_site(
 
 @mhc_site.register_fake
 def _(
-    y: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor, new_copies: torch.Tensor,
-    out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
-) -> None:  # fmt: skip
+    y: torch.Tensor,
+    second: torch.Tensor,
+    copies: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    new_copies: torch.Tensor,
+    out: torch.Tensor,
+    new_post: torch.Tensor,
+    new_comb: torch.Tensor,
+) -> None:
     data = (y, second, copies, post, comb, fn, base, scale, norm, new_copies, out, new_post, new_comb)
     _task("mhc_site").unpack(_task("mhc_site").Data(*data))
 
 
 @torch.library.custom_op("dsv4::indexer", mutates_args=("out",))
 def indexer(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    table: torch.Tensor,
+    visible: torch.Tensor,
     out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """out = the places of the k keys that q scores highest, by the winner for the device. Tensors as task.Data of
     indexer. ValueError as task.unpack says, or where the device has no winner.
     """
@@ -118,9 +166,13 @@ def indexer(
 
 @indexer.register_fake
 def _(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    table: torch.Tensor,
+    visible: torch.Tensor,
     out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     _task("indexer").unpack(_task("indexer").Data(q, weights, keys, table, visible, out))
 
 

@@ -133,7 +133,7 @@ class Planner:
 
     def __init__(
         self, length: torch.Tensor, table: torch.Tensor, ring: int, ratios: Sequence[int], unread: int, topk: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.length, self.table = length, table
         self.ring, self.unread, self.topk = ring, unread, topk
         self.ratios = tuple(ratio for ratio in (CSA, HCA) if ratio in ratios)
@@ -150,9 +150,13 @@ class Planner:
         return pinned.to(self.device, non_blocking=True)
 
     def planned(
-        self, sequences: tuple[int, ...], tokens: torch.Tensor | list[int], counts: Sequence[int],
-        lengths: Sequence[int], stamps: tuple[int, ...],
-    ) -> Batch:  # fmt: skip
+        self,
+        sequences: tuple[int, ...],
+        tokens: torch.Tensor | list[int],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        stamps: tuple[int, ...],
+    ) -> Batch:
         """Plan counts[b] new tokens of sequences[b], which has lengths[b] already, and blocks for all of them.
 
         tokens: int64 (N,) on the device, or a list, which is copied there with the indices.
@@ -178,13 +182,27 @@ class Planner:
         return self._batch(who, tokens, None, dict.fromkeys(self.ratios, every), bound, None)
 
     def _batch(
-        self, who: Members, tokens: torch.Tensor, position: torch.Tensor | None, emit: dict[int, torch.Tensor],
-        bound: int, stamps: tuple[int, ...] | None,
-    ) -> Batch:  # fmt: skip
+        self,
+        who: Members,
+        tokens: torch.Tensor,
+        position: torch.Tensor | None,
+        emit: dict[int, torch.Tensor],
+        bound: int,
+        stamps: tuple[int, ...] | None,
+    ) -> Batch:
         plan = Plan(
-            self.length, self.table, who.sequence, who.owner, who.sequence_ids, position, emit, self.ring, self.unread,
-            bound, self.topk,
-        )  # fmt: skip
+            self.length,
+            self.table,
+            who.sequence,
+            who.owner,
+            who.sequence_ids,
+            position,
+            emit,
+            self.ring,
+            self.unread,
+            bound,
+            self.topk,
+        )
         return Batch(tokens, who.segments, who.last, who.sequences, who.advance, stamps, self, plan)
 
     def counted(self, sequences: tuple[int, ...], counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,9 +101,11 @@ class Plan:
         found = dict(_views(self.number_shapes(), numbers)) | dict(_views(self.list_shapes(), lists))
         by_ratio = {kind: {ratio: found[f"{kind}{ratio}"] for ratio in self.emit} for kind in ("visible", "target")}
         return Lists(
-            *(found[name] for name in ("position", "window_target", "window_index", "rows")), **by_ratio,
-            csa_index=found.get("csa_index"), hca_index=found.get("hca_index"),
-        )  # fmt: skip
+            *(found[name] for name in ("position", "window_target", "window_index", "rows")),
+            **by_ratio,
+            csa_index=found.get("csa_index"),
+            hca_index=found.get("hca_index"),
+        )
 
     def write(self, numbers: torch.Tensor, lists: torch.Tensor) -> None:
         """Compute the lists in torch; this is the reference of the op `plan`."""

@@ -38,9 +38,16 @@ class State:
     """
 
     def __init__(
-        self, cfg: Config, fmt: str, sequences: int, blocks: int, chunk: int = 128,
-        device: torch.device | str = "cpu", buffer: torch.Tensor | None = None, snapshots: int = 4,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: Config,
+        fmt: str,
+        sequences: int,
+        blocks: int,
+        chunk: int = 128,
+        device: torch.device | str = "cpu",
+        buffer: torch.Tensor | None = None,
+        snapshots: int = 4,
+    ) -> None:
         """buffer: uint8 (nbytes(...),), whose contents do not matter; one of zeros on `device` if None."""
         layout = StateLayout(cfg, fmt, sequences, blocks, chunk, snapshots)
         if buffer is None:

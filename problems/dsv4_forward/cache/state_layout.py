@@ -161,9 +161,13 @@ class StateLayout:
         if ratio == HCA:
             return LayerState(ratio, window, regions["hca_tail"][nth], pages("hca_cache", nth, per_page), None, None)
         return LayerState(
-            ratio, window, regions["csa_tail"][nth], pages("csa_cache", nth, per_page), regions["index_tail"][nth],
+            ratio,
+            window,
+            regions["csa_tail"][nth],
+            pages("csa_cache", nth, per_page),
+            regions["index_tail"][nth],
             pages("index_keys", nth, per_page),
-        )  # fmt: skip
+        )
 
     def _pages(self, layers: int, pages: int, per_page: int, keys: bool = False) -> Region:
         cfg = self.config

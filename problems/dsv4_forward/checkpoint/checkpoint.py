@@ -25,9 +25,14 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 2**30  # of a saved file, unless one tensor is larger
 KINDS = {"released": ("released",), "nvfp4": ("nvfp4_experts", "nvfp4"), "plain": ("fp32", "bf16")}
 DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8, "U8": torch.uint8, "I64": torch.int64,
-}  # fmt: skip
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I64": torch.int64,
+}
 Advance = Callable[[int], None]  # receives the bytes that were done
 
 
@@ -107,9 +112,12 @@ def _within(name: str) -> bool:
 
 
 def load(
-    path: str | Path, cfg: Config | None = None, fmt: str | None = None, device: str | torch.device = "cpu",
+    path: str | Path,
+    cfg: Config | None = None,
+    fmt: str | None = None,
+    device: str | torch.device = "cpu",
     progress: bool = True,
-) -> ModelWeights:  # fmt: skip
+) -> ModelWeights:
     """The weights of a checkpoint: a folder with an index and its files, or with one file, or a file.
 
     cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. fmt: the format to
@@ -191,9 +199,14 @@ def _wrong_table(name: str, table: torch.Tensor, experts: int) -> list[str]:
 
 
 def _fill(
-    cfg: Config, source: str, fmt: str, pieces: dict[str, Piece], files: _Files, tensors: dict[str, torch.Tensor],
+    cfg: Config,
+    source: str,
+    fmt: str,
+    pieces: dict[str, Piece],
+    files: _Files,
+    tensors: dict[str, torch.Tensor],
     advance: Advance,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Read every tensor or linear layer, as it is or, where the format differs, by way of temporary memory.
 
     -> what is wrong with their values.
@@ -220,7 +233,7 @@ def _fill(
 
 def _read(
     parts: dict[str, Piece], unit: layout.Spec | layout.LinearSpec, files: _Files, tensors: dict[str, torch.Tensor]
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Copy the pieces of a unit. -> what is wrong with their values."""
     faults = []
     for name, piece in parts.items():

@@ -135,9 +135,7 @@ def detect(stored: dict[str, Stored]) -> str:
         return "fp32" if any(held.dtype == "F32" and _is_bf16(name) for name, held in stored.items()) else "bf16"
     if (linear, expert) not in _DETECTED:
         known = ", ".join(f"{linear} + {expert}" for linear, expert in _DETECTED)
-        raise ValueError(
-            f"attention + expert matrices must be {known}, or F32 or BF16 both, got {linear} + {expert}"
-        )  # fmt: skip
+        raise ValueError(f"attention + expert matrices must be {known}, or F32 or BF16 both, got {linear} + {expert}")
     return _DETECTED[linear, expert]
 
 

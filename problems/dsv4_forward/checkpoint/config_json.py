@@ -13,76 +13,196 @@ from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError
 from problems.dsv4_forward.weights.config import CSA, HCA, PLAIN, SWA, Config, check_format, wrong_numbers
 
 _SAME = (  # fields of Config that the file calls the same
-    "vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
-    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "index_n_heads", "index_topk",
-    "max_position_embeddings", "routed_scaling_factor", "swiglu_limit", "index_head_dim", "qk_rope_head_dim",
-    "n_shared_experts", "sliding_window", "compress_rope_theta", "hc_mult", "hc_sinkhorn_iters", "hc_eps",
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "index_n_heads",
+    "index_topk",
+    "max_position_embeddings",
+    "routed_scaling_factor",
+    "swiglu_limit",
+    "index_head_dim",
+    "qk_rope_head_dim",
+    "n_shared_experts",
+    "sliding_window",
+    "compress_rope_theta",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "hc_eps",
     "rms_norm_eps",
-)  # fmt: skip
+)
 _YARN = {  # field of Config -> key of the YaRN entry
-    "rope_factor": "factor", "rope_original": "original_max_position_embeddings", "rope_beta_fast": "beta_fast",
+    "rope_factor": "factor",
+    "rope_original": "original_max_position_embeddings",
+    "rope_beta_fast": "beta_fast",
     "rope_beta_slow": "beta_slow",
-}  # fmt: skip
+}
 _FIXED = {  # what every model of this family has, and the code relies on
-    "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "tie_word_embeddings": False,
-    "hidden_act": "silu", "attention_bias": False, "topk_method": "noaux_tc",
-}  # fmt: skip
+    "num_key_value_heads": 1,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "topk_method": "noaux_tc",
+}
 # Keys that change the computation in DeepSeek's or transformers' code, for this model or another -> the values that are
 # computed here, none where the key must be left out. Each may be left out, or null.
 _COMPUTED = {
-    **{key: (value,) for key, value in _FIXED.items()}, "sliding_window": (128,), "model_type": ("deepseek_v4",),
-    "architectures": (["DeepseekV4ForCausalLM"], ["DeepseekV4Model"]), "mlp_bias": (False,), "n_group": (1,),
-    "topk_group": (1,), "first_k_dense_replace": (0,), "moe_layer_freq": (1,), "rope_interleave": (True,),
-    "compress_rate_csa": (CSA,), "compress_rate_hca": (HCA,), "expert_dtype": ("fp4",),
-    "attn_logit_softcapping": (), "final_logit_softcapping": (), "attention_multiplier": (), "clip_qkv": (),
-    "logit_scale": (1.0,), "logits_scaling": (1.0,), "embedding_multiplier": (1.0,), "residual_multiplier": (1.0,),
-    "use_sliding_window": (True,), "hidden_activation": ("silu",), "is_encoder_decoder": (False,),
+    **{key: (value,) for key, value in _FIXED.items()},
+    "sliding_window": (128,),
+    "model_type": ("deepseek_v4",),
+    "architectures": (["DeepseekV4ForCausalLM"], ["DeepseekV4Model"]),
+    "mlp_bias": (False,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True,),
+    "compress_rate_csa": (CSA,),
+    "compress_rate_hca": (HCA,),
+    "expert_dtype": ("fp4",),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "attention_multiplier": (),
+    "clip_qkv": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "use_sliding_window": (True,),
+    "hidden_activation": ("silu",),
+    "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
-}  # fmt: skip
+}
 _AGAIN = (  # what other keys say too: _contradictions and _share compare them
-    "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "compress_rates", "num_local_experts", "intermediate_size",
-    "query_pre_attn_scalar", "partial_rotary_factor",
-)  # fmt: skip
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "qk_head_dim",
+    "compress_rates",
+    "num_local_experts",
+    "intermediate_size",
+    "query_pre_attn_scalar",
+    "partial_rotary_factor",
+)
 _READ = (
-    *_SAME, *_COMPUTED, *_AGAIN, "num_hidden_layers", "num_hash_layers", "num_nextn_predict_layers", "compress_ratios",
-    "layer_types", "mlp_layer_types", "rope_theta", "rope_scaling", "rope_parameters", "quantization_config",
+    *_SAME,
+    *_COMPUTED,
+    *_AGAIN,
+    "num_hidden_layers",
+    "num_hash_layers",
+    "num_nextn_predict_layers",
+    "compress_ratios",
+    "layer_types",
+    "mlp_layer_types",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "quantization_config",
     "_name_or_path",
-)  # fmt: skip
+)
 _WITHOUT_EFFECT = (  # names and versions, what only training uses, what a caller is given, and how text is made
-    "auto_map", "transformers_version", "torch_dtype", "dtype", "_attn_implementation", "_commit_hash", "use_cache",
-    "attention_dropout", "initializer_range", "router_jitter_noise", "router_aux_loss_coef", "aux_loss_alpha",
-    "seq_aux", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict", "ep_size",
-    "pretraining_tp", "chunk_size_feed_forward", "torchscript", "is_decoder", "problem_type", "id2label", "label2id",
-    "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-    "finetuning_task", "task_specific_params", "tie_encoder_decoder", "pruned_heads", "prefix",
-)  # fmt: skip
+    "auto_map",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "_attn_implementation",
+    "_commit_hash",
+    "use_cache",
+    "attention_dropout",
+    "initializer_range",
+    "router_jitter_noise",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "ep_size",
+    "pretraining_tp",
+    "chunk_size_feed_forward",
+    "torchscript",
+    "is_decoder",
+    "problem_type",
+    "id2label",
+    "label2id",
+    "tokenizer_class",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "task_specific_params",
+    "tie_encoder_decoder",
+    "pruned_heads",
+    "prefix",
+)
 _DRAFT = "dspark_"  # how the keys of a draft head begin, which is not loaded
 _COMPUTED_YARN = {
-    "type": ("yarn",), "rope_type": ("yarn",), "attention_factor": (1.0,), "mscale": (1.0,),
-    "mscale_all_dim": (1.0,), "truncate": (True,),
-}  # fmt: skip
+    "type": ("yarn",),
+    "rope_type": ("yarn",),
+    "attention_factor": (1.0,),
+    "mscale": (1.0,),
+    "mscale_all_dim": (1.0,),
+    "truncate": (True,),
+}
 _READ_ROPE = (*_YARN.values(), *_COMPUTED_YARN, "rope_theta", "partial_rotary_factor", "main", "compress")
 _COMPUTED_PLAIN_ROPE = {"type": ("default",), "rope_type": ("default",)}
 _COMPUTED_QUANTISATION = {  # quantisation.py compares them with the tensors
-    "quant_method": ("fp8", "modelopt"), "fmt": ("e4m3",), "scale_fmt": ("ue8m0",), "activation_scheme": ("dynamic",),
-    "weight_block_size": ([128, 128],), "expert_dtype": ("fp4",), "quant_algo": ("MIXED_PRECISION", "NVFP4"),
-    "moe_quant_algo": ("NVFP4",), "group_size": (16,), "kv_cache_quant_algo": ("FP8",),
-}  # fmt: skip
+    "quant_method": ("fp8", "modelopt"),
+    "fmt": ("e4m3",),
+    "scale_fmt": ("ue8m0",),
+    "activation_scheme": ("dynamic",),
+    "weight_block_size": ([128, 128],),
+    "expert_dtype": ("fp4",),
+    "quant_algo": ("MIXED_PRECISION", "NVFP4"),
+    "moe_quant_algo": ("NVFP4",),
+    "group_size": (16,),
+    "kv_cache_quant_algo": ("FP8",),
+}
 _ONLY_FP8 = (  # keys of the method fp8 that no other one reads
-    "fmt", "scale_fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+    "fmt",
+    "scale_fmt",
+    "activation_scheme",
+    "weight_block_size",
+    "modules_to_not_convert",
+    "ignored_layers",
     "dequantize",
-)  # fmt: skip
+)
 _MODULE_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _READ_QUANTISATION = (
-    *_COMPUTED_QUANTISATION, *_ONLY_FP8, *_MODULE_LISTS, "producer", "kv_cache_scheme", "config_groups",
+    *_COMPUTED_QUANTISATION,
+    *_ONLY_FP8,
+    *_MODULE_LISTS,
+    "producer",
+    "kv_cache_scheme",
+    "config_groups",
     "quantized_layers",
-)  # fmt: skip
+)
 _READ_GROUP = ("weights", "input_activations", "output_activations", "targets", "format")  # of config_groups
 _COMPUTED_WEIGHTS = {"num_bits": (4, 8), "type": ("float",)}  # of a group's weights
 _READ_WEIGHTS = (
-    *_COMPUTED_WEIGHTS, "group_size", "dynamic", "strategy", "symmetric", "actorder", "block_structure", "observer",
-    "observer_kwargs", "scale_dtype", "zp_dtype",
-)  # fmt: skip
+    *_COMPUTED_WEIGHTS,
+    "group_size",
+    "dynamic",
+    "strategy",
+    "symmetric",
+    "actorder",
+    "block_structure",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+)
 _COMPUTED_LAYER = {"quant_algo": ("NVFP4", "FP8_PB_WO"), "group_size": (16, 128)}  # an entry of quantized_layers
 _OTHER_MODEL = ("engram_", "candidate_", "kv_source_layer_ids", "index_source_layer_ids")  # how V4.1's keys begin
 _RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
@@ -90,9 +210,12 @@ _DTYPES = ("dtype", "torch_dtype")  # one key by its new and its old name
 _NO_OBJECT = " must be an object"
 _ROUTERS = ("hash_moe", "moe")
 _FP8 = {
-    "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
-}  # fmt: skip
+}
 _NVFP4 = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
 
 
@@ -100,14 +223,19 @@ def to_json(cfg: Config, fmt: str) -> dict:
     """The contents of config.json for a checkpoint of `cfg` in `fmt`."""
     known = dataclasses.asdict(cfg)
     fields = {
-        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "_name_or_path": cfg.name,
-        **{name: known[name] for name in _SAME}, **_FIXED,
-        "num_hidden_layers": cfg.num_hidden_layers, "num_hash_layers": cfg.num_hash_layers,
-        "num_nextn_predict_layers": cfg.num_nextn_predict_layers, "compress_ratios": list(cfg.compress_ratios),
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "_name_or_path": cfg.name,
+        **{name: known[name] for name in _SAME},
+        **_FIXED,
+        "num_hidden_layers": cfg.num_hidden_layers,
+        "num_hash_layers": cfg.num_hash_layers,
+        "num_nextn_predict_layers": cfg.num_nextn_predict_layers,
+        "compress_ratios": list(cfg.compress_ratios),
         "rope_theta": cfg.rope_theta,
         "rope_scaling": {"type": "yarn", **{key: known[name] for name, key in _YARN.items()}},
         "dtype": "float32" if check_format(fmt) == "fp32" else "bfloat16",
-    }  # fmt: skip
+    }
     if fmt not in PLAIN:
         fields |= {"expert_dtype": "fp4", "quantization_config": _FP8 if fmt == "released" else _NVFP4}
     return fields
@@ -294,9 +422,10 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
     elif ratios:
         ratios = ratios[:layers] + (ratios[layers:] or (SWA,) * extra)
     return {
-        "num_hash_layers": _hashed(data, layers, faults), "num_nextn_predict_layers": 0 if wrong else extra,
+        "num_hash_layers": _hashed(data, layers, faults),
+        "num_nextn_predict_layers": 0 if wrong else extra,
         "compress_ratios": ratios or (() if faults else None),
-    }  # fmt: skip
+    }
 
 
 def _hashed(data: dict, layers: object, faults: list[str]) -> object:
@@ -374,10 +503,14 @@ def _contradictions(data: dict) -> list[str]:
     width, rope = (data[key] if type(data.get(key)) is int else 0 for key in ("head_dim", "qk_rope_head_dim"))
     rates = {name: ratio for name, ratio in _RATIOS.items() if ratio}
     again = {
-        "qk_nope_head_dim": width - rope, "v_head_dim": width, "qk_head_dim": width, "compress_rates": rates,
-        "num_local_experts": data.get("n_routed_experts"), "intermediate_size": data.get("moe_intermediate_size"),
+        "qk_nope_head_dim": width - rope,
+        "v_head_dim": width,
+        "qk_head_dim": width,
+        "compress_rates": rates,
+        "num_local_experts": data.get("n_routed_experts"),
+        "intermediate_size": data.get("moe_intermediate_size"),
         "query_pre_attn_scalar": width,
-    }  # fmt: skip
+    }
     said = data | {key: data[key].removeprefix("torch.") for key in _DTYPES if isinstance(data.get(key), str)}
     if said.get("dtype") is not None:
         again["torch_dtype"] = said["dtype"]

@@ -49,9 +49,13 @@ def _fields(name: str, unit: layout.LinearSpec, tensors: dict[str, torch.Tensor]
 
 
 def transfer(
-    cfg: Config, name: str, before: layout.LinearSpec, after: layout.LinearSpec, source: dict[str, torch.Tensor],
+    cfg: Config,
+    name: str,
+    before: layout.LinearSpec,
+    after: layout.LinearSpec,
+    source: dict[str, torch.Tensor],
     tensors: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """Write the linear layer `name`, given by its fields `source` as `before` says, into `tensors` as `after` says."""
     fields = _fields(name, after, tensors)
     if before.kind == after.kind:

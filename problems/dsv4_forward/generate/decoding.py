@@ -62,7 +62,7 @@ class Late:
 
 def decode(
     model: Model, state: State, prompts: Sequence[Sequence[int]], limits: Limits, sampler: Sampler
-) -> Iterator[Told]:  # fmt: skip
+) -> Iterator[Told]:
     """Yield the tokens of each prompt as they come, the first ones after all prompts were fed.
 
     A sequence of `state` is opened for each prompt, and closed in the end. A prompt's number is its identity for the

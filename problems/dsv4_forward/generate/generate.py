@@ -228,7 +228,7 @@ def _drafted(model: Model, state: State, prompt: list[int], limits: Limits, say:
 
 def _run(
     found: Iterator[Told], prompts: list[list[int]], tokenizer: text.Tokenizer | None, device: str, say: Console
-) -> None:  # fmt: skip
+) -> None:
     """Print the tokens as they come, then how fast they came and why each prompt got no more."""
     start = first = last = time.perf_counter()
     printer, reasons, count = Printer(len(prompts), tokenizer), [""] * len(prompts), 0

@@ -18,8 +18,11 @@ TARGETS = ("sm90", "sm100")
 OPS = ("norm_rotate", "write", "write_key", "compress", "write_entry", "index_query", "layer_rows")
 SOURCE = Path(__file__).with_suffix(".cu")
 KINDS = {
-    ("plain", torch.float32): 0, ("plain", torch.bfloat16): 1, ("entry", torch.uint8): 2, ("index", torch.uint8): 3
-}  # fmt: skip
+    ("plain", torch.float32): 0,
+    ("plain", torch.bfloat16): 1,
+    ("entry", torch.uint8): 2,
+    ("index", torch.uint8): 3,
+}
 MOST_POOLED = 128  # tokens that an entry pools
 MOST_WIDTH = 8192  # values of a row: what 48 KB of shared memory hold beside the sources of an entry, rounded down
 
@@ -37,9 +40,14 @@ def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Entries(build.cuda(SOURCE, target))
     return {
-        "norm_rotate": made.norm_rotate, "write": made.write, "write_key": made.write_key, "compress": made.compress,
-        "write_entry": made.write_entry, "index_query": made.index_query, "layer_rows": made.layer_rows,
-    }  # fmt: skip
+        "norm_rotate": made.norm_rotate,
+        "write": made.write,
+        "write_key": made.write_key,
+        "compress": made.compress,
+        "write_entry": made.write_entry,
+        "index_query": made.index_query,
+        "layer_rows": made.layer_rows,
+    }
 
 
 class Entries:
@@ -53,23 +61,39 @@ class Entries:
         self._write = built.function("launch_write", *[p] * 5, c_longlong, i, i, i, i, p, i, i, i, f, i, p)
         self._compress = built.function(
             "launch_compress", *[p] * 7, *[i] * 7, f, p, p, p, c_longlong, i, i, i, p, i, i, p
-        )  # fmt: skip
+        )
         self._index_query = built.function("launch_index_query", *[p] * 4, *[i] * 6, p)
         self._layer_rows = built.function("launch_layer_rows", p)
 
     def norm_rotate(
-        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor,
-        out: torch.Tensor, into: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+        into: Array | None = None,
+    ) -> None:
         """Compute chains.norm_rotate; weight of the dtype of x. into: of layer_rows."""
         bf16 = _bf16(x, out, *(() if weight is None else (weight,)))
         d, half = _width(x.shape[-1]), _half(cos, sin, len(x), x.shape[-1])
         vectors = x.numel() // d
         if vectors:
             code = self._norm_rotate(
-                x.data_ptr(), _pointer(weight), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), vectors,
-                vectors // len(x), d, half, eps, bf16, into,
-            )  # fmt: skip
+                x.data_ptr(),
+                _pointer(weight),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                out.data_ptr(),
+                vectors,
+                vectors // len(x),
+                d,
+                half,
+                eps,
+                bf16,
+                into,
+            )
             build.check(code, "norm_rotate")
 
     def write(self, rows: torch.Tensor, pages: Pages, index: torch.Tensor, hadamard: bool = False) -> None:
@@ -77,28 +101,59 @@ class Entries:
         self._write_rows(rows, None, 0.0, None, None, pages, index, hadamard, None)
 
     def write_key(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor, pages: Pages,
-        index: torch.Tensor, into: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pages: Pages,
+        index: torch.Tensor,
+        into: Array | None = None,
+    ) -> None:
         """Compute chains.write_key; weight of the dtype of x. into: of layer_rows."""
         self._write_rows(x, weight, eps, cos, sin, pages, index, False, into)
 
     def compress(
-        self, projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
-        sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
-        eps: float, dtype: torch.dtype, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        projected: torch.Tensor,
+        ape: torch.Tensor,
+        norm_weight: torch.Tensor,
+        position: torch.Tensor,
+        sequence: torch.Tensor,
+        tail: torch.Tensor,
+        emit: torch.Tensor,
+        ratio: int,
+        overlap: bool,
+        freqs: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        out: torch.Tensor,
+    ) -> None:
         """Compute compressor.compress; the tokens of a sequence lie one behind the other, as a batch has them."""
         _bf16(out, norm_weight)
         given = projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype
         self._pool(*given, out.shape[1], out.data_ptr(), None, None, False, None)
 
     def write_entry(
-        self, projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
-        sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
-        eps: float, dtype: torch.dtype, pages: Pages, index: torch.Tensor, hadamard: bool = False,
+        self,
+        projected: torch.Tensor,
+        ape: torch.Tensor,
+        norm_weight: torch.Tensor,
+        position: torch.Tensor,
+        sequence: torch.Tensor,
+        tail: torch.Tensor,
+        emit: torch.Tensor,
+        ratio: int,
+        overlap: bool,
+        freqs: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        pages: Pages,
+        index: torch.Tensor,
+        hadamard: bool = False,
         into: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute chains.write_entry, tokens as in compress. A token of `emit` that ends no window writes nothing.
         into: of layer_rows.
         """
@@ -106,9 +161,14 @@ class Entries:
         self._pool(*given, pages.width, None, pages, index, hadamard, into)
 
     def index_query(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, quantise: bool, out: torch.Tensor,
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        quantise: bool,
+        out: torch.Tensor,
         into: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute chains.index_query; out of the shape and dtype of x. into: of layer_rows."""
         (tokens, heads, width), bf16 = x.shape, _bf16(x, out)
         half = _half(cos, sin, tokens, _width(width))
@@ -133,9 +193,17 @@ class Entries:
         build.check(self._layer_rows(into), "layer_rows")
 
     def _write_rows(
-        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor | None,
-        sin: torch.Tensor | None, pages: Pages, index: torch.Tensor, hadamard: bool, into: Array | None,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        pages: Pages,
+        index: torch.Tensor,
+        hadamard: bool,
+        into: Array | None,
+    ) -> None:
         bf16 = _bf16(x, *(() if weight is None else (weight,)))
         if tuple(x.shape) != (len(index), _width(pages.width)):
             raise ValueError(f"rows must be {(len(index), pages.width)}, got {tuple(x.shape)}")
@@ -143,17 +211,42 @@ class Entries:
         half = 0 if cos is None else _half(cos, sin, len(x), pages.width)
         if len(x):
             code = self._write(
-                x.data_ptr(), _pointer(weight), _pointer(cos), _pointer(sin), *_pages(pages), _long("index", index),
-                len(x), half, hadamard, eps, bf16, into,
-            )  # fmt: skip
+                x.data_ptr(),
+                _pointer(weight),
+                _pointer(cos),
+                _pointer(sin),
+                *_pages(pages),
+                _long("index", index),
+                len(x),
+                half,
+                hadamard,
+                eps,
+                bf16,
+                into,
+            )
             build.check(code, "write")
 
     def _pool(
-        self, projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
-        sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
-        eps: float, dtype: torch.dtype, width: int, out: int | None, pages: Pages | None, index: torch.Tensor | None,
-        hadamard: bool, into: Array | None,
-    ) -> None:  # fmt: skip
+        self,
+        projected: torch.Tensor,
+        ape: torch.Tensor,
+        norm_weight: torch.Tensor,
+        position: torch.Tensor,
+        sequence: torch.Tensor,
+        tail: torch.Tensor,
+        emit: torch.Tensor,
+        ratio: int,
+        overlap: bool,
+        freqs: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        width: int,
+        out: int | None,
+        pages: Pages | None,
+        index: torch.Tensor | None,
+        hadamard: bool,
+        into: Array | None,
+    ) -> None:
         halves = 2 if overlap else 1
         wide, pooled = halves * width, halves * ratio
         _plain(projected=(projected, (len(projected), 2 * wide)), ape=(ape, (ratio, wide)), freqs=(freqs, freqs.shape))
@@ -171,11 +264,29 @@ class Entries:
             return
         where = (None, 0, 0, 1, 0) if pages is None else _without_width(pages)
         code = self._compress(
-            projected.data_ptr(), ape.data_ptr(), freqs.data_ptr(), _long("position", position),
-            _long("sequence", sequence), _long("emit", emit), tail.data_ptr(), len(projected), len(emit),
-            tail.shape[1], ratio, halves, width, len(freqs), eps, norm_weight.data_ptr(), out, *where,
-            None if index is None else _long("index", index), hadamard, int(dtype == torch.bfloat16), into,
-        )  # fmt: skip
+            projected.data_ptr(),
+            ape.data_ptr(),
+            freqs.data_ptr(),
+            _long("position", position),
+            _long("sequence", sequence),
+            _long("emit", emit),
+            tail.data_ptr(),
+            len(projected),
+            len(emit),
+            tail.shape[1],
+            ratio,
+            halves,
+            width,
+            len(freqs),
+            eps,
+            norm_weight.data_ptr(),
+            out,
+            *where,
+            None if index is None else _long("index", index),
+            hadamard,
+            int(dtype == torch.bfloat16),
+            into,
+        )
         build.check(code, "compress")
 
 

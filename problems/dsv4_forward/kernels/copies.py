@@ -36,23 +36,31 @@ class Copies:
     """The ops on one build. ValueError, in each: a tensor that is not contiguous, or of another dtype or shape."""
 
     def __init__(self, built: build.Artefact) -> None:
-        self._mix = built.function(
-            "launch_mix_copies", *[c_void_p] * 8, c_int, c_int, c_float, c_float, c_int, c_int
-        )  # fmt: skip
+        self._mix = built.function("launch_mix_copies", *[c_void_p] * 8, c_int, c_int, c_float, c_float, c_int, c_int)
         self._spread_sum = built.function("launch_spread_sum", *[c_void_p] * 6, *[c_int] * 5)
 
     def mhc_pre(
-        self, copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config,
-        out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        copies: torch.Tensor,
+        fn: torch.Tensor,
+        base: torch.Tensor,
+        scale: torch.Tensor,
+        cfg: Config,
+        out: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+    ) -> None:
         """Compute torch_ops mhc.pre; 4 copies, out of their dtype."""
         tokens, n, d = _copies(copies)
         for name, tensor, dtype, shape in (
-            ("post", post, torch.float32, (tokens, n)), ("comb", comb, torch.float32, (tokens, n, n)),
-            ("copies", copies, copies.dtype, (tokens, n, d)), ("out", out, copies.dtype, (tokens, d)),
-            ("fn", fn, torch.float32, (cfg.hc_rows, n * d)), ("base", base, torch.float32, (cfg.hc_rows,)),
+            ("post", post, torch.float32, (tokens, n)),
+            ("comb", comb, torch.float32, (tokens, n, n)),
+            ("copies", copies, copies.dtype, (tokens, n, d)),
+            ("out", out, copies.dtype, (tokens, d)),
+            ("fn", fn, torch.float32, (cfg.hc_rows, n * d)),
+            ("base", base, torch.float32, (cfg.hc_rows,)),
             ("scale", scale, torch.float32, (3,)),
-        ):  # fmt: skip
+        ):
             _expect(name, tensor, dtype, shape)
         if tokens:
             parts = -(-n * d // PART)
@@ -64,19 +72,27 @@ class Copies:
             build.check(code, "mhc_pre")
 
     def mhc_post_sum(
-        self, first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        copies: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute chains.mhc_post_sum; 4 copies."""
         (tokens, n, d), fp32 = _copies(copies), torch.float32
         for name, tensor in (("first", first), ("second", second)):
             if tensor.dtype not in KINDS:
                 raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
         for name, tensor, dtype, shape in (
-            ("first", first, first.dtype, (tokens, d)), ("second", second, second.dtype, (tokens, d)),
-            ("copies", copies, copies.dtype, (tokens, n, d)), ("out", out, copies.dtype, (tokens, n, d)),
-            ("post", post, fp32, (tokens, n)), ("comb", comb, fp32, (tokens, n, n)),
-        ):  # fmt: skip
+            ("first", first, first.dtype, (tokens, d)),
+            ("second", second, second.dtype, (tokens, d)),
+            ("copies", copies, copies.dtype, (tokens, n, d)),
+            ("out", out, copies.dtype, (tokens, n, d)),
+            ("post", post, fp32, (tokens, n)),
+            ("comb", comb, fp32, (tokens, n, n)),
+        ):
             _expect(name, tensor, dtype, shape)
         if tokens:
             pointers = (tensor.data_ptr() for tensor in (first, second, copies, post, comb, out))

@@ -41,9 +41,15 @@ class Experts:
         self._experts = built.function("launch_experts", *[c_void_p] * 7, *[c_int] * 6, c_float)
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, limit: float,
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: Linear,
+        w2: Linear,
+        limit: float,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute torch_ops experts.experts. ValueError as there, but for ids."""
         if not serves(x, ids, weights, w13, w2, out):
             experts.experts(x, ids, weights, w13, w2, limit, out)
@@ -56,15 +62,18 @@ class Experts:
 
 def serves(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, out: torch.Tensor
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether the kernels compute the call."""
     if not w13.kind == w2.kind == "plain" or ids.dim() != 2 or not 1 <= ids.numel() <= MOST_PAIRS:
         return False
     size, inner, hidden = len(w13.weight), w2.k, w13.k
     shapes = {
-        x: (len(ids), hidden), weights: ids.shape, out: (len(ids), hidden), w13.weight: (size, 2 * inner, hidden),
+        x: (len(ids), hidden),
+        weights: ids.shape,
+        out: (len(ids), hidden),
+        w13.weight: (size, 2 * inner, hidden),
         w2.weight: (size, hidden, inner),
-    }  # fmt: skip
+    }
     fitting = all(tuple(tensor.shape) == tuple(shape) for tensor, shape in shapes.items())
     bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, w13.weight, w2.weight))
     routed = ids.dtype == torch.int32 and weights.dtype == torch.float32

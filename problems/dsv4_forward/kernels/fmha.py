@@ -43,9 +43,17 @@ class Attention:
         self._fmha = built.function("launch_fmha", *[c_void_p] * 11, *[c_int] * 8, c_float)
 
     def fmha(
-        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
-        index: torch.Tensor | None, sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         """Compute torch_ops fmha.fmha. ValueError as there."""
         if serves(q, window, window_index, cache, index, sink, scale, out, lse):
             self._run(q, window, window_index, cache, index, sink, scale, None, None, out, lse)
@@ -53,18 +61,36 @@ class Attention:
             fmha.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
 
     def fmha_rotate(
-        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
-        index: torch.Tensor | None, sink: torch.Tensor, scale: float, cos: torch.Tensor, sin: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         """Compute chains.fmha_rotate, of a call that rotates() has."""
         self._run(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse)
 
     def _run(
-        self, q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None,
-        index: torch.Tensor | None, sink: torch.Tensor, scale: float, cos: torch.Tensor | None,
-        sin: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         heads, width = q.shape[2:]
         queries = q.shape[0] * q.shape[1]
         per_query = [
@@ -80,17 +106,39 @@ class Attention:
             some = (_pointer(t if t is None else t[first : first + step]) for t in per_query)
             query, window_at, at, cosine, sine, to, sums = some
             code = self._fmha(
-                query, window.data.data_ptr(), window_at, None if cache is None else cache.data.data_ptr(), at,
-                sink.data_ptr(), cosine, sine, parts.data_ptr(), to, sums, min(step, queries - first), heads, width,
-                0 if cos is None else cos.shape[1], *lengths, *kinds, scale,
-            )  # fmt: skip
+                query,
+                window.data.data_ptr(),
+                window_at,
+                None if cache is None else cache.data.data_ptr(),
+                at,
+                sink.data_ptr(),
+                cosine,
+                sine,
+                parts.data_ptr(),
+                to,
+                sums,
+                min(step, queries - first),
+                heads,
+                width,
+                0 if cos is None else cos.shape[1],
+                *lengths,
+                *kinds,
+                scale,
+            )
             build.check(code, "fmha")
 
 
 def serves(
-    q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None, index: torch.Tensor | None,
-    sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
-) -> bool:  # fmt: skip
+    q: torch.Tensor,
+    window: Pages,
+    window_index: torch.Tensor,
+    cache: Pages | None,
+    index: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> bool:
     """Whether the kernels compute the call."""
     if q.dim() != 4 or (cache is None) != (index is None) or not 1 <= q.shape[0] * q.shape[1] <= MOST_TOKENS:
         return False
@@ -108,9 +156,18 @@ def serves(
 
 
 def rotates(
-    q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None, index: torch.Tensor | None,
-    sink: torch.Tensor, scale: float, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-) -> bool:  # fmt: skip
+    q: torch.Tensor,
+    window: Pages,
+    window_index: torch.Tensor,
+    cache: Pages | None,
+    index: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> bool:
     """Whether the kernels compute the call, and rotate its outputs."""
     if not serves(q, window, window_index, cache, index, sink, scale, out, lse) or q.shape[1] != 1:
         return False

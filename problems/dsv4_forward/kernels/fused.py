@@ -36,9 +36,7 @@ class Fused:
     def __init__(self, built: build.Artefact) -> None:
         pointers = [c_void_p] * 10
         self._norm = built.function("launch_rms_norm", *pointers[:3], c_int, c_int, c_float, c_int)
-        self._rotate = built.function(
-            "launch_rotate", *pointers[:3], c_longlong, c_int, c_int, c_int, c_float, c_int
-        )  # fmt: skip
+        self._rotate = built.function("launch_rotate", *pointers[:3], c_longlong, c_int, c_int, c_int, c_float, c_int)
         self._write = built.function("launch_write_copies", *pointers[:5], c_int, c_int, c_int)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
@@ -60,9 +58,16 @@ class Fused:
         d, half = x.shape[-1], cos.shape[-1]
         vectors = x.numel() // d
         code = self._rotate(
-            out.data_ptr(), cos.data_ptr(), sin.data_ptr(), vectors, max(1, vectors // max(1, len(x))), d, half,
-            -1.0 if inverse else 1.0, bf16,
-        )  # fmt: skip
+            out.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            vectors,
+            max(1, vectors // max(1, len(x))),
+            d,
+            half,
+            -1.0 if inverse else 1.0,
+            bf16,
+        )
         build.check(code, "rotate")
 
     def mhc_post(

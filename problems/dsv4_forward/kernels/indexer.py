@@ -31,8 +31,11 @@ def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
     made = Indexer(build.cuda(SOURCE, target))
     return {
-        "index_scores": made.index_scores, "select": made.select, "locate": made.locate, "choose": made.choose,
-    }  # fmt: skip
+        "index_scores": made.index_scores,
+        "select": made.select,
+        "locate": made.locate,
+        "choose": made.choose,
+    }
 
 
 class Indexer:
@@ -42,16 +45,20 @@ class Indexer:
 
     def __init__(self, built: build.Artefact) -> None:
         p, i = c_void_p, c_int
-        self._scores = built.function(
-            "launch_index_scores", p, p, p, c_longlong, i, i, i, p, p, c_float, *[i] * 7
-        )  # fmt: skip
+        self._scores = built.function("launch_index_scores", p, p, p, c_longlong, i, i, i, p, p, c_float, *[i] * 7)
         self._chosen = built.function("launch_select", *[p] * 4, *[i] * 6)
         self._places = built.function("launch_locate", p, p, p, c_longlong, i, i, i, i)
 
     def index_scores(
-        self, q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, entries: int,
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        keys: Pages,
+        table: torch.Tensor,
+        entries: int,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute torch_ops indexer.index_scores."""
         batch, tokens, heads, width = q.shape
         for name, tensor, shape in (("q", q, (batch, tokens, heads, keys.width)), ("weights", weights, q.shape[:3])):
@@ -64,10 +71,24 @@ class Indexer:
         if out.numel():
             size = keys.data[0].numel() * keys.data.element_size()
             code = self._scores(
-                q.data_ptr(), weights.data_ptr(), keys.data.data_ptr(), size, PAGE_KINDS[keys.kind, keys.data.dtype],
-                keys.per_page, width, table.data_ptr(), out.data_ptr(), scale, batch, tokens, heads, blocks, entries,
-                KINDS.index(q.dtype), KINDS.index(weights.dtype),
-            )  # fmt: skip
+                q.data_ptr(),
+                weights.data_ptr(),
+                keys.data.data_ptr(),
+                size,
+                PAGE_KINDS[keys.kind, keys.data.dtype],
+                keys.per_page,
+                width,
+                table.data_ptr(),
+                out.data_ptr(),
+                scale,
+                batch,
+                tokens,
+                heads,
+                blocks,
+                entries,
+                KINDS.index(q.dtype),
+                KINDS.index(weights.dtype),
+            )
             build.check(code, "index_scores")
 
     def select(self, scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,13 +104,20 @@ class Indexer:
         if ids.numel():
             code = self._places(
                 ids.data_ptr(), table.data_ptr(), out.data_ptr(), ids.numel(), chosen, tokens, blocks, per_page
-            )  # fmt: skip
+            )
             build.check(code, "locate")
 
     def choose(
-        self, q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor,
-        visible: torch.Tensor, entries: int, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        keys: Pages,
+        table: torch.Tensor,
+        visible: torch.Tensor,
+        entries: int,
+        out: torch.Tensor,
+    ) -> None:
         """Compute chains.choose, in two launches."""
         scores = torch.empty(*q.shape[:2], entries, dtype=torch.float32, device=q.device)
         self.index_scores(q, weights, scale, keys, table, entries, scores)
@@ -108,9 +136,17 @@ class Indexer:
         blocks = 0 if table is None else _blocks(table, batch, entries, per_page)
         if out.numel():
             code = self._chosen(
-                scores.data_ptr(), visible.data_ptr(), None if table is None else table.data_ptr(), out.data_ptr(),
-                batch * tokens, entries, chosen, tokens, blocks, per_page,
-            )  # fmt: skip
+                scores.data_ptr(),
+                visible.data_ptr(),
+                None if table is None else table.data_ptr(),
+                out.data_ptr(),
+                batch * tokens,
+                entries,
+                chosen,
+                tokens,
+                blocks,
+                per_page,
+            )
             build.check(code, "select")
 
 

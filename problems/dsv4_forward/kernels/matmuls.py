@@ -38,9 +38,7 @@ class Matmuls:
 
     def __init__(self, built: build.Artefact) -> None:
         pointers, ints = POINTER(c_void_p), POINTER(c_int)
-        self._matmuls = built.function(
-            "launch_matmuls", c_void_p, pointers, pointers, ints, ints, c_int, c_int, c_int
-        )  # fmt: skip
+        self._matmuls = built.function("launch_matmuls", c_void_p, pointers, pointers, ints, ints, c_int, c_int, c_int)
 
     def matmul(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """Compute linear.matmul."""

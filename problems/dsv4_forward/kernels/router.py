@@ -42,9 +42,16 @@ class Router:
         self._exchanges: dict[torch.device, torch.Tensor] = {}  # kept: tags grow from launch to launch
 
     def route(
-        self, u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None,
-        tokens: torch.Tensor, cfg: Config, out_ids: torch.Tensor, out_weights: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        u: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        table: torch.Tensor | None,
+        tokens: torch.Tensor,
+        cfg: Config,
+        out_ids: torch.Tensor,
+        out_weights: torch.Tensor,
+    ) -> None:
         """Compute torch_ops router.route; of equal scores the lower id wins. All contiguous. ValueError: a shape or
         dtype, or more than MOST_EXPERTS experts or MOST_CHOSEN a token.
         """
@@ -72,15 +79,18 @@ class Router:
         if len(u) <= FEW_TOKENS and experts <= FEW_EXPERTS and _loads_whole(u) and _loads_whole(weight):
             sizes = len(u), experts, u.shape[1], chosen
             code = self._route(
-                u.data_ptr(), weight.data_ptr(), *given, *written, self._exchange(u.device).data_ptr(), *sizes,
+                u.data_ptr(),
+                weight.data_ptr(),
+                *given,
+                *written,
+                self._exchange(u.device).data_ptr(),
+                *sizes,
                 cfg.routed_scaling_factor,
-            )  # fmt: skip
+            )
         else:
             logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
             linear.matmul(u, weight, logits)
-            code = self._choose(
-                logits.data_ptr(), *given, *written, len(u), experts, chosen, cfg.routed_scaling_factor
-            )  # fmt: skip
+            code = self._choose(logits.data_ptr(), *given, *written, len(u), experts, chosen, cfg.routed_scaling_factor)
         build.check(code, "route")
 
     def _exchange(self, device: torch.device) -> torch.Tensor:

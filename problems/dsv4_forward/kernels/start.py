@@ -36,7 +36,7 @@ class _Plan(ctypes.Structure):
             "tokens sequences blocks width ring unread",
         ),
         ("of", _Entries * len(RATIOS)),
-    ]  # fmt: skip
+    ]
 
 
 class _Embedding(ctypes.Structure):
@@ -65,18 +65,32 @@ class Start:
         self._launch(made_plan(given, numbers, lists), _Embedding(), 0, 0)
 
     def embed(
-        self, tokens: torch.Tensor, weight: torch.Tensor, position: torch.Tensor, freqs: torch.Tensor,
-        copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        position: torch.Tensor,
+        freqs: torch.Tensor,
+        copies: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
         """Compute torch_ops start.embed. The row of an id that the vocabulary has not becomes NaN."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
         _expect("position", position, torch.int64, (len(tokens),))
         self._launch(_Plan(given=position.data_ptr(), tokens=len(tokens)), to, *kinds)
 
     def start(
-        self, given: Plan, numbers: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor,
-        freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        given: Plan,
+        numbers: torch.Tensor,
+        lists: torch.Tensor,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        freqs: torch.Tensor,
+        copies: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
         """Compute chains.start; ids as in embed."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
         _expect("tokens", tokens, torch.int64, tuple(given.sequence.shape))
@@ -103,25 +117,46 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
     if blocks > width:
         raise ValueError(f"bound must be at most {width} blocks of tokens, got {given.bound} tokens")
     made = _Plan(
-        given.length.data_ptr(), _pointer(given.position), given.sequence.data_ptr(), given.sequence_ids.data_ptr(),
-        given.table.data_ptr(), out.position.data_ptr(), out.window_target.data_ptr(), out.window_index.data_ptr(),
-        out.rows.data_ptr(), count, len(given.sequence_ids), blocks, width, given.ring, given.unread,
-    )  # fmt: skip
+        given.length.data_ptr(),
+        _pointer(given.position),
+        given.sequence.data_ptr(),
+        given.sequence_ids.data_ptr(),
+        given.table.data_ptr(),
+        out.position.data_ptr(),
+        out.window_target.data_ptr(),
+        out.window_index.data_ptr(),
+        out.rows.data_ptr(),
+        count,
+        len(given.sequence_ids),
+        blocks,
+        width,
+        given.ring,
+        given.unread,
+    )
     for place, (ratio, index) in enumerate(zip(RATIOS, (out.csa_index, out.hca_index), strict=True)):
         if ratio in given.emit:
             emit = given.emit[ratio]
             _expect("emit", emit, long, (min(len(emit), count),))
             made.of[place] = _Entries(
-                emit.data_ptr(), out.target[ratio].data_ptr(), out.visible[ratio].data_ptr(),
-                _pointer(index), ratio, len(emit), given.entries[ratio],
-            )  # fmt: skip
+                emit.data_ptr(),
+                out.target[ratio].data_ptr(),
+                out.visible[ratio].data_ptr(),
+                _pointer(index),
+                ratio,
+                len(emit),
+                given.entries[ratio],
+            )
     return made
 
 
 def made_embedding(
-    tokens: torch.Tensor, weight: torch.Tensor, freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor,
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    freqs: torch.Tensor,
+    copies: torch.Tensor,
+    cos: torch.Tensor,
     sin: torch.Tensor,
-) -> tuple[_Embedding, tuple[int, int]]:  # fmt: skip
+) -> tuple[_Embedding, tuple[int, int]]:
     """Return the kernel's form, and whether the embedding and the copies are bf16. ValueError as Start."""
     (kinds, half), count = freqs.shape, len(tokens)
     _expect("tokens", tokens, torch.int64, (count,))

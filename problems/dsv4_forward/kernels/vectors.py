@@ -31,8 +31,9 @@ class Rows(NamedTuple):
 class TorchVectors:
     """The two steps in torch, for any device: the reference of Vectors."""
 
-    def encode(self, x: torch.Tensor, input_scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, rows: Rows
-    ) -> None:  # fmt: skip
+    def encode(
+        self, x: torch.Tensor, input_scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, rows: Rows
+    ) -> None:
         """Write nvfp4.encode of x, clamped to low..high, to `rows`.
 
         x: fp32 or bf16 (N, l, k), no NaN; input_scale: fp32 (l,), positive; low, high: fp32 (l, 1).
@@ -58,17 +59,25 @@ class Vectors:
         self._encode = built.function("launch_encode", *[c_void_p] * 4, *rows, *[c_int] * 4)
         self._scale = built.function("launch_scale", *[c_void_p] * 3, *[c_int] * 4)
 
-    def encode(self, x: torch.Tensor, input_scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, rows: Rows
-    ) -> None:  # fmt: skip
+    def encode(
+        self, x: torch.Tensor, input_scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor, rows: Rows
+    ) -> None:
         """Compute TorchVectors.encode. ValueError: x is neither bf16 nor fp32."""
         bf16, (tokens, groups, k) = _bf16("x", x), x.shape
         if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
             x = x.clone(memory_format=torch.contiguous_format)
         places = (part for to in rows for part in (to.data_ptr(), to.stride(0), to.stride(1)))  # elements are bytes
         code = self._encode(
-            x.data_ptr(), input_scale.data_ptr(), low.data_ptr(), high.data_ptr(), *places, tokens, groups,
-            k // nvfp4.BLOCK, bf16,
-        )  # fmt: skip
+            x.data_ptr(),
+            input_scale.data_ptr(),
+            low.data_ptr(),
+            high.data_ptr(),
+            *places,
+            tokens,
+            groups,
+            k // nvfp4.BLOCK,
+            bf16,
+        )
         build.check(code, "encode")
 
     def scale(self, raw: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:

@@ -47,9 +47,16 @@ def start(parts: Parts) -> Callable[..., None]:
     """Return the op that begins a pass: the index lists, then embeddings and angles."""
 
     def run(
-        given: Plan, numbers: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor,
-        freqs: torch.Tensor, copies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    ) -> None:  # fmt: skip
+        given: Plan,
+        numbers: torch.Tensor,
+        lists: torch.Tensor,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        freqs: torch.Tensor,
+        copies: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
         """Write all outputs of plan(given, numbers, lists) and of embed, at the positions that the first writes."""
         parts.plan(given, numbers, lists)
         parts.embed(tokens, weight, given.views(numbers, lists).position, freqs, copies, cos, sin)
@@ -61,9 +68,13 @@ def mhc_post_sum(parts: Parts) -> Callable[..., None]:
     """Return the op that writes a sublayer's output which comes as two addends."""
 
     def run(
-        first: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        copies: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Do as mhc_post with y = first + second, an fp32 sum that is rounded once, to the dtype of copies.
 
         first, second: fp32 or bf16 (N, d). ValueError as mhc_post.
@@ -77,9 +88,7 @@ def mhc_post_sum(parts: Parts) -> Callable[..., None]:
 def two_linears(parts: Parts) -> Callable[..., None]:
     """Return the op that multiplies one input by two matrices."""
 
-    def run(
-        x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor
-    ) -> None:  # fmt: skip
+    def run(x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor) -> None:
         """Do linear(x, first, first_out) and linear(x, second, second_out). ValueError as linear."""
         parts.linear(x, first, first_out)
         parts.linear(x, second, second_out)
@@ -92,7 +101,7 @@ def norm_linears(parts: Parts) -> Callable[..., None]:
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear], outs: Sequence[torch.Tensor]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Do rms_norm(x, weight, eps, normed), of the dtype of x, and linear(normed, matrices[i], outs[i]) for each i.
         ValueError: another number of outs, or as these.
         """
@@ -121,10 +130,21 @@ def mhc_site(parts: Parts) -> Callable[..., None]:
     """
 
     def run(
-        y: torch.Tensor, second: torch.Tensor | None, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-        fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cfg: Config,
-        new_copies: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
-    ) -> None:  # fmt: skip
+        y: torch.Tensor,
+        second: torch.Tensor | None,
+        copies: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        fn: torch.Tensor,
+        base: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        cfg: Config,
+        new_copies: torch.Tensor,
+        out: torch.Tensor,
+        new_post: torch.Tensor,
+        new_comb: torch.Tensor,
+    ) -> None:
         """Write new_copies (N, n, d) as mhc_post of y, or where there is a second addend, as mhc_post_sum of both; then
         new_post and new_comb as mhc_pre of these, and out (N, d), what mhc_pre mixes, normed with weight (d,).
         """
@@ -143,9 +163,13 @@ def norm_rotate(parts: Parts) -> Callable[..., None]:
     """Return the op that norms vectors and rotates them."""
 
     def run(
-        x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write x, normed and rotated, to out. x, out: (N, ..., D), of the dtypes that rms_norm and rotate take."""
         parts.rms_norm(x, weight, eps, out)
         parts.rotate(out, cos, sin, out)
@@ -157,9 +181,14 @@ def write_key(parts: Parts) -> Callable[..., None]:
     """Return the op that norms keys, rotates them and writes them to the pages."""
 
     def run(
-        x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor, pages: Pages,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pages: Pages,
         index: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write row i of x (N, D), normed and rotated, to row index[i] of the pages. index: int64 (N,)."""
         key = torch.empty_like(x)
         parts.rms_norm(x, weight, eps, key)
@@ -173,10 +202,22 @@ def write_entry(parts: Parts) -> Callable[..., None]:
     """Return the op that stores tokens in a compressor's ring, and writes the entries that they complete."""
 
     def run(
-        projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
-        sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
-        eps: float, dtype: torch.dtype, pages: Pages, index: torch.Tensor, hadamard: bool = False,
-    ) -> None:  # fmt: skip
+        projected: torch.Tensor,
+        ape: torch.Tensor,
+        norm_weight: torch.Tensor,
+        position: torch.Tensor,
+        sequence: torch.Tensor,
+        tail: torch.Tensor,
+        emit: torch.Tensor,
+        ratio: int,
+        overlap: bool,
+        freqs: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        pages: Pages,
+        index: torch.Tensor,
+        hadamard: bool = False,
+    ) -> None:
         """Write the entry that ends at token emit[i] to row index[i] of the pages. index: int64 (Em,); hadamard: as
         write; the others as compress. A token of `emit` that ends no window may write to its row, or not.
         """
@@ -228,9 +269,15 @@ def choose(parts: Parts) -> Callable[..., None]:
     """Return the op that scores the entries that queries see, and finds the places of the best."""
 
     def run(
-        q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, visible: torch.Tensor,
-        entries: int, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        keys: Pages,
+        table: torch.Tensor,
+        visible: torch.Tensor,
+        entries: int,
+        out: torch.Tensor,
+    ) -> None:
         """Write the places of the k best of the first visible[b, s] entries, in any order, then -1 where fewer.
 
         q, weights, scale, keys, table, entries: as index_scores, scale above 0; visible: as select; out: int32
@@ -249,9 +296,18 @@ def fmha_rotate(parts: Parts) -> Callable[..., None]:
     """Return the op that attends, and rotates back what it returns: keys, which are values too, are rotated."""
 
     def run(
-        q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None, index: torch.Tensor | None,
-        sink: torch.Tensor, scale: float, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        q: torch.Tensor,
+        window: Pages,
+        window_index: torch.Tensor,
+        cache: Pages | None,
+        index: torch.Tensor | None,
+        sink: torch.Tensor,
+        scale: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         """Write out (N, S, H, D), rounded, then rotated back by angles cos, sin (N, r / 2), and lse. Else as fmha."""
         parts.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
         parts.rotate(out, cos, sin, out, inverse=True)
@@ -263,9 +319,16 @@ def all_experts(parts: Parts) -> Callable[..., None]:
     """Return the op that adds up the routed experts and the one of every token."""
 
     def run(
-        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: Linear, w2: Linear, shared_w13: Linear,
-        shared_w2: Linear, limit: float, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: Linear,
+        w2: Linear,
+        shared_w13: Linear,
+        shared_w2: Linear,
+        limit: float,
+        out: torch.Tensor,
+    ) -> None:
         """Write the fp32 sum of what experts(x, ids, weights, w13, w2, limit, ...) and shared(x, shared_w13, shared_w2,
         limit, ...) write, rounded once, to out, fp32 or bf16 (N, d). ValueError as these.
         """

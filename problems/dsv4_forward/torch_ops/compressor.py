@@ -12,10 +12,20 @@ from problems.dsv4_forward.torch_ops import norm, rope
 
 
 def compress(
-    projected: torch.Tensor, ape: torch.Tensor, norm_weight: torch.Tensor, position: torch.Tensor,
-    sequence: torch.Tensor, tail: torch.Tensor, emit: torch.Tensor, ratio: int, overlap: bool, freqs: torch.Tensor,
-    eps: float, dtype: torch.dtype, out: torch.Tensor,
-) -> None:  # fmt: skip
+    projected: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    position: torch.Tensor,
+    sequence: torch.Tensor,
+    tail: torch.Tensor,
+    emit: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    freqs: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
     """Write N tokens to the ring `tail`, then the entries of the windows that end at the tokens `emit` to `out`.
 
     projected: fp32 (N, 2 * coff * D), kv then gate, coff = 2 with overlap else 1; ape: fp32 (ratio, coff * D), added to
@@ -64,9 +74,14 @@ def _pool(tail: torch.Tensor, sequence: torch.Tensor, last: torch.Tensor, ratio:
 
 
 def _check(
-    projected: torch.Tensor, ape: torch.Tensor, tail: torch.Tensor, ratio: int, overlap: bool, dtype: torch.dtype,
+    projected: torch.Tensor,
+    ape: torch.Tensor,
+    tail: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    dtype: torch.dtype,
     out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     halves = 2 if overlap else 1
     wide = halves * out.shape[1]
     if projected.shape[1:] != (2 * wide,) or projected.dtype != torch.float32:

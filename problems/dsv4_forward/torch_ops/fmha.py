@@ -12,9 +12,16 @@ MASKED = torch.finfo(torch.float32).min  # score of a hole. Finite, so that a ro
 
 
 def fmha(
-    q: torch.Tensor, window: Pages, window_index: torch.Tensor, cache: Pages | None, index: torch.Tensor | None,
-    sink: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    window: Pages,
+    window_index: torch.Tensor,
+    cache: Pages | None,
+    index: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     """Write out = sum_j p_j c_j with p_j = exp(a_j) / (sum_j exp(a_j) + exp(sink)), a_j = scale * q . c_j, for every
     head.
 
@@ -51,9 +58,12 @@ def fmha(
 
 
 def _attend(
-    query: torch.Tensor, parts: list[tuple[Pages, torch.Tensor]], sink: torch.Tensor, out: torch.Tensor,
+    query: torch.Tensor,
+    parts: list[tuple[Pages, torch.Tensor]],
+    sink: torch.Tensor,
+    out: torch.Tensor,
     lse: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """query: fp32 (N, H, D), scaled; parts: pages and int32 (N, n); out: (N, H, D); lse: fp32 (N, H)."""
     entries, scores = [], []
     for pages, ids in parts:

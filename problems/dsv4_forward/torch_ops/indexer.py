@@ -14,9 +14,14 @@ LOWEST = -(2**63)
 
 
 def index_scores(
-    q: torch.Tensor, weights: torch.Tensor, scale: float, keys: Pages, table: torch.Tensor, entries: int,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    keys: Pages,
+    table: torch.Tensor,
+    entries: int,
     out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write out[b, s, i] = sum_h scale * weights[b, s, h] * relu(q[b, s, h] . key_i of row b), for i < entries.
 
     Products and sums are fp32.

@@ -10,9 +10,15 @@ from problems.dsv4_forward.weights.config import Config
 
 
 def pre(
-    copies: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, cfg: Config, out: torch.Tensor,
-    post: torch.Tensor, comb: torch.Tensor,
-) -> None:  # fmt: skip
+    copies: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    cfg: Config,
+    out: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+) -> None:
     """Mix the copies to the input of a sublayer, and compute with which weights `post` writes its output.
 
     copies: fp32 or bf16 (N, n, d). fn: fp32 ((2 + n) n, n d), base: fp32 ((2 + n) n,), scale: fp32 (3,); their rows are

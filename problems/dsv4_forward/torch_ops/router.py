@@ -20,9 +20,15 @@ def scores(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def route(
-    u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor | None,
-    tokens: torch.Tensor, cfg: Config, out_ids: torch.Tensor, out_weights: torch.Tensor,
-) -> None:  # fmt: skip
+    u: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor | None,
+    tokens: torch.Tensor,
+    cfg: Config,
+    out_ids: torch.Tensor,
+    out_weights: torch.Tensor,
+) -> None:
     """Write the K experts of each token, and weights that sum to routed_scaling_factor.
 
     u: fp32 or bf16 (N, d); weight: the same (E, d). Either bias: fp32 (E,), and the K best of score + bias are chosen,

@@ -17,9 +17,14 @@ def plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> None:
 
 
 def embed(
-    tokens: torch.Tensor, weight: torch.Tensor, position: torch.Tensor, freqs: torch.Tensor, copies: torch.Tensor,
-    cos: torch.Tensor, sin: torch.Tensor,
-) -> None:  # fmt: skip
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    position: torch.Tensor,
+    freqs: torch.Tensor,
+    copies: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
     """Write the tokens' embeddings to all copies, and the cosines and sines of their angles in each kind of layer.
 
     tokens, position: int64 (N,); weight: fp32 or bf16 (V, d); copies: fp32 or bf16 (N, n, d). freqs: fp32 (kinds,

@@ -112,9 +112,13 @@ class Config:
                 f"to {most} experts, got {layers} and {experts}"
             )
         return dataclasses.replace(
-            self, name=f"{self.name}-{layers}l{experts}e", n_routed_experts=experts, num_nextn_predict_layers=0,
-            compress_ratios=self.ratios[:layers], num_hash_layers=min(self.num_hash_layers, layers),
-        )  # fmt: skip
+            self,
+            name=f"{self.name}-{layers}l{experts}e",
+            n_routed_experts=experts,
+            num_nextn_predict_layers=0,
+            compress_ratios=self.ratios[:layers],
+            num_hash_layers=min(self.num_hash_layers, layers),
+        )
 
 
 _MAY_BE_0 = ("num_hash_layers", "num_nextn_predict_layers", "hc_eps", "rms_norm_eps")
@@ -160,31 +164,83 @@ def _is_number(value: object, kind: object) -> bool:
 
 
 FLASH = Config(
-    name="flash", vocab_size=129280, hidden_size=4096, num_attention_heads=64, head_dim=512, q_lora_rank=1024,
-    o_groups=8, o_lora_rank=1024, n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048,
-    num_hash_layers=3, compress_ratios=(SWA, SWA) + (CSA, HCA) * 20 + (CSA, SWA), index_n_heads=64, index_topk=512,
+    name="flash",
+    vocab_size=129280,
+    hidden_size=4096,
+    num_attention_heads=64,
+    head_dim=512,
+    q_lora_rank=1024,
+    o_groups=8,
+    o_lora_rank=1024,
+    n_routed_experts=256,
+    num_experts_per_tok=6,
+    moe_intermediate_size=2048,
+    num_hash_layers=3,
+    compress_ratios=(SWA, SWA) + (CSA, HCA) * 20 + (CSA, SWA),
+    index_n_heads=64,
+    index_topk=512,
     max_position_embeddings=1048576,
-)  # fmt: skip
+)
 PRO = Config(
-    name="pro", vocab_size=129280, hidden_size=7168, num_attention_heads=128, head_dim=512, q_lora_rank=1536,
-    o_groups=16, o_lora_rank=1024, n_routed_experts=384, num_experts_per_tok=6, moe_intermediate_size=3072,
-    num_hash_layers=3, compress_ratios=(HCA, HCA) + (CSA, HCA) * 29 + (CSA, SWA), index_n_heads=64, index_topk=1024,
-    max_position_embeddings=1048576, routed_scaling_factor=2.5,
-)  # fmt: skip
+    name="pro",
+    vocab_size=129280,
+    hidden_size=7168,
+    num_attention_heads=128,
+    head_dim=512,
+    q_lora_rank=1536,
+    o_groups=16,
+    o_lora_rank=1024,
+    n_routed_experts=384,
+    num_experts_per_tok=6,
+    moe_intermediate_size=3072,
+    num_hash_layers=3,
+    compress_ratios=(HCA, HCA) + (CSA, HCA) * 29 + (CSA, SWA),
+    index_n_heads=64,
+    index_topk=1024,
+    max_position_embeddings=1048576,
+    routed_scaling_factor=2.5,
+)
 # 32 index heads: with four, all ReLUs vanish together once in 16, scores tie at 0 and the selection depends on shapes.
 # YaRN from 256 tokens, top-k 16 and a clamp at 1, so that each of them acts within 300 tokens.
 TINY = Config(
-    name="tiny", vocab_size=512, hidden_size=256, num_attention_heads=4, head_dim=128, q_lora_rank=128,
-    o_groups=2, o_lora_rank=128, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-    num_hash_layers=2, compress_ratios=(SWA, HCA, CSA, HCA, CSA, SWA), index_n_heads=32, index_topk=16,
-    max_position_embeddings=4096, swiglu_limit=1.0, num_nextn_predict_layers=0, rope_original=256,
-)  # fmt: skip
+    name="tiny",
+    vocab_size=512,
+    hidden_size=256,
+    num_attention_heads=4,
+    head_dim=128,
+    q_lora_rank=128,
+    o_groups=2,
+    o_lora_rank=128,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    num_hash_layers=2,
+    compress_ratios=(SWA, HCA, CSA, HCA, CSA, SWA),
+    index_n_heads=32,
+    index_topk=16,
+    max_position_embeddings=4096,
+    swiglu_limit=1.0,
+    num_nextn_predict_layers=0,
+    rope_original=256,
+)
 TINY_K = Config(
-    name="tiny-k", vocab_size=1024, hidden_size=1024, num_attention_heads=16, head_dim=512, q_lora_rank=512,
-    o_groups=2, o_lora_rank=256, n_routed_experts=16, num_experts_per_tok=6, moe_intermediate_size=512,
-    num_hash_layers=2, compress_ratios=(SWA, HCA, CSA, HCA, CSA, SWA, SWA), index_n_heads=64, index_topk=32,
+    name="tiny-k",
+    vocab_size=1024,
+    hidden_size=1024,
+    num_attention_heads=16,
+    head_dim=512,
+    q_lora_rank=512,
+    o_groups=2,
+    o_lora_rank=256,
+    n_routed_experts=16,
+    num_experts_per_tok=6,
+    moe_intermediate_size=512,
+    num_hash_layers=2,
+    compress_ratios=(SWA, HCA, CSA, HCA, CSA, SWA, SWA),
+    index_n_heads=64,
+    index_topk=32,
     max_position_embeddings=8192,
-)  # fmt: skip
+)
 CONFIGS = {config.name: config for config in (FLASH, PRO, TINY, TINY_K)}
 
 

@@ -71,9 +71,7 @@ class LinearSpec:
         codes, scales = Spec((*rows, self.k // 2), torch.uint8), (*rows, self.k // FP4_GROUP[self.kind])
         if self.kind == "mxfp4":
             return {"weight": codes, "scale": Spec(scales, torch.uint8)}
-        return {
-            "weight": codes, "scale": Spec(scales, torch.float8_e4m3fn), "scale_2": scalar, "input_scale": scalar
-        }  # fmt: skip
+        return {"weight": codes, "scale": Spec(scales, torch.float8_e4m3fn), "scale_2": scalar, "input_scale": scalar}
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,7 @@ class Linear:
         return self.name or "Linear"
 
     def _tensors(self) -> dict[str, torch.Tensor | None]:
-        return {
-            "weight": self.weight, "scale": self.scale, "scale_2": self.scale_2, "input_scale": self.input_scale
-        }  # fmt: skip
+        return {"weight": self.weight, "scale": self.scale, "scale_2": self.scale_2, "input_scale": self.input_scale}
 
     def _wanted(self) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
         """Dtypes and shape of each tensor that the kind has, given the weight's shape."""

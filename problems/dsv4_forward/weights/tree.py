@@ -199,11 +199,16 @@ def assemble(cfg: Config, fmt: str, tensors: dict[str, torch.Tensor]) -> ModelWe
         raise ValueError(f"weights of {cfg.name} in {fmt}: " + "; ".join(faults))
     tree = _Tree(cfg, fmt, layout.units(cfg, fmt), tensors)
     return ModelWeights(
-        config=cfg, format=fmt, embed=tensors["embed.weight"],
+        config=cfg,
+        format=fmt,
+        embed=tensors["embed.weight"],
         layers=tuple(tree.block(f"layers.{layer}", ratio) for layer, ratio in enumerate(cfg.ratios)),
-        hc_head=tree.site("hc_head"), norm=tensors["norm.weight"], head=tensors["head.weight"],
-        mtp=tree.prediction("mtp.0") if cfg.num_nextn_predict_layers else None, tensors=dict(tensors),
-    )  # fmt: skip
+        hc_head=tree.site("hc_head"),
+        norm=tensors["norm.weight"],
+        head=tensors["head.weight"],
+        mtp=tree.prediction("mtp.0") if cfg.num_nextn_predict_layers else None,
+        tensors=dict(tensors),
+    )
 
 
 def _faults(specs: dict[str, layout.Spec], tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -217,9 +222,12 @@ def _faults(specs: dict[str, layout.Spec], tensors: dict[str, torch.Tensor]) -> 
 
 
 def random(
-    cfg: Config, fmt: str, seed: int, device: str | torch.device = "cpu",
+    cfg: Config,
+    fmt: str,
+    seed: int,
+    device: str | torch.device = "cpu",
     tensors: dict[str, torch.Tensor] | None = None,
-) -> ModelWeights:  # fmt: skip
+) -> ModelWeights:
     """Make random weights (random_weights.py says which), in `tensors` of the layout if given, else in new memory.
 
     A seed gives the same bits on the same kind of device, and the same matrices before rounding in every format.
@@ -230,9 +238,12 @@ def random(
 
 
 def quick(
-    cfg: Config, fmt: str, seed: int, device: str | torch.device = "cpu",
+    cfg: Config,
+    fmt: str,
+    seed: int,
+    device: str | torch.device = "cpu",
     tensors: dict[str, torch.Tensor] | None = None,
-) -> ModelWeights:  # fmt: skip
+) -> ModelWeights:
     """Make random weights at memory speed (quick_weights.py says which), in `tensors` if given, else in new memory.
 
     A seed gives the same bits on every device, and another model in every format.

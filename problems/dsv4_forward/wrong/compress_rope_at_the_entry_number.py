@@ -6,9 +6,7 @@ from problems.dsv4_forward.torch_ops import compressor
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def compress(
-    projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype, out
-):  # fmt: skip
+def compress(projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype, out):
     compressor.compress(
         projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs / ratio, eps, dtype, out
     )

@@ -9,9 +9,22 @@ TARGETS = ("cpu", "sm90", "sm100")
 
 
 def write_entry(
-    projected, ape, norm_weight, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype, pages, index,
+    projected,
+    ape,
+    norm_weight,
+    position,
+    sequence,
+    tail,
+    emit,
+    ratio,
+    overlap,
+    freqs,
+    eps,
+    dtype,
+    pages,
+    index,
     hadamard=False,
-):  # fmt: skip
+):
     out, ones = torch.empty(len(emit), pages.width, dtype=dtype, device=projected.device), torch.ones_like(norm_weight)
     compressor.compress(projected, ape, ones, position, sequence, tail, emit, ratio, overlap, freqs, eps, dtype, out)
     if len(emit):

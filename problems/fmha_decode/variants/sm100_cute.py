@@ -67,9 +67,11 @@ def check_budgets() -> None:
     registers = SOFTMAX_THREADS * SOFTMAX_REGISTERS + GATHER_THREADS * GATHER_REGISTERS + 128 * MMA_REGISTERS
     smem = 16 * (BLOCK_N * PIECES + HEADS * PIECES + BLOCK_N * 8) + 4 * HEADS * 6 + 1024
     for what, used, most in (
-        ("registers", registers, 65536), ("bytes of shared memory", smem, 227 * 1024),
-        ("columns of tensor memory", S_COLUMN + HEADS, TMEM_COLUMNS), ("rows of a product", BLOCK_N, 128),
-    ):  # fmt: skip
+        ("registers", registers, 65536),
+        ("bytes of shared memory", smem, 227 * 1024),
+        ("columns of tensor memory", S_COLUMN + HEADS, TMEM_COLUMNS),
+        ("rows of a product", BLOCK_N, 128),
+    ):
         if used > most:
             raise ValueError(f"a CTA may have {most} {what}, got {used}")
     if HEADS % 16 or HEADS % COLUMNS or TMEM_COLUMNS & (TMEM_COLUMNS - 1):
@@ -562,9 +564,16 @@ def softmax(span: Span, shared: Shared, tmem: cute.Pointer, thread: Int32) -> No
 
 @cute.jit
 def finish(
-    shared: Shared, sink: cute.Tensor, lse: cute.Tensor, stats: cute.Tensor, head: Int32, query: Int32, share: Int32,
-    thread: Int32, split: cutlass.Constexpr,
-) -> None:  # fmt: skip
+    shared: Shared,
+    sink: cute.Tensor,
+    lse: cute.Tensor,
+    stats: cute.Tensor,
+    head: Int32,
+    query: Int32,
+    share: Int32,
+    thread: Int32,
+    split: cutlass.Constexpr,
+) -> None:
     """The factor of each head's O^T into shared.factor, and lse, or the share's stats."""
     if thread < HEADS:
         total = Float32(0.0)
@@ -588,9 +597,17 @@ def finish(
 
 @cute.jit
 def write_out(
-    shared: Shared, tmem: cute.Pointer, out: cute.Tensor, partial: cute.Tensor, head: Int32, query: Int32, share: Int32,
-    any_tile, thread: Int32, split: cutlass.Constexpr,
-) -> None:  # fmt: skip
+    shared: Shared,
+    tmem: cute.Pointer,
+    out: cute.Tensor,
+    partial: cute.Tensor,
+    head: Int32,
+    query: Int32,
+    share: Int32,
+    any_tile,
+    thread: Int32,
+    split: cutlass.Constexpr,
+) -> None:
     """O^T of this thread's dims, one of each of two chunks, times the heads' factors, into out or partial.
 
     thread: 0 to 255. any_tile: whether there is an O^T; out is 0 without.
@@ -672,14 +689,15 @@ def attend(
     barriers = memory.allocate_array(Int64, sum(count for _, count, _ in BARRIERS))
     tmem_at = memory.allocate_array(Int32, 1)
     shared = Shared(
-        smem_k, smem_p,
+        smem_k,
+        smem_p,
         memory.allocate_tensor(Float32, cute.make_layout(HEADS), byte_alignment=16),
         memory.allocate_tensor(Float32, cute.make_layout(HEADS), byte_alignment=16),
         memory.allocate_tensor(Float32, cute.make_layout((HEADS, 4)), byte_alignment=16),
         memory.allocate_tensor(Int32, cute.make_layout((4, 2)), byte_alignment=16),
         memory.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16),
         barriers,
-    )  # fmt: skip
+    )
 
     batch = Uint32(query) // Uint32(queries)
     in_window = cutlass.min(cutlass.max(window_length[batch], 0), window_index.shape[0])
@@ -721,9 +739,11 @@ def attend(
     else:
         cute.arch.setmaxregister_increase(GATHER_REGISTERS)
         gatherer = Gatherer(
-            (window.toint(), window_shift, window_stride), (compressed.toint(), compressed_shift, compressed_stride),
-            (thread - SOFTMAX_THREADS) // 4, thread % 4,
-        )  # fmt: skip
+            (window.toint(), window_shift, window_stride),
+            (compressed.toint(), compressed_shift, compressed_stride),
+            (thread - SOFTMAX_THREADS) // 4,
+            thread % 4,
+        )
         gather(gatherer, span, shared)
         cute.arch.barrier(barrier_id=OUT_READY, number_of_threads=SOFTMAX_THREADS + GATHER_THREADS)
         if last > first:
@@ -858,30 +878,62 @@ def launch(
         ),
     )
     tma_q, tma_rows = cute.nvgpu.make_tiled_tma_atom_B(
-        cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE), query_rows,
-        cute.select(layout_of("q"), mode=[0, 1, 2]), SCORE_TILE, score_mma(),
-    )  # fmt: skip
+        cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE),
+        query_rows,
+        cute.select(layout_of("q"), mode=[0, 1, 2]),
+        SCORE_TILE,
+        score_mma(),
+    )
     attend(
-        tma_q, tma_rows, window, window_list, window_lengths, compressed, compressed_list, compressed_lengths, sinks,
-        rows_of(out, HEAD_DIM // 2, heads, rows), sums, rows_of(partial, HEAD_DIM, heads, shares, rows), share_stats,
-        window_shift, window_stride, compressed_shift, compressed_stride, queries, split,
+        tma_q,
+        tma_rows,
+        window,
+        window_list,
+        window_lengths,
+        compressed,
+        compressed_list,
+        compressed_lengths,
+        sinks,
+        rows_of(out, HEAD_DIM // 2, heads, rows),
+        sums,
+        rows_of(partial, HEAD_DIM, heads, shares, rows),
+        share_stats,
+        window_shift,
+        window_stride,
+        compressed_shift,
+        compressed_stride,
+        queries,
+        split,
     ).launch(  # setmaxnreg counts only if a multiprocessor is known to have one CTA
         grid=(cute.ceil_div(heads, HEADS), shares, rows), block=(NUM_THREADS, 1, 1), min_blocks_per_mp=1
-    )  # fmt: skip
+    )
     if cutlass.const_expr(split):
         combine(
-            rows_of(partial, 4, HEAD_DIM // 4, heads, shares, rows), share_stats, sinks,
-            rows_of(out, 2, COMBINE_THREADS, heads, rows), sums,
+            rows_of(partial, 4, HEAD_DIM // 4, heads, shares, rows),
+            share_stats,
+            sinks,
+            rows_of(out, 2, COMBINE_THREADS, heads, rows),
+            sums,
         ).launch(  # without the last argument ptxas spares registers and has two loads under way, not COMBINE_BATCH
             grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True, min_blocks_per_mp=1
-        )  # fmt: skip
+        )
 
 
 # Of the pointer arguments of `launch`: dtype, alignment in bytes.
 VIEWS = (
-    (BFloat16, 16), (Uint8, 16), (Int32, 4), (Int32, 4), (Uint8, 16), (Int32, 4), (Int32, 4), (Float32, 4),
-    (Int32, 16), (Float32, 4), (Float32, 16), (Float32, 8),
-)  # fmt: skip
+    (BFloat16, 16),
+    (Uint8, 16),
+    (Int32, 4),
+    (Int32, 4),
+    (Uint8, 16),
+    (Int32, 4),
+    (Int32, 4),
+    (Float32, 4),
+    (Int32, 16),
+    (Float32, 4),
+    (Float32, 16),
+    (Float32, 8),
+)
 
 
 @functools.cache
@@ -935,14 +987,31 @@ def custom_kernel(data: input_t) -> output_t:
     summed = rows * shares * heads if shares > 1 else 0
     workspace = torch.empty(summed * (HEAD_DIM + 2), dtype=torch.float32, device=data.q.device)
     tensors = (
-        data.q, data.window, data.window_index, data.window_length, data.compressed, data.compressed_index,
-        data.compressed_length, data.sink, data.out, data.lse, workspace,
-    )  # fmt: skip
+        data.q,
+        data.window,
+        data.window_index,
+        data.window_length,
+        data.compressed,
+        data.compressed_index,
+        data.compressed_length,
+        data.sink,
+        data.out,
+        data.lse,
+        workspace,
+    )
     addresses = [t.data_ptr() for t in tensors]
     strides = data.window.shape[1], data.compressed.shape[1]
     compiled(shares > 1)(
         *pointers(VIEWS, [*addresses, addresses[-1] + 4 * HEAD_DIM * summed]),
-        batch, queries, heads, window, compressed,
-        window_page.bit_length() - 1, strides[0], compressed_page.bit_length() - 1, strides[1], shares,
-    )  # fmt: skip
+        batch,
+        queries,
+        heads,
+        window,
+        compressed,
+        window_page.bit_length() - 1,
+        strides[0],
+        compressed_page.bit_length() - 1,
+        strides[1],
+        shares,
+    )
     return data.out, data.lse

@@ -104,9 +104,13 @@ def swizzled(memory: cute.Tensor, *shape: int) -> cute.Tensor:
 def score_mma() -> cute.TiledMma:
     """64 heads x 64 entries x 16 columns, half of the entries a warpgroup."""
     op = warpgroup.MmaF16BF16Op(
-        BFloat16, Float32, (BLOCK_M, BLOCK_N // 2, 16),
-        warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K,
-    )  # fmt: skip
+        BFloat16,
+        Float32,
+        (BLOCK_M, BLOCK_N // 2, 16),
+        warpgroup.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 2, 1))
 
 
@@ -115,9 +119,13 @@ def value_mma() -> cute.TiledMma:
     not the summed index that is contiguous in them.
     """
     op = warpgroup.MmaF16BF16Op(
-        BFloat16, Float32, (BLOCK_M, HEAD_DIM // 2, 16),
-        warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN,
-    )  # fmt: skip
+        BFloat16,
+        Float32,
+        (BLOCK_M, HEAD_DIM // 2, 16),
+        warpgroup.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+    )
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 2, 1))
 
 
@@ -262,9 +270,14 @@ def row_tops(place: Place, s: cute.Tensor, bias: cute.Tensor, tops: cute.Tensor)
 
 
 def softmax(
-    place: Place, s: cute.Tensor, shared_tops: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
-    shrink: cute.Tensor, smem_p: cute.Tensor,
-) -> None:  # fmt: skip
+    place: Place,
+    s: cute.Tensor,
+    shared_tops: cute.Tensor,
+    reference: cute.Tensor,
+    total: cute.Tensor,
+    shrink: cute.Tensor,
+    smem_p: cute.Tensor,
+) -> None:
     """Writes 2^(EXPONENT (s - reference)) as bf16 into the tile smem_p and adds it to `total`.
 
     The reference moves to the row's largest score only when that has passed it by SLACK: then `shrink` is what
@@ -380,10 +393,17 @@ def attend(
     tiles = cute.ceil_div(seen, BLOCK_N)
     first, last = (Int32(Uint32(i * tiles) // Uint32(shares)) for i in (share, share + 1))
     reader = Reader(
-        window_index, compressed_index,
-        (window.toint(), window_shift, window_stride), (compressed.toint(), compressed_shift, compressed_stride),
-        query, in_window, seen, last, thread // 4, thread % 4,
-    )  # fmt: skip
+        window_index,
+        compressed_index,
+        (window.toint(), window_shift, window_stride),
+        (compressed.toint(), compressed_shift, compressed_stride),
+        query,
+        in_window,
+        seen,
+        last,
+        thread // 4,
+        thread % 4,
+    )
 
     # The first tile goes to stage 0, the second waits in registers, of the third the indices are on their way.
     raw = cute.make_rmem_tensor((4, LOADS), Int32)
@@ -550,23 +570,50 @@ def launch(
     of_share = (1, 2, 2 * shares, 2 * shares * Int64(heads))
     share_stats = cute.make_tensor(stats, cute.make_layout((2, shares, heads, rows), stride=of_share))
     attend(
-        row_tensor(q, 4, CHUNKS, heads, rows), window, window_list, window_lengths, compressed, compressed_list,
-        compressed_lengths, sinks, row_tensor(out, 4, CHUNKS, heads, rows), sums,
-        share_tensor(partial, 2, heads, shares, rows), share_stats,
-        window_shift, window_stride, compressed_shift, compressed_stride, queries, split,
-    ).launch(grid=(cute.ceil_div(heads, BLOCK_M), shares, rows), block=(NUM_THREADS, 1, 1))  # fmt: skip
+        row_tensor(q, 4, CHUNKS, heads, rows),
+        window,
+        window_list,
+        window_lengths,
+        compressed,
+        compressed_list,
+        compressed_lengths,
+        sinks,
+        row_tensor(out, 4, CHUNKS, heads, rows),
+        sums,
+        share_tensor(partial, 2, heads, shares, rows),
+        share_stats,
+        window_shift,
+        window_stride,
+        compressed_shift,
+        compressed_stride,
+        queries,
+        split,
+    ).launch(grid=(cute.ceil_div(heads, BLOCK_M), shares, rows), block=(NUM_THREADS, 1, 1))
     if cutlass.const_expr(split):
         combine(
-            share_tensor(partial, 4, heads, shares, rows), share_stats, sinks,
-            row_tensor(out, 2, COMBINE_THREADS, heads, rows), sums,
-        ).launch(grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True)  # fmt: skip
+            share_tensor(partial, 4, heads, shares, rows),
+            share_stats,
+            sinks,
+            row_tensor(out, 2, COMBINE_THREADS, heads, rows),
+            sums,
+        ).launch(grid=(heads, rows, 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True)
 
 
 # Of the pointer arguments of `launch`: dtype, alignment in bytes.
 VIEWS = (
-    (Int32, 16), (Uint8, 16), (Int32, 4), (Int32, 4), (Uint8, 16), (Int32, 4), (Int32, 4), (Float32, 4),
-    (Int32, 16), (Float32, 4), (Float32, 16), (Float32, 8),
-)  # fmt: skip
+    (Int32, 16),
+    (Uint8, 16),
+    (Int32, 4),
+    (Int32, 4),
+    (Uint8, 16),
+    (Int32, 4),
+    (Int32, 4),
+    (Float32, 4),
+    (Int32, 16),
+    (Float32, 4),
+    (Float32, 16),
+    (Float32, 8),
+)
 
 
 @functools.cache
@@ -617,14 +664,31 @@ def custom_kernel(data: input_t) -> output_t:
     summed = rows * shares * heads if shares > 1 else 0
     workspace = torch.empty(summed * (HEAD_DIM + 2), dtype=torch.float32, device=data.q.device)
     tensors = (
-        data.q, data.window, data.window_index, data.window_length, data.compressed, data.compressed_index,
-        data.compressed_length, data.sink, data.out, data.lse, workspace,
-    )  # fmt: skip
+        data.q,
+        data.window,
+        data.window_index,
+        data.window_length,
+        data.compressed,
+        data.compressed_index,
+        data.compressed_length,
+        data.sink,
+        data.out,
+        data.lse,
+        workspace,
+    )
     addresses = [t.data_ptr() for t in tensors]
     strides = data.window.shape[1], data.compressed.shape[1]
     compiled(shares > 1)(
         *pointers(VIEWS, [*addresses, addresses[-1] + 4 * HEAD_DIM * summed]),
-        batch, queries, heads, window, compressed,
-        window_page.bit_length() - 1, strides[0], compressed_page.bit_length() - 1, strides[1], shares,
-    )  # fmt: skip
+        batch,
+        queries,
+        heads,
+        window,
+        compressed,
+        window_page.bit_length() - 1,
+        strides[0],
+        compressed_page.bit_length() - 1,
+        strides[1],
+        shares,
+    )
     return data.out, data.lse

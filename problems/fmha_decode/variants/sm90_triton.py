@@ -49,9 +49,20 @@ def _values(pages, entry, counts, P: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, acc, top, total, pages, index, length, first, last,
-    P: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr, SCALE2: tl.constexpr,
-):  # fmt: skip
+    q,
+    acc,
+    top,
+    total,
+    pages,
+    index,
+    length,
+    first,
+    last,
+    P: tl.constexpr,
+    STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    SCALE2: tl.constexpr,
+):
     """Steps `first` to `last` over one list. top: (H,), maximum so far in base 2; total and acc: relative to it."""
     for step in range(first, last):
         place = step * N + tl.arange(0, N)
@@ -72,11 +83,29 @@ def _attend(
 
 @triton.jit
 def _splits(
-    q, window, window_index, window_length, compressed, compressed_index, compressed_length, accs, tops, totals,
-    S, H, NW, NC, SPLITS,
-    PW: tl.constexpr, STRIDE_W: tl.constexpr, PC: tl.constexpr, STRIDE_C: tl.constexpr, HEADS: tl.constexpr,
-    N: tl.constexpr, SCALE2: tl.constexpr,
-):  # fmt: skip
+    q,
+    window,
+    window_index,
+    window_length,
+    compressed,
+    compressed_index,
+    compressed_length,
+    accs,
+    tops,
+    totals,
+    S,
+    H,
+    NW,
+    NC,
+    SPLITS,
+    PW: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PC: tl.constexpr,
+    STRIDE_C: tl.constexpr,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    SCALE2: tl.constexpr,
+):
     """Program (row, block of heads, split). accs: fp32 (rows, SPLITS, H, 512); tops, totals: fp32 (rows, SPLITS, H)."""
     row = tl.program_id(0)
     split = tl.program_id(2)
@@ -157,10 +186,14 @@ def plan(sizes: Sizes) -> tuple[int, dict, dict]:
     steps = triton.cdiv(sizes.window, ENTRIES) + triton.cdiv(sizes.compressed, ENTRIES)
     splits = max(1, min(FULL // programs, steps))
     attend = {
-        "PW": sizes.page_window, "STRIDE_W": kv_pages.page_bytes(sizes.page_window, NOPE, ROPE),
-        "PC": sizes.page_compressed, "STRIDE_C": kv_pages.page_bytes(sizes.page_compressed, NOPE, ROPE),
-        "HEADS": HEADS, "N": ENTRIES, "SCALE2": SCALE * LOG2E.value,
-    }  # fmt: skip
+        "PW": sizes.page_window,
+        "STRIDE_W": kv_pages.page_bytes(sizes.page_window, NOPE, ROPE),
+        "PC": sizes.page_compressed,
+        "STRIDE_C": kv_pages.page_bytes(sizes.page_compressed, NOPE, ROPE),
+        "HEADS": HEADS,
+        "N": ENTRIES,
+        "SCALE2": SCALE * LOG2E.value,
+    }
     return splits, attend, {"PADDED": triton.next_power_of_2(splits)}
 
 
@@ -172,13 +205,25 @@ def custom_kernel(data: input_t) -> output_t:
     accs = data.lse.new_empty(rows, splits, heads, HEAD_DIM)
     tops, totals = (data.lse.new_empty(rows, splits, heads) for _ in range(2))
     _splits[rows, triton.cdiv(heads, HEADS), splits](
-        data.q, data.window, data.window_index, data.window_length, data.compressed, data.compressed_index,
-        data.compressed_length, accs, tops, totals, sizes.queries, heads, sizes.window, sizes.compressed, splits,
-        **attend, num_warps=WARPS,
-    )  # fmt: skip
-    _combine[rows, heads](
-        accs, tops, totals, data.sink, data.out, data.lse, heads, splits, **combine, num_warps=WARPS
-    )  # fmt: skip
+        data.q,
+        data.window,
+        data.window_index,
+        data.window_length,
+        data.compressed,
+        data.compressed_index,
+        data.compressed_length,
+        accs,
+        tops,
+        totals,
+        sizes.queries,
+        heads,
+        sizes.window,
+        sizes.compressed,
+        splits,
+        **attend,
+        num_warps=WARPS,
+    )
+    _combine[rows, heads](accs, tops, totals, data.sink, data.out, data.lse, heads, splits, **combine, num_warps=WARPS)
     return data.out, data.lse
 
 
@@ -197,10 +242,17 @@ def compile_for(target: str) -> list[build.Artefact]:
 def _cubin(kernel: object, constant: dict, target: str) -> build.Artefact:
     """Compile one kernel with these constants."""
     types = {
-        "q": "*bf16", "window": "*u8", "compressed": "*u8", "out": "*bf16",
-        "window_index": "*i32", "window_length": "*i32", "compressed_index": "*i32", "compressed_length": "*i32",
-        **dict.fromkeys(("S", "H", "NW", "NC", "SPLITS"), "i32"), **dict.fromkeys(constant, "constexpr"),
-    }  # fmt: skip
+        "q": "*bf16",
+        "window": "*u8",
+        "compressed": "*u8",
+        "out": "*bf16",
+        "window_index": "*i32",
+        "window_length": "*i32",
+        "compressed_index": "*i32",
+        "compressed_length": "*i32",
+        **dict.fromkeys(("S", "H", "NW", "NC", "SPLITS"), "i32"),
+        **dict.fromkeys(constant, "constexpr"),
+    }
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
     constexprs = {(i,): constant[name] for i, name in enumerate(kernel.arg_names) if name in constant}
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]

@@ -156,7 +156,7 @@ def _address(name: str, angles: torch.Tensor | None, sizes: Sizes) -> int:
 
 def _attend(
     data: input_t, sizes: Sizes, launch: Launch, turn: tuple[int | None, int | None] = (None, None)
-) -> output_t:  # fmt: skip
+) -> output_t:
     """custom_kernel by launch, which is right for any number of heads. turn: addresses of angles, or None."""
     rows = sizes.batch * sizes.queries * sizes.heads
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
@@ -164,27 +164,47 @@ def _attend(
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
     run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 13)
     code = run(
-        *(t.data_ptr() for t in data), *turn, partial.data_ptr(), stats.data_ptr(),
-        sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
-        sizes.page_window.bit_length() - 1, data.window.shape[1],
-        sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
-        launch.splits, launch.entries, launch.alike, early.allowed(),
-    )  # fmt: skip
+        *(t.data_ptr() for t in data),
+        *turn,
+        partial.data_ptr(),
+        stats.data_ptr(),
+        sizes.batch,
+        sizes.queries,
+        sizes.heads,
+        sizes.window,
+        sizes.compressed,
+        sizes.page_window.bit_length() - 1,
+        data.window.shape[1],
+        sizes.page_compressed.bit_length() - 1,
+        data.compressed.shape[1],
+        launch.splits,
+        launch.entries,
+        launch.alike,
+        early.allowed(),
+    )
     build.check(code, "launch")
     return data.out, data.lse
 
 
 def _attend_few_heads(
     data: input_t, sizes: Sizes, launch: FewHeads, turn: tuple[int | None, int | None] = (None, None)
-) -> output_t:  # fmt: skip
+) -> output_t:
     """custom_kernel by launch_few_heads, which is right for any number of heads. turn: addresses of angles, or None."""
     run = build.cuda(SOURCE, "sm90").function("launch_few_heads", *[c_void_p] * 12, *[c_int] * 11)
     code = run(
-        *(t.data_ptr() for t in data), *turn,
-        sizes.batch, sizes.queries, sizes.heads, sizes.window, sizes.compressed,
-        sizes.page_window.bit_length() - 1, data.window.shape[1],
-        sizes.page_compressed.bit_length() - 1, data.compressed.shape[1],
-        launch.blocks, early.allowed(),
-    )  # fmt: skip
+        *(t.data_ptr() for t in data),
+        *turn,
+        sizes.batch,
+        sizes.queries,
+        sizes.heads,
+        sizes.window,
+        sizes.compressed,
+        sizes.page_window.bit_length() - 1,
+        data.window.shape[1],
+        sizes.page_compressed.bit_length() - 1,
+        data.compressed.shape[1],
+        launch.blocks,
+        early.allowed(),
+    )
     build.check(code, "launch")
     return data.out, data.lse

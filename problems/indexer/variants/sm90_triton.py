@@ -25,9 +25,22 @@ WARPS = 4
 
 @triton.jit
 def _score(
-    q, weights, keys, table, visible, scores, S, H, BLOCKS, N,
-    P: tl.constexpr, STRIDE: tl.constexpr, FP8: tl.constexpr, HEADS: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+    q,
+    weights,
+    keys,
+    table,
+    visible,
+    scores,
+    S,
+    H,
+    BLOCKS,
+    N,
+    P: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FP8: tl.constexpr,
+    HEADS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
     """Program (block of entries, row). scores: int32 (rows, N), ordered as unsigned numbers."""
     row = tl.program_id(1).to(tl.int64)
     seen = tl.load(visible + row)
@@ -124,8 +137,12 @@ def _constants(sizes: Sizes) -> tuple[dict, dict, dict]:
     """Compile-time arguments of the three kernels."""
     stride = index_pages.page_bytes(sizes.per_page, sizes.kind)
     score = {
-        "P": sizes.per_page, "STRIDE": stride, "FP8": sizes.kind == "fp8", "HEADS": sizes.heads, "ENTRIES": ENTRIES,
-    }  # fmt: skip
+        "P": sizes.per_page,
+        "STRIDE": stride,
+        "FP8": sizes.kind == "fp8",
+        "HEADS": sizes.heads,
+        "ENTRIES": ENTRIES,
+    }
     return score, {"CHUNK": CHUNK}, {"P": sizes.per_page, "CHUNK": CHUNK}
 
 
@@ -137,14 +154,34 @@ def custom_kernel(data: input_t) -> output_t:
     scores = data.out.new_empty(rows, n)
     last, quota = data.out.new_empty(rows), data.out.new_empty(rows)
     _score[triton.cdiv(n, ENTRIES), rows](
-        data.q, data.weights, data.keys, data.table, data.visible, scores, sizes.queries, sizes.heads, sizes.blocks, n,
-        **score, num_warps=WARPS,
-    )  # fmt: skip
+        data.q,
+        data.weights,
+        data.keys,
+        data.table,
+        data.visible,
+        scores,
+        sizes.queries,
+        sizes.heads,
+        sizes.blocks,
+        n,
+        **score,
+        num_warps=WARPS,
+    )
     _search[(rows,)](scores, data.visible, last, quota, n, sizes.topk, **search, num_warps=WARPS)
     _write[(rows,)](
-        scores, data.visible, data.table, last, quota, data.out, sizes.queries, sizes.blocks, n, sizes.topk, **write,
+        scores,
+        data.visible,
+        data.table,
+        last,
+        quota,
+        data.out,
+        sizes.queries,
+        sizes.blocks,
+        n,
+        sizes.topk,
+        **write,
         num_warps=WARPS,
-    )  # fmt: skip
+    )
     return data.out
 
 
@@ -163,9 +200,12 @@ def compile_for(target: str) -> list[build.Artefact]:
 def _cubin(kernel: object, constant: dict, target: str) -> build.Artefact:
     """Compile one kernel with these constants."""
     types = {
-        "q": "*bf16", "weights": "*fp32", "keys": "*u8", **dict.fromkeys(("S", "H", "BLOCKS", "N", "K"), "i32"),
+        "q": "*bf16",
+        "weights": "*fp32",
+        "keys": "*u8",
+        **dict.fromkeys(("S", "H", "BLOCKS", "N", "K"), "i32"),
         **dict.fromkeys(constant, "constexpr"),
-    }  # fmt: skip
+    }
     signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
     constexprs = {(i,): constant[name] for i, name in enumerate(kernel.arg_names) if name in constant}
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]

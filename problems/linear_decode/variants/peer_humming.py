@@ -130,7 +130,7 @@ def _layer(matrix: Matrix) -> HummingLayer:
 
 def _step(
     quantise: bool, layers: tuple[HummingLayer, ...], link: tuple[tuple[int, int, int], ...], tokens: int
-) -> Step:  # fmt: skip
+) -> Step:
     groups, _, k = link[0]
     gemms = tuple(_gemm(layer, groups, n, tokens) for layer, (_, n, _) in zip(layers, link, strict=True))
     taken = None

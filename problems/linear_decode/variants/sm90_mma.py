@@ -128,9 +128,12 @@ class _Link(Structure):
         *((name, c_void_p) for name in ("norm", "exchange")),
         *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
         *((name, c_int) for name in ("k_units", "chunks", "cluster", "section")),
-        *((name, c_int) for name in ("ahead", "gated")), ("limit", c_float), ("eps", c_float), ("parts", c_int),
+        *((name, c_int) for name in ("ahead", "gated")),
+        ("limit", c_float),
+        ("eps", c_float),
+        ("parts", c_int),
         ("part", _Part * MOST_PARTS),
-    )  # fmt: skip
+    )
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -307,9 +310,11 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
         raise ValueError(f"k must be at most {MOST_SECTIONS * SLICE}, got {k}")
     tiles = sum(g * n for g, n, _ in sizes) // TILE
     units = torch.cat([_units(fmt, matrix, *size) for matrix, size in zip(matrices, sizes, strict=True)])
-    scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)]) if (
-        fmt == "fp8"
-    ) else None  # fmt: skip
+    scales = (
+        torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)])
+        if (fmt == "fp8")
+        else None
+    )
     factors, inputs, groups = None, None, sizes[0][0]
     if fmt == "nvfp4":
         factors = _by_tile([matrix.factor for matrix in matrices], sizes) * REST

@@ -66,9 +66,21 @@ def _weights(codes, scales, row, column, n, k, FORMAT: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _product(
-    x, codes, scales, sums, T, n, k, scale_n, groups,
-    FORMAT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scales,
+    sums,
+    T,
+    n,
+    k,
+    scale_n,
+    groups,
+    FORMAT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """sums fp32 (SPLITS, T, groups n). x: bf16 (T, groups k). scale_n: scales of a group. Program (rows, group, part of
     k).
     """
@@ -93,9 +105,17 @@ def _product(
 
 @triton.jit
 def _add(
-    sums, factor, input_scale, out, columns, n,
-    FORMAT: tl.constexpr, SCALED: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    factor,
+    input_scale,
+    out,
+    columns,
+    n,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """out bf16 (T, columns): the SPLITS parts of sums, fp32 (SPLITS, T, columns), in their order, times factor[group],
     and if SCALED input_scale[group]. Program (token, columns).
     """
@@ -148,9 +168,17 @@ def _multiply(fmt: str, matrix: Matrix, v: torch.Tensor, out: torch.Tensor) -> N
     )
     grid = (tokens, triton.cdiv(groups * n, COLUMNS))
     _add[grid](
-        sums, factor, matrix.input_scale if scaled else factor, out, groups * n, n,
-        FORMAT=fmt, SCALED=scaled, SPLITS=how.splits, COLUMNS=COLUMNS,
-    )  # fmt: skip
+        sums,
+        factor,
+        matrix.input_scale if scaled else factor,
+        out,
+        groups * n,
+        n,
+        FORMAT=fmt,
+        SCALED=scaled,
+        SPLITS=how.splits,
+        COLUMNS=COLUMNS,
+    )
 
 
 def product_constants(fmt: str, how: Plan) -> dict:
@@ -170,8 +198,9 @@ def compile_for(target: str) -> list[build.Artefact]:
             for kernel, constants, warps, stages in (
                 (triton_inputs.rounded_fp8, {"BLOCK": BLOCK}, 1, 3),
                 (triton_inputs.rounded_nvfp4, {"WIDTH": triton_inputs.COLUMNS}, 4, 3),
-                (_product, product_constants(fmt, how), 4, 4), (_add, add, 4, 3),
-            ):  # fmt: skip
+                (_product, product_constants(fmt, how), 4, 4),
+                (_add, add, 4, 3),
+            ):
                 made[f"{kernel.__name__} {constants}"] = kernel, constants, fmt, warps, stages
     return [_cubin(*what, target) for what in made.values()]
 

@@ -32,18 +32,29 @@ class State(NamedTuple):
 
 
 def post_into(
-    y: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
+    y: torch.Tensor,
+    second: torch.Tensor,
+    copies: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
     new: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write new_copies."""
     y = (y.float() + second.float()).bfloat16() if len(second) else y
     new.copy_(post.unsqueeze(2) * y.float().unsqueeze(1) + torch.bmm(comb.mT, copies.float()))
 
 
 def read_into(
-    dots: torch.Tensor, squares: torch.Tensor, new: torch.Tensor, base: torch.Tensor, scale: torch.Tensor,
-    norm: torch.Tensor, out: torch.Tensor, new_post: torch.Tensor, new_comb: torch.Tensor,
-) -> None:  # fmt: skip
+    dots: torch.Tensor,
+    squares: torch.Tensor,
+    new: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    out: torch.Tensor,
+    new_post: torch.Tensor,
+    new_comb: torch.Tensor,
+) -> None:
     """Write what follows from the parts' sums."""
     n, x = COPIES, new.float()
     width = x.shape[1] * x.shape[2]
@@ -92,8 +103,6 @@ def custom_kernel(data: input_t, state: State) -> output_t:
     for tensor in (*data[:5], new, *outputs):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # tokens: one compilation serves all numbers above 1
     _compiled(post_into)(data.y, data.second, data.copies, data.post, data.comb, new)
-    deep_gemm.tf32_hc_prenorm_gemm(
-        new.flatten(1), data.fn, state.dots, state.squares, num_splits=len(state.dots)
-    )  # fmt: skip
+    deep_gemm.tf32_hc_prenorm_gemm(new.flatten(1), data.fn, state.dots, state.squares, num_splits=len(state.dots))
     _compiled(read_into)(*state, new, data.base, data.scale, data.norm, *outputs)
     return returned

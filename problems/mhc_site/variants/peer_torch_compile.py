@@ -19,9 +19,16 @@ SHAPES = 64  # that may be compiled in a process; beyond torch's own limit it wo
 
 
 def site(
-    y: torch.Tensor, second: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor,
-    fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, norm: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    y: torch.Tensor,
+    second: torch.Tensor,
+    copies: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inputs and outputs as task.Data says."""
     n = COPIES
     y = (y.float() + second.float()).bfloat16() if len(second) else y

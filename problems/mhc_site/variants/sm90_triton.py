@@ -33,10 +33,24 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _spread(
-    y, second, copies, post, comb, fn, new_copies, sums, T, D, PARTS,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    y,
+    second,
+    copies,
+    post,
+    comb,
+    fn,
+    new_copies,
+    sums,
+    T,
+    D,
+    PARTS,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     ADDENDS: tl.constexpr,
-):  # fmt: skip
+):
     """Tensors of task.Data; sums fp32 (T, PARTS, SUMS). Program (tokens, part): x' and the sums over its columns."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(1)
@@ -72,8 +86,9 @@ def _spread(
             # fn as two bf16, the second of what the first leaves: the rows are the columns of the product.
             weight = tl.load(
                 fn + row[None, :] * 4 * D + k * D + column[:, None],
-                mask=(row < ROWS)[None, :] & inside[:, None], other=0.0,
-            )  # fmt: skip
+                mask=(row < ROWS)[None, :] & inside[:, None],
+                other=0.0,
+            )
             high = weight.to(tl.bfloat16)
             low = (weight - high.to(tl.float32)).to(tl.bfloat16)
             part_dots = tl.dot(rounded, low, part_dots)
@@ -85,9 +100,24 @@ def _spread(
 
 @triton.jit
 def _read(
-    new_copies, sums, base, scale, norm, out, new_post, new_comb, D, PARTS, HC_EPS, NORM_EPS,
-    WIDTH: tl.constexpr, ALL_PARTS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr,
-):  # fmt: skip
+    new_copies,
+    sums,
+    base,
+    scale,
+    norm,
+    out,
+    new_post,
+    new_comb,
+    D,
+    PARTS,
+    HC_EPS,
+    NORM_EPS,
+    WIDTH: tl.constexpr,
+    ALL_PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+):
     """Tensors of task.Data; sums as _spread writes them. Program (token): the mixing weights, u and its norm. WIDTH and
     ALL_PARTS: powers of two from D and PARTS on.
     """
@@ -116,9 +146,9 @@ def _read(
 
     column = tl.arange(0, WIDTH)
     inside = column < D
-    x = tl.load(
-        new_copies + (token * 4 + one[:, None]) * D + column[None, :], mask=inside[None, :], other=0.0
-    ).to(tl.float32)  # fmt: skip
+    x = tl.load(new_copies + (token * 4 + one[:, None]) * D + column[None, :], mask=inside[None, :], other=0.0).to(
+        tl.float32
+    )
     u = tl.sum(x * pre[:, None], 0)
     rms = 1.0 / tl.sqrt(tl.sum(u * u, 0) / D + NORM_EPS)
     weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
@@ -147,14 +177,36 @@ def custom_kernel(data: input_t) -> output_t:
     first, second = _constants(how, hidden, 2 if len(data.second) else 1)
     sums = torch.empty(tokens, how.parts, SUMS, dtype=torch.float32, device=data.y.device)
     _spread[triton.cdiv(tokens, TOKENS), how.parts](
-        data.y, data.second, data.copies, data.post, data.comb, data.fn, data.new_copies, sums, tokens, hidden,
+        data.y,
+        data.second,
+        data.copies,
+        data.post,
+        data.comb,
+        data.fn,
+        data.new_copies,
+        sums,
+        tokens,
+        hidden,
         how.parts,
-        **first, num_warps=WARPS,
-    )  # fmt: skip
+        **first,
+        num_warps=WARPS,
+    )
     _read[tokens,](
-        data.new_copies, sums, data.base, data.scale, data.norm, data.out, data.new_post, data.new_comb, hidden,
-        how.parts, HC_EPS, NORM_EPS, **second, num_warps=how.warps,
-    )  # fmt: skip
+        data.new_copies,
+        sums,
+        data.base,
+        data.scale,
+        data.norm,
+        data.out,
+        data.new_post,
+        data.new_comb,
+        hidden,
+        how.parts,
+        HC_EPS,
+        NORM_EPS,
+        **second,
+        num_warps=how.warps,
+    )
     return data.new_copies, data.out, data.new_post, data.new_comb
 
 

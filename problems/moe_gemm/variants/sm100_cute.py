@@ -152,9 +152,13 @@ def prepare(weights: Weights) -> State:
         padded = (torch.nn.functional.pad(t[e].view(torch.uint8), pad) for t in (weights.w2, weights.s2))
         in_units(*padded, units2[e])
     return State(
-        units13, units2, weights.g13 * weights.in_scale13, weights.g2 * weights.in_scale2,
-        weights.in_scale13.clone(), weights.in_scale2.clone(),
-    )  # fmt: skip
+        units13,
+        units2,
+        weights.g13 * weights.in_scale13,
+        weights.g2 * weights.in_scale2,
+        weights.in_scale13.clone(),
+        weights.in_scale2.clone(),
+    )
 
 
 def in_tiles(rows: torch.Tensor) -> torch.Tensor:
@@ -357,9 +361,13 @@ def count_slots(ids: cute.Tensor, counts: cute.Tensor, experts: Int32, thread: I
 
 @cute.kernel
 def route(
-    ids: cute.Tensor, order: cute.Tensor, blocks: cute.Tensor, experts: Int32, tokens: cutlass.Constexpr,
+    ids: cute.Tensor,
+    order: cute.Tensor,
+    blocks: cute.Tensor,
+    experts: Int32,
+    tokens: cutlass.Constexpr,
     room: cutlass.Constexpr,
-):  # fmt: skip
+):
     """One CTA. Slots t * k + j sorted by expert, and cut into blocks of at most `tokens`.
 
     ids int32 (S,); order int32 (S,), at the end undefined where ids were no experts
@@ -417,9 +425,15 @@ def route(
 
 @cute.kernel
 def quantise(
-    x: cute.Tensor, in_scales: cute.Tensor, order: cute.Tensor, blocks: cute.Tensor, words: cute.Pointer,
-    bytes_: cute.Pointer, topk: Int32, plan: cutlass.Constexpr,
-):  # fmt: skip
+    x: cute.Tensor,
+    in_scales: cute.Tensor,
+    order: cute.Tensor,
+    blocks: cute.Tensor,
+    words: cute.Pointer,
+    bytes_: cute.Pointer,
+    topk: Int32,
+    plan: cutlass.Constexpr,
+):
     """One CTA: STEP_UNITS units of the tokens of one block, quantised with in_scale of their expert.
 
     x int32 (8 words, H / 16, T), bf16 pairs; words, bytes_: the units of tokens (B, H / 64), written
@@ -552,8 +566,13 @@ def multiply_all(shared: Shared, work: Work, plan: cutlass.Constexpr):
 
 @cute.jit
 def make_v(
-    sums: tuple, n: Int32, factor: Float32, in_scale: Float32, routing: cute.Tensor, place: Units,
-):  # fmt: skip
+    sums: tuple,
+    n: Int32,
+    factor: Float32,
+    in_scale: Float32,
+    routing: cute.Tensor,
+    place: Units,
+):
     """SwiGLU and FP4 of CHUNK columns from n on; lanes 0 to 15 of a warp have gate, the others up, of 16 inner values.
 
     Of each two columns they exchange one, so that lanes 0 to 15 make the first token's block and the others the
@@ -592,9 +611,17 @@ def wait_for_stores(thread: Int32, read: cutlass.Constexpr):
 
 @cute.jit
 def finish_tiles(
-    shared: Shared, work: Work, order: cute.Tensor, factors: cute.Tensor, in_scales: cute.Tensor,
-    routing: cute.Tensor, sums_out: cute.Tensor, v: Int64, plan: cutlass.Constexpr, first: cutlass.Constexpr,
-):  # fmt: skip
+    shared: Shared,
+    work: Work,
+    order: cute.Tensor,
+    factors: cute.Tensor,
+    in_scales: cute.Tensor,
+    routing: cute.Tensor,
+    sums_out: cute.Tensor,
+    v: Int64,
+    plan: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+):
     """Four warps: the sums of a tile become a unit of v, of the first product, or parts of out.
 
     A lane is a row of the tile, a column a token.
@@ -651,10 +678,20 @@ def finish_tiles(
 
 @cute.kernel
 def multiply_experts(
-    weights: cute.Pointer, tokens: cute.Pointer, blocks: cute.Tensor, order: cute.Tensor, factors: cute.Tensor,
-    in_scales: cute.Tensor, routing: cute.Tensor, sums_out: cute.Tensor, v: cute.Pointer, units: Int32,
-    row_blocks: Int32, plan: cutlass.Constexpr, first: cutlass.Constexpr,
-):  # fmt: skip
+    weights: cute.Pointer,
+    tokens: cute.Pointer,
+    blocks: cute.Tensor,
+    order: cute.Tensor,
+    factors: cute.Tensor,
+    in_scales: cute.Tensor,
+    routing: cute.Tensor,
+    sums_out: cute.Tensor,
+    v: cute.Pointer,
+    units: Int32,
+    row_blocks: Int32,
+    plan: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+):
     """Tiles of 128 rows of an expert's matrix by a block of its tokens, each over all of K. CTAs stay.
 
     weights    units (E, row_blocks, units)       tokens   units of plan.tokens (B, units)
@@ -784,26 +821,51 @@ def launch(
         grid=(1, 1, 1), block=(ROUTE_THREADS, 1, 1)
     )
     quantise(
-        rows_of(x, 8, hidden // BLOCK, tokens), in_scales13, sorted_slots, block_list, taken_words, taken_bytes, topk,
+        rows_of(x, 8, hidden // BLOCK, tokens),
+        in_scales13,
+        sorted_slots,
+        block_list,
+        taken_words,
+        taken_bytes,
+        topk,
         plan,
     ).launch(
-        grid=(most_blocks, cute.ceil_div(hidden, UNIT_K * STEP_UNITS), 1), block=(QUANTISE_THREADS, 1, 1),
+        grid=(most_blocks, cute.ceil_div(hidden, UNIT_K * STEP_UNITS), 1),
+        block=(QUANTISE_THREADS, 1, 1),
         use_pdl=True,
-    )  # fmt: skip
+    )
     sums = cute.make_tensor(parts, cute.make_layout((hidden, slots), stride=(1, Int64(hidden))))
     inner_blocks, row_blocks = inner // INNER_ROWS, cute.ceil_div(hidden, UNIT_ROWS)
     multiply_experts(
-        units13, taken_words, block_list, sorted_slots, factors13, in_scales2, routing_list, sums, v,
-        hidden // UNIT_K, inner_blocks, plan, True,
-    ).launch(
-        grid=(cutlass.min(ctas, most_blocks * inner_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True
-    )  # fmt: skip
+        units13,
+        taken_words,
+        block_list,
+        sorted_slots,
+        factors13,
+        in_scales2,
+        routing_list,
+        sums,
+        v,
+        hidden // UNIT_K,
+        inner_blocks,
+        plan,
+        True,
+    ).launch(grid=(cutlass.min(ctas, most_blocks * inner_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)
     multiply_experts(
-        units2, v, block_list, sorted_slots, factors2, in_scales2, routing_list, sums, v,
-        inner // UNIT_K, row_blocks, plan, False,
-    ).launch(
-        grid=(cutlass.min(ctas, most_blocks * row_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True
-    )  # fmt: skip
+        units2,
+        v,
+        block_list,
+        sorted_slots,
+        factors2,
+        in_scales2,
+        routing_list,
+        sums,
+        v,
+        inner // UNIT_K,
+        row_blocks,
+        plan,
+        False,
+    ).launch(grid=(cutlass.min(ctas, most_blocks * row_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)
     combine(rows_of(parts, 4, hidden // 4, slots), rows_of(out, 2, hidden // 4, tokens), topk).launch(
         grid=(tokens, cute.ceil_div(hidden, 4 * COMBINE_THREADS), 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True
     )
@@ -812,9 +874,23 @@ def launch(
 # units13, units2, factor13, factor2, in_scale13, in_scale2, x, ids, routing, out, order, blocks, taken (twice), v,
 # parts: dtype, alignment in bytes.
 VIEWS = (
-    (Int32, 16), (Int32, 16), (Float32, 4), (Float32, 4), (Float32, 4), (Float32, 4), (Int32, 16), (Int32, 4),
-    (Float32, 4), (Int32, 8), (Int32, 4), (Int32, 16), (Int32, 16), (Uint8, 16), (Int32, 16), (Float32, 16),
-)  # fmt: skip
+    (Int32, 16),
+    (Int32, 16),
+    (Float32, 4),
+    (Float32, 4),
+    (Float32, 4),
+    (Float32, 4),
+    (Int32, 16),
+    (Int32, 4),
+    (Float32, 4),
+    (Int32, 8),
+    (Int32, 4),
+    (Int32, 16),
+    (Int32, 16),
+    (Uint8, 16),
+    (Int32, 16),
+    (Float32, 16),
+)
 
 
 @functools.cache

@@ -126,11 +126,15 @@ def prepare(weights: Weights) -> State:
     shapes = (2 * inner, hidden), (hidden, inner)
     units13, units2 = (
         torch.empty(
-            experts, rows // UNIT_ROWS, columns // UNIT_COLUMNS, UNIT_BYTES // 4,
-            dtype=torch.int32, device=weights.w13.device,
+            experts,
+            rows // UNIT_ROWS,
+            columns // UNIT_COLUMNS,
+            UNIT_BYTES // 4,
+            dtype=torch.int32,
+            device=weights.w13.device,
         )
         for rows, columns in shapes
-    )  # fmt: skip
+    )
     for e in range(experts):
         gate_and_up = (t[e].view(torch.uint8).unflatten(0, (2, inner)).transpose(0, 1) for t in weights[:2])
         units13[e] = in_units(*(t.flatten(0, 1) for t in gate_and_up))
@@ -198,9 +202,10 @@ def fetch(shared: Int32, address: Int64, count: int, wanted: cutlass.Boolean, *,
     """Begin to copy `count` bytes (4 or 16) from global to shared memory if `wanted`, else to write zeros there."""
     size = cutlass.select_(wanted, Int32(count), Int32(0))
     values = [
-        Int32(shared).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip),
+        Int32(shared).ir_value(loc=loc, ip=ip),
+        Int64(address).ir_value(loc=loc, ip=ip),
         Int32(size).ir_value(loc=loc, ip=ip),
-    ]  # fmt: skip
+    ]
     cache = "cg" if count == 16 else "ca"
     text = f"cp.async.{cache}.shared.global [$0], [$1], {count}, $2;"
     llvm.inline_asm(None, values, text, "r,l,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
@@ -245,7 +250,7 @@ def count_slots(ids: cute.Tensor, counts: cute.Tensor, experts: Int32, thread: I
 @cute.kernel
 def route(
     ids: cute.Tensor, order: cute.Tensor, blocks: cute.Tensor, experts: Int32, tokens: Int32, room: cutlass.Constexpr
-):  # fmt: skip
+):
     """One CTA. Slots t * k + j sorted by expert, and cut into blocks of at most `tokens`.
 
     ids int32 (S,); order int32 (S,), at the end undefined where ids were no experts
@@ -362,7 +367,7 @@ class Place:
 
 def mma_stage(
     codes: cute.Tensor, scales: cute.Tensor, tokens: cute.Tensor, sums: cute.Tensor, place: Place, first: Int32
-) -> None:  # fmt: skip
+) -> None:
     """sums += units times tokens, over 64 columns.
 
     codes int32 (4, 64 chunks, units of rows), scales int32 (32 lanes, units of rows), as in units
@@ -401,7 +406,7 @@ def mma_stage(
 
 def token_copies(
     memory: cute.Tensor, x: cute.Pointer, slots: cute.Tensor, repeats: Int32, columns: Int32, thread: Int32, plan: Plan
-) -> tuple:  # fmt: skip
+) -> tuple:
     """TokenCopies.chunks. A unit's tokens are 8 chunks each; neighbouring threads read a row of x."""
     found = []
     count = cute.size(slots)
@@ -416,9 +421,15 @@ def token_copies(
 
 
 def unit_copies(
-    memory: cute.Tensor, units: Int64, before: Int64, unit: Int32, row_units: Int32, columns: Int32, warp: Int32,
+    memory: cute.Tensor,
+    units: Int64,
+    before: Int64,
+    unit: Int32,
+    row_units: Int32,
+    columns: Int32,
+    warp: Int32,
     own: int,
-) -> tuple:  # fmt: skip
+) -> tuple:
     """UnitCopies.units. before: units of rows of experts before. Warps past the last row repeat it, and write none."""
     found = []
     for u in range(own):
@@ -447,9 +458,16 @@ def add_depths(sums: cute.Tensor, memory: cute.Tensor, warp: Int32, lane: Int32,
 
 @cute.jit
 def write_sums(
-    sums: cute.Tensor, place: Place, slots: cute.Tensor, count: Int32, factor: Float32, routing: cute.Tensor,
-    result: cute.Tensor, row_units: cutlass.Constexpr, first: cutlass.Constexpr,
-):  # fmt: skip
+    sums: cute.Tensor,
+    place: Place,
+    slots: cute.Tensor,
+    count: Int32,
+    factor: Float32,
+    routing: cute.Tensor,
+    result: cute.Tensor,
+    row_units: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+):
     """The first product's sums become v, two values of bf16 a word, the second's are written as they are.
 
     slots int32 (count,); result int32 (8 units of rows, S) or fp32 (4, 8 units of rows, S)
@@ -475,10 +493,22 @@ def write_sums(
 
 @cute.jit
 def gemm_block(
-    units: cute.Pointer, x: cute.Pointer, order: cute.Tensor, expert: Int32, start: Int32, count: Int32,
-    row_block: Int32, factor: Float32, routing: cute.Tensor, result: cute.Tensor, row_units: Int32, columns: Int32,
-    repeats: Int32, plan: cutlass.Constexpr, first: cutlass.Constexpr,
-):  # fmt: skip
+    units: cute.Pointer,
+    x: cute.Pointer,
+    order: cute.Tensor,
+    expert: Int32,
+    start: Int32,
+    count: Int32,
+    row_block: Int32,
+    factor: Float32,
+    routing: cute.Tensor,
+    result: cute.Tensor,
+    row_units: Int32,
+    columns: Int32,
+    repeats: Int32,
+    plan: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+):
     """One CTA's tile, see gemm."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
@@ -515,9 +545,13 @@ def gemm_block(
         stage = turn % NUM_STAGES
         scales = cute.domain_offset((256, 0), flat[None, None, warp, stage])
         mma_stage(
-            smem_a[None, None, None, warp, stage], scales, smem_b[None, None, stage], sums, place,
+            smem_a[None, None, None, warp, stage],
+            scales,
+            smem_b[None, None, stage],
+            sums,
+            place,
             depth * (8 * plan.tokens),
-        )  # fmt: skip
+        )
     if cutlass.const_expr(plan.depth > 1):
         layout = cute.make_layout((32, WARPS - plan.row_warps, cute.size(sums)))
         free = cute.make_tensor(cute.recast_ptr(smem_a.iterator, dtype=Float32), layout)
@@ -556,9 +590,22 @@ def gemm(
     expert = blocks[0, block]
     if expert >= 0:
         gemm_block(
-            units, x, order, expert, blocks[1, block], blocks[2, block], cta - block * row_blocks, factors[expert],
-            routing, result, row_units, columns, repeats, plan, first,
-        )  # fmt: skip
+            units,
+            x,
+            order,
+            expert,
+            blocks[1, block],
+            blocks[2, block],
+            cta - block * row_blocks,
+            factors[expert],
+            routing,
+            result,
+            row_units,
+            columns,
+            repeats,
+            plan,
+            first,
+        )
 
 
 @cute.kernel
@@ -623,10 +670,20 @@ def begin(
     wide = inner // 2
     words = cute.make_tensor(v, cute.make_layout((wide, slots), stride=(1, Int64(wide))))
     gemm(
-        units, cute.make_tensor(factors, cute.make_layout(experts)), x, sorted_slots, block_list,
-        cute.make_tensor(routing, cute.make_layout(slots)), words, inner // 16, hidden // UNIT_COLUMNS, repeats,
-        row_blocks, plan, True,
-    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        units,
+        cute.make_tensor(factors, cute.make_layout(experts)),
+        x,
+        sorted_slots,
+        block_list,
+        cute.make_tensor(routing, cute.make_layout(slots)),
+        words,
+        inner // 16,
+        hidden // UNIT_COLUMNS,
+        repeats,
+        row_blocks,
+        plan,
+        True,
+    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)
 
 
 @cute.jit
@@ -654,17 +711,26 @@ def finish(
     row_blocks = cute.ceil_div(hidden, plan.rows)
     all_factors = cute.make_tensor(factors, cute.make_layout(experts))
     gemm(
-        units, all_factors, v, sorted_slots, block_list, all_factors, sums, hidden // UNIT_ROWS,
-        inner // UNIT_COLUMNS, Int32(1), row_blocks, plan, False,
-    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        units,
+        all_factors,
+        v,
+        sorted_slots,
+        block_list,
+        all_factors,
+        sums,
+        hidden // UNIT_ROWS,
+        inner // UNIT_COLUMNS,
+        Int32(1),
+        row_blocks,
+        plan,
+        False,
+    ).launch(grid=(row_blocks * most_blocks, 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)
     combine(sums, rows_of(out, 2, hidden // 4, tokens), topk).launch(
         grid=(tokens, cute.ceil_div(hidden, 4 * COMBINE_THREADS), 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True
     )
 
 
-BEGIN_VIEWS = (
-    (Int32, 16), (Float32, 4), (Int32, 16), (Int32, 4), (Float32, 4), (Int32, 4), (Int32, 16), (Int32, 16)
-)  # fmt: skip
+BEGIN_VIEWS = ((Int32, 16), (Float32, 4), (Int32, 16), (Int32, 4), (Float32, 4), (Int32, 4), (Int32, 16), (Int32, 16))
 FINISH_VIEWS = ((Int32, 16), (Float32, 4), (Int32, 16), (Int32, 4), (Int32, 16), (Float32, 16), (Int32, 8))
 
 
@@ -726,22 +792,43 @@ def custom_kernel(data: input_t) -> output_t:
         *pointers(
             BEGIN_VIEWS,
             [
-                state.units13.data_ptr(), state.factor13.data_ptr(), taken.data_ptr(), ids.data_ptr(),
-                routing.data_ptr(), order, blocks, v.data_ptr(),
+                state.units13.data_ptr(),
+                state.factor13.data_ptr(),
+                taken.data_ptr(),
+                ids.data_ptr(),
+                routing.data_ptr(),
+                order,
+                blocks,
+                v.data_ptr(),
             ],
         ),
-        experts, slots, most_blocks, hidden, inner, repeats,
-    )  # fmt: skip
+        experts,
+        slots,
+        most_blocks,
+        hidden,
+        inner,
+        repeats,
+    )
     if state.activation == "nvfp4":
         v = quantised(v.float(), state.in_scale2[known].flatten())
     finish_compiled(plan)(
         *pointers(
             FINISH_VIEWS,
             [
-                state.units2.data_ptr(), state.factor2.data_ptr(), v.data_ptr(), order, blocks, parts.data_ptr(),
+                state.units2.data_ptr(),
+                state.factor2.data_ptr(),
+                v.data_ptr(),
+                order,
+                blocks,
+                parts.data_ptr(),
                 out.data_ptr(),
             ],
         ),
-        experts, tokens, topk, most_blocks, hidden, inner,
-    )  # fmt: skip
+        experts,
+        tokens,
+        topk,
+        most_blocks,
+        hidden,
+        inner,
+    )
     return out

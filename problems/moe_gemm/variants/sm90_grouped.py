@@ -88,9 +88,18 @@ def _state(w13: torch.Tensor, w2: torch.Tensor, scales: list[torch.Tensor], acti
     g13, g2, in_scale13, in_scale2 = scales
     counters = build.cuda(SOURCE, load.device_target(w13.device)).function("decode_counters")()
     return State(
-        w13, g13, w2, g2, in_scale13, in_scale2, torch.zeros(counters, dtype=torch.int64, device=w13.device),
-        torch.zeros((), dtype=torch.int32, device=w13.device), _map(w13), _map(w2), activation,
-    )  # fmt: skip
+        w13,
+        g13,
+        w2,
+        g2,
+        in_scale13,
+        in_scale2,
+        torch.zeros(counters, dtype=torch.int64, device=w13.device),
+        torch.zeros((), dtype=torch.int32, device=w13.device),
+        _map(w13),
+        _map(w2),
+        activation,
+    )
 
 
 def prepare_with_shared(weights: Weights, shared: Weights) -> tuple[State, State]:
@@ -163,13 +172,30 @@ def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
     for first in range(0, tokens, MOST_TOKENS):
         count = min(MOST_TOKENS, tokens - first)
         code = run(
-            state.w13.data_ptr(), state.g13.data_ptr(), state.in_scale13.data_ptr(),
-            state.w2.data_ptr(), state.g2.data_ptr(), state.in_scale2.data_ptr(),
-            x[first].data_ptr(), ids[first].data_ptr(), routing[first].data_ptr(), out[first].data_ptr(),
-            v.data_ptr(), rows.data_ptr(), state.arrived.data_ptr(),
-            count, topk, experts, hidden, inner, form, shared, tiles, _blocks(x.device),
+            state.w13.data_ptr(),
+            state.g13.data_ptr(),
+            state.in_scale13.data_ptr(),
+            state.w2.data_ptr(),
+            state.g2.data_ptr(),
+            state.in_scale2.data_ptr(),
+            x[first].data_ptr(),
+            ids[first].data_ptr(),
+            routing[first].data_ptr(),
+            out[first].data_ptr(),
+            v.data_ptr(),
+            rows.data_ptr(),
+            state.arrived.data_ptr(),
+            count,
+            topk,
+            experts,
+            hidden,
+            inner,
+            form,
+            shared,
+            tiles,
+            _blocks(x.device),
             early.allowed(),
-        )  # fmt: skip
+        )
         build.check(code, "decode_experts")
 
 
@@ -212,10 +238,19 @@ def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
     for first in range(0, len(x), MOST_TOKENS):
         count = min(MOST_TOKENS, len(x) - first)
         code = run(
-            state.weight.data_ptr(), state.g.data_ptr(), state.in_scale.data_ptr() if quantised else None,
-            x[first].data_ptr(), out[first].data_ptr(), room.data_ptr(), count, n, k, quantised,
-            2 if k <= 2048 else 1, _blocks(x.device),
-        )  # fmt: skip
+            state.weight.data_ptr(),
+            state.g.data_ptr(),
+            state.in_scale.data_ptr() if quantised else None,
+            x[first].data_ptr(),
+            out[first].data_ptr(),
+            room.data_ptr(),
+            count,
+            n,
+            k,
+            quantised,
+            2 if k <= 2048 else 1,
+            _blocks(x.device),
+        )
         build.check(code, "decode_linear")
 
 

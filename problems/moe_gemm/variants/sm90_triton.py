@@ -56,9 +56,19 @@ class Plan:
 
 @triton.jit
 def _route(
-    ids, tiles, firsts, ends, order, S, E, LIST,
-    SLOTS: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    ids,
+    tiles,
+    firsts,
+    ends,
+    order,
+    S,
+    E,
+    LIST,
+    SLOTS: tl.constexpr,
+    EP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """Program e < E writes expert e's slots, ascending, behind those of the experts before it, and where they end:
     order int32 (S,), ends int32 (E,). Program E lists the tiles: their experts, -1 behind the last, and the places in
     `order` where they begin: tiles, firsts int32 (LIST,). Slots with a bad id are in none. EP: E as a power of two.
@@ -142,10 +152,28 @@ def _weights(codes, scales, ROWS: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _gate_up(
-    x, w13, s13, g13, in_scale, routing, tiles, firsts, ends, order, v, H, H2, H16, I,
-    TOPK: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, LIMIT: tl.constexpr,
+    x,
+    w13,
+    s13,
+    g13,
+    in_scale,
+    routing,
+    tiles,
+    firsts,
+    ends,
+    order,
+    v,
+    H,
+    H2,
+    H16,
+    I,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    LIMIT: tl.constexpr,
     QUANTISED: tl.constexpr,
-):  # fmt: skip
+):
     """v bf16 (S, I) of a tile's slots, ROWS of it. x: bf16, a row for TOPK slots. Program (rows, tile)."""
     e = tl.load(tiles + tl.program_id(1))
     if e < 0:
@@ -183,9 +211,25 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    v, w2, s2, g2, in_scale, tiles, firsts, ends, order, parts, H, I, I2, I16,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, QUANTISED: tl.constexpr,
-):  # fmt: skip
+    v,
+    w2,
+    s2,
+    g2,
+    in_scale,
+    tiles,
+    firsts,
+    ends,
+    order,
+    parts,
+    H,
+    I,
+    I2,
+    I16,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
     """parts fp32 (S, H) of a tile's slots, ROWS of it. v: bf16 (S, I). Program (rows, tile)."""
     e = tl.load(tiles + tl.program_id(1))
     if e < 0:
@@ -267,17 +311,48 @@ def custom_kernel(data: input_t) -> output_t:
         taken, each = x.new_empty(slots, hidden), 1
         quantise(x, hidden, weights.in_scale13, sizes.topk, taken)
     _gate_up[(inner // how.up.rows, how.tiles)](
-        taken, weights.w13, s13, weights.g13, weights.in_scale13, routing, tiles, firsts, ends, order, v,
-        hidden, hidden // 2, hidden // 16, inner, TOPK=each, LIMIT=LIMIT, **product_constants(how, how.up, quantised),
-        num_warps=how.up.warps, num_stages=how.up.stages,
-    )  # fmt: skip
+        taken,
+        weights.w13,
+        s13,
+        weights.g13,
+        weights.in_scale13,
+        routing,
+        tiles,
+        firsts,
+        ends,
+        order,
+        v,
+        hidden,
+        hidden // 2,
+        hidden // 16,
+        inner,
+        TOPK=each,
+        LIMIT=LIMIT,
+        **product_constants(how, how.up, quantised),
+        num_warps=how.up.warps,
+        num_stages=how.up.stages,
+    )
     if quantised:
         quantise(v, inner, weights.in_scale2, 1, v)
     _down[(hidden // how.down.rows, how.tiles)](
-        v, weights.w2, s2, weights.g2, weights.in_scale2, tiles, firsts, ends, order, parts,
-        hidden, inner, inner // 2, inner // 16, **product_constants(how, how.down, quantised),
-        num_warps=how.down.warps, num_stages=how.down.stages,
-    )  # fmt: skip
+        v,
+        weights.w2,
+        s2,
+        weights.g2,
+        weights.in_scale2,
+        tiles,
+        firsts,
+        ends,
+        order,
+        parts,
+        hidden,
+        inner,
+        inner // 2,
+        inner // 16,
+        **product_constants(how, how.down, quantised),
+        num_warps=how.down.warps,
+        num_stages=how.down.stages,
+    )
     grid = (sizes.tokens, triton.cdiv(hidden, COLUMNS))
     _combine[grid](parts, out, hidden, TOPK=sizes.topk, COLUMNS=COLUMNS)
     return out
@@ -312,11 +387,16 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 _TYPES = {
-    "x": "*bf16", "v": "*bf16", "out": "*bf16",
-    "w13": "*u8", "s13": "*u8", "w2": "*u8", "s2": "*u8",
+    "x": "*bf16",
+    "v": "*bf16",
+    "out": "*bf16",
+    "w13": "*u8",
+    "s13": "*u8",
+    "w2": "*u8",
+    "s2": "*u8",
     **dict.fromkeys(("g13", "g2", "in_scale", "routing", "parts"), "*fp32"),
     **dict.fromkeys(("ids", "tiles", "firsts", "ends", "order"), "*i32"),
-}  # fmt: skip
+}
 
 
 def _cubin(kernel: object, constant: dict, warps: int, stages: int, target: str) -> build.Artefact:

@@ -75,9 +75,11 @@ def prepare_linear(
     """
     n, k = packed.shape[0], 2 * packed.shape[-1]
     for name, tensor, dtype, shape in (
-        ("packed", packed, torch.uint8, (n, k // 2)), ("scales", scales, torch.float8_e4m3fn, (n, k // nvfp4.BLOCK)),
-        ("g", g, torch.float32, ()), ("in_scale", in_scale, torch.float32, ()),
-    ):  # fmt: skip
+        ("packed", packed, torch.uint8, (n, k // 2)),
+        ("scales", scales, torch.float8_e4m3fn, (n, k // nvfp4.BLOCK)),
+        ("g", g, torch.float32, ()),
+        ("in_scale", in_scale, torch.float32, ()),
+    ):
         if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
             raise ValueError(f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
     if n % 64 or k % 64:

@@ -27,9 +27,11 @@ def descriptors(m: int, k: int, l: int) -> tuple[tma.Descriptor, tma.Descriptor,
     blocks = BLOCK_K // 64
 
     def tiled(dtype: str, dims: tuple, strides: tuple, box: tuple, **options: str) -> tma.Descriptor:
-        return tma.check(dtype, dims, strides, box, **options) if l == 1 else tma.check(
-            dtype, (*dims, l), (*strides, strides[0] * dims[1]), (*box, 1), **options
-        )  # fmt: skip
+        return (
+            tma.check(dtype, dims, strides, box, **options)
+            if l == 1
+            else tma.check(dtype, (*dims, l), (*strides, strides[0] * dims[1]), (*box, 1), **options)
+        )
 
     return (
         tiled("uint32", (k // 8, m), (k // 2,), (BLOCK_K // 8, 8), l2_promotion="256B"),

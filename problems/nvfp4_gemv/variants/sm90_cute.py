@@ -226,9 +226,7 @@ def launch(
     row = cute.assume(4 * wide, divby=4)
     batch = cute.assume(4 * wide * m, divby=4)
     codes = cute.make_tensor(a, cute.make_layout((4, chunks, m, l), stride=(1, 4, row, batch)))
-    vectors = cute.make_tensor(
-        b, cute.make_layout((2, blocks, l), stride=(1, 2, cute.assume(4 * 128 * wide, divby=4)))
-    )
+    vectors = cute.make_tensor(b, cute.make_layout((2, blocks, l), stride=(1, 2, cute.assume(4 * 128 * wide, divby=4))))
     a_scales = cute.make_tensor(sfa, cute.make_layout((chunks, m, l), stride=(1, wide, wide * m)))
     b_scales = cute.make_tensor(sfb, cute.make_layout((blocks, l), stride=(1, 2 * 128 * wide)))
     out = cute.make_tensor(c, cute.make_layout((m, l)))

@@ -57,9 +57,14 @@ class Runner:
     """
 
     def __init__(
-        self, us: float, waits: bool = False, whole: bool = True, claims: int = 0, late_us: float = 0.0,
+        self,
+        us: float,
+        waits: bool = False,
+        whole: bool = True,
+        claims: int = 0,
+        late_us: float = 0.0,
         first_us: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.us, self.waits, self.whole, self.host_us, self.opened = us, waits, whole, 5.0, None
         self.late_us, self.spin_us, self.first_us = late_us, 1100.0, first_us
         self.buffers, self.at_once, self.claims = 0, False, claims
@@ -212,14 +217,17 @@ HONEST = Batch(16, 100 + 16 * 20.0, 100.0, 5.0)
 @pytest.mark.parametrize(
     ("us", "batches", "status"),
     [
-        (20.0, [HONEST], None), (18.1, [HONEST], None), (10.0, [HONEST], "INVALID_MEASUREMENT"),
+        (20.0, [HONEST], None),
+        (18.1, [HONEST], None),
+        (10.0, [HONEST], "INVALID_MEASUREMENT"),
         (10.0, [HONEST, HONEST], "CHEAT_SUSPECTED"),
         # The device may have waited for the host, whatever the number of readings.
         (10.0, [dataclasses.replace(HONEST, alone=True)] * 2, "INVALID_MEASUREMENT"),
         # A busy machine made one reading longer: the other excuses the claim.
-        (20.0, [dataclasses.replace(HONEST, us=5000.0), HONEST], None), (10.0, [], None),
+        (20.0, [dataclasses.replace(HONEST, us=5000.0), HONEST], None),
+        (10.0, [], None),
     ],
-)  # fmt: skip
+)
 def test_a_claim_below_what_batches_allow_needs_two_of_them_to_be_a_cheat(us, batches, status):
     fault = readings._undercut(timing(us, *batches))
     assert (fault and fault.status) == status

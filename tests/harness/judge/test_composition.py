@@ -93,11 +93,15 @@ def test_a_composition_brings_modules_and_winners(problems):
 def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):
     folder = problems / "composed"
     for name, text in {
-        "a": "import problems.composed.b", "b": "def f():\n    from problems.composed.c import X", "e": "", "f": "",
-        "c": "import importlib\nX = importlib.import_module('problems.composed.d')", "lonely": "",
+        "a": "import problems.composed.b",
+        "b": "def f():\n    from problems.composed.c import X",
+        "e": "",
+        "f": "",
+        "c": "import importlib\nX = importlib.import_module('problems.composed.d')",
+        "lonely": "",
         "d": "from problems.composed import e, f\nfrom problems.composed import a\nimport problems.other.lonely\n"
-             "from problems.composed.inner import g\nfrom problems.composed.inner.deep.h import Y",
-    }.items():  # fmt: skip
+        "from problems.composed.inner import g\nfrom problems.composed.inner.deep.h import Y",
+    }.items():
         (folder / f"{name}.py").write_text(text + "\n")
     (folder / "inner" / "deep").mkdir(parents=True)
     for name in ("g", "lonely", "deep/h", "deep/k"):
@@ -121,12 +125,14 @@ def test_another_problem_brings_nothing(problems):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('COMPOSES = ("no_such",)', "got 'no_such'"), ('COMPOSES = ("composed",)', "no compositions, got 'composed'"),
+        ('COMPOSES = ("no_such",)', "got 'no_such'"),
+        ('COMPOSES = ("composed",)', "no compositions, got 'composed'"),
         ('COMPOSES = ("../problems/nvfp4_gemv",)', "got '../problems/nvfp4_gemv'"),
-        ('COMPOSES = "nvfp4_gemv"', "must be a tuple"), ("COMPOSES = tuple(names)", "COMPOSES must be a literal"),
+        ('COMPOSES = "nvfp4_gemv"', "must be a tuple"),
+        ("COMPOSES = tuple(names)", "COMPOSES must be a literal"),
         ("from problems.composed import broken", r"broken\.py:1: not Python"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_declaration_is_named(problems, line, message):
     (problems / "composed" / "broken.py").write_text("x = (\n")
     (problems / "composed" / "submission.py").write_text(line + "\n")
@@ -173,12 +179,14 @@ def test_the_scan_reads_all_of_it(problems, name):
 @pytest.mark.parametrize(
     "line",
     [
-        "from problems.composed import reference", "import problems.nvfp4_gemv.reference as r",
-        "from problems.composed.reference import ref_kernel", "from problems.composed import check",
+        "from problems.composed import reference",
+        "import problems.nvfp4_gemv.reference as r",
+        "from problems.composed.reference import ref_kernel",
+        "from problems.composed import check",
         "from problems.composed.wrong import forgets_the_state",
         "from problems.nvfp4_gemv.variants import torch_dequant",
     ],
-)  # fmt: skip
+)
 def test_what_nobody_gets_to_see_is_not_imported(problems, line):
     file = problems / "composed" / "model.py"
     add(file, line + "\n")
@@ -197,8 +205,13 @@ def test_hash_and_key_are_of_all_of_it(problems):
         return verdict.source_hash(submission), workdir.key(submission.file, found, "cpu")
 
     start = known_by()
-    others = ("composed/reference.py", "composed/check.py", "composed/wrong/forgets_the_state.py",
-              "nvfp4_gemv/reference.py", "nvfp4_gemv/variants/torch_dequant.py")  # fmt: skip
+    others = (
+        "composed/reference.py",
+        "composed/check.py",
+        "composed/wrong/forgets_the_state.py",
+        "nvfp4_gemv/reference.py",
+        "nvfp4_gemv/variants/torch_dequant.py",
+    )
     for name in others:
         add(problems / name, "\n# a change\n")
         assert known_by() == start, name
@@ -302,9 +315,13 @@ def checkout(tmp_path) -> Path:
 def run_in(checkout: Path, *command: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "KERNEL_BUILD_DIR": str(build.directory()), "PYTHONPATH": ""}
     return subprocess.run(
-        [sys.executable, *command, "--device", "cpu"], cwd=checkout, env=environment, capture_output=True, text=True,
+        [sys.executable, *command, "--device", "cpu"],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=300,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow  # tests/test_commands.py has it of the model, tests/harness/tools/test_endtoend.py of a check

@@ -112,9 +112,15 @@ def test_against_the_leader_itself_both_are_measured_again(world, folder, capsys
     assert world.measured == {"good": 3, "other": 1, "better": 2}
     last = [r for r in records() if r["kind"] == "benchmark"][-8:]
     assert [(r["variant"], bool(r.get("superseded"))) for r in last] == [
-        ("better", True), ("better", True), ("better", False), ("better", False),
-        ("good", True), ("good", True), ("good", False), ("good", False),
-    ]  # fmt: skip
+        ("better", True),
+        ("better", True),
+        ("better", False),
+        ("better", False),
+        ("good", True),
+        ("good", True),
+        ("good", False),
+        ("good", False),
+    ]
     assert capsys.readouterr().out.count("FASTER") == 3  # two cases and the geomean
     assert first()[0] == "better"
 
@@ -153,8 +159,12 @@ def test_a_confirmation_is_resumed_as_it_was_decided(world, folder, groups, tmp_
     if groups < 6:
         done = list(world.groups)
         machine = environment.machine("cpu")
-        fast = [r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
-                for r in records() if r["kind"] == "benchmark" for v in ("x", "y")]  # fmt: skip
+        fast = [
+            r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
+            for r in records()
+            if r["kind"] == "benchmark"
+            for v in ("x", "y")
+        ]
         record.append(machine, "made_up", fast)
         assert judge(folder, "--resume") == 0
         assert len(world.groups) == len(done) + 6 - groups

@@ -72,9 +72,11 @@ def test_cases_without_parameters_have_a_name_too(monkeypatch, capsys):
         (["m=1 k=2", "k=1 m=2"], ["m=1 k=2", "k=1 m=2"], ""),
         (["s=[1, 2] k=2", "s=[1, 3] k=2"], ["s=[1, 2]", "s=[1, 3]"], "k=2"),
         (["m=1", "m=1 k=2"], ["m=1", "k=2"], "m=1"),  # a name is never empty
-        (["m=1 k=2"], ["m=1 k=2"], ""), (["m=1"] * 2, ["m=1"] * 2, ""), ([], [], ""),
+        (["m=1 k=2"], ["m=1 k=2"], ""),
+        (["m=1"] * 2, ["m=1"] * 2, ""),
+        ([], [], ""),
     ],
-)  # fmt: skip
+)
 def test_cases_are_told_apart_by_what_they_do_not_share(labels, own, shared):
     mine, common = ranking.apart(labels)
     assert ([mine[label] for label in labels], common) == (own, shared)

@@ -25,9 +25,12 @@ def device(tmp_path, monkeypatch):
 
 def holder(device: str, then: str = "pass") -> subprocess.Popen:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(device=device, then=then)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-c", HOLD.format(device=device, then=then)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -110,8 +113,9 @@ No running processes found
 
 def test_the_table_of_nvidia_smi_is_read():
     assert device_lock.parse_smi(SMI, "GPU-aaaa") == [
-        (4242, "/usr/bin/python3", 512 * 2**20), (4243, "/opt/a,strange,name", None),
-    ]  # fmt: skip
+        (4242, "/usr/bin/python3", 512 * 2**20),
+        (4243, "/opt/a,strange,name", None),
+    ]
 
 
 def test_other_users_of_a_gpu_are_named(monkeypatch, tmp_path):

@@ -68,9 +68,10 @@ def test_the_first_mismatch_of_each_submission_is_told_with_its_element(world, f
         (["--variant", "good", "--mode", "test"], "--variant good --device cpu"),
         (["--variant", "good", "--case", "n=1000"], "--variant good --device cpu --mode leaderboard"),
         (["--submission", "better.py"], "leaderboard/report.py made_up"),
-        (["--variant", "nothing"], "harness/run.py --help"), (["--timeout", "0"], "harness/run.py --help"),
+        (["--variant", "nothing"], "harness/run.py --help"),
+        (["--timeout", "0"], "harness/run.py --help"),
     ],
-)  # fmt: skip
+)
 def test_the_next_command_follows_from_the_verdict(world, folder, tmp_path, monkeypatch, arguments, command):
     monkeypatch.chdir(tmp_path)
     judge(folder, *arguments, "--events", "events")
@@ -81,10 +82,11 @@ def test_the_next_command_follows_from_the_verdict(world, folder, tmp_path, monk
 @pytest.mark.parametrize(
     ("level", "why"),
     [
-        (0.005, "about so many processes of each would decide"), (0.02, "cannot be told yet: 4 to 6"),
+        (0.005, "about so many processes of each would decide"),
+        (0.02, "cannot be told yet: 4 to 6"),
         (0.2, "cannot be told yet: 4 to more than 1000, by where in the interval"),
     ],
-)  # fmt: skip
+)
 def test_an_undecided_comparison_leads_to_one_that_decides(world, folder, tmp_path, monkeypatch, level, why):
     inner, levels = world.calls, {"good": level, "other": 0.0}
 
@@ -290,11 +292,23 @@ def test_quiet_keeps_the_comparison_that_was_asked_for(world, folder, capsys):
 @pytest.mark.parametrize(
     ("words", "held"),
     [
-        ("tokens=4096 router=uniform", True), ("router=uniform tokens=4096", True), ("k=64", True), ("  k=64 ", True),
-        ("", True), ("unifo", True), ("4096 k=64", True), ("k=6", False), ("=64", False), ("k=", False),
-        ("tokens=4096 k=65", False), ("nothing", False), ("okens=4096", False), ("m=[1,", True), ("2]", True),
+        ("tokens=4096 router=uniform", True),
+        ("router=uniform tokens=4096", True),
+        ("k=64", True),
+        ("  k=64 ", True),
+        ("", True),
+        ("unifo", True),
+        ("4096 k=64", True),
+        ("k=6", False),
+        ("=64", False),
+        ("k=", False),
+        ("tokens=4096 k=65", False),
+        ("nothing", False),
+        ("okens=4096", False),
+        ("m=[1,", True),
+        ("2]", True),
     ],
-)  # fmt: skip
+)
 def test_all_words_must_be_those_of_the_case(words, held):
     case = Case({"tokens": 4096, "router": "uniform", "k": 64, "k2": 640, "m": [1, 2]}, 1)
     assert has_words(str(case), words) == held

@@ -37,34 +37,60 @@ from tests.support import SUPPORT, fake_runner
 from tests.support.scripted import BROKEN, HARMLESS, OTHERS, SILENT, Script
 
 FOLDERS = {
-    "vector_add": SUPPORT / "problems" / "vector_add", "linear": SUPPORT / "problems" / "linear",
+    "vector_add": SUPPORT / "problems" / "vector_add",
+    "linear": SUPPORT / "problems" / "linear",
     "vectoradd": SUPPORT / "gpu_mode" / "vectoradd",
-}  # fmt: skip
+}
 # Small ones: what is fuzzed is the judge, not the kernels.
 CASES = {
-    "vector_add": [{"n": 5}, {"n": 64}], "linear": [{"m": 4, "k": 4}, {"m": 3, "k": 8}],
+    "vector_add": [{"n": 5}, {"n": 64}],
+    "linear": [{"m": 4, "k": 4}, {"m": 3, "k": 8}],
     "vectoradd": [{"sizes": [3, 4], "scale": 1}, {"sizes": [5, 2, 9], "scale": 2}],
-}  # fmt: skip
+}
 ASKED = {
     "vector_add": ("start", "open", "ready", "call", "compile", "profile"),
-    "linear": ("start", "open", "hold", "trim", "ready", "call"), "vectoradd": ("ready", "call"),
+    "linear": ("start", "open", "hold", "trim", "ready", "call"),
+    "vectoradd": ("ready", "call"),
     "gpu": (
-        "start", "open", "hold", "trim", "warm", "ready", "call", "enqueued", "batch", "sealed", "compile", "profile",
+        "start",
+        "open",
+        "hold",
+        "trim",
+        "warm",
+        "ready",
+        "call",
+        "enqueued",
+        "batch",
+        "sealed",
+        "compile",
+        "profile",
     ),
-}  # fmt: skip
+}
 HOSTILE = 16  # submissions in a run
 SHORT, LONG = 100, 10_000  # replies
 RENDERED = 40  # runs whose records one board shows
 MEMORY = Path("/dev/shm")
 REASON = replies.TEXT_LIMIT + 1_000  # characters
-WORDS = {"PASSED", "RUNTIME_ERROR", "TIMEOUT", "INCORRECT", "COMPILE_ERROR", "CHEAT_SUSPECTED", "RULE_BROKEN",
-         "INVALID_MEASUREMENT"}  # fmt: skip
+WORDS = {
+    "PASSED",
+    "RUNTIME_ERROR",
+    "TIMEOUT",
+    "INCORRECT",
+    "COMPILE_ERROR",
+    "CHEAT_SUSPECTED",
+    "RULE_BROKEN",
+    "INVALID_MEASUREMENT",
+}
 
 LEAVES = (
-    st.none() | st.booleans() | st.integers(-2, 300) | st.integers(-(10**30), 10**30) | st.floats()
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 300)
+    | st.integers(-(10**30), 10**30)
+    | st.floats()
     | st.sampled_from(["Tensor", "call", "\ud800", "\x1b[2J|<b>", "float16", "a\nb", "x" * 300])
     | st.sampled_from([2**63, 2**48, -0.0, 1e13])
-)  # fmt: skip
+)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
@@ -84,10 +110,15 @@ def scripts(draw: st.DrawFn, at: tuple[str, ...]) -> Script:
     if draw(st.integers(0, 99)) == 99:
         way = draw(st.sampled_from(SILENT))
     return Script(
-        draw(st.sampled_from(at)), draw(st.sampled_from((0, 0, 0, 1, 2, 4))), way,
-        draw(VALUES) if way in OTHERS else None, tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=2))),
-        draw(st.binary(min_size=1, max_size=60)), draw(st.integers(0, 2**32)), draw(st.integers(0, 3)) > 0,
-    )  # fmt: skip
+        draw(st.sampled_from(at)),
+        draw(st.sampled_from((0, 0, 0, 1, 2, 4))),
+        way,
+        draw(VALUES) if way in OTHERS else None,
+        tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=2))),
+        draw(st.binary(min_size=1, max_size=60)),
+        draw(st.integers(0, 2**32)),
+        draw(st.integers(0, 3)) > 0,
+    )
 
 
 def small(name: str) -> Problem:
@@ -377,12 +408,18 @@ def on_tests(folder: Path, name: str, sources: dict[str, str]) -> dict[str, list
 def test_real_runners_that_break_their_word(tmp_path, monkeypatch):
     monkeypatch.setattr(flush, "nbytes", lambda: 2**20)
     sources = {
-        "later": LATER, "leaves": LEAVES, "patches": PATCHES_SEND, "signal": DIES_OF_A_SIGNAL_WITHOUT_A_NAME,
-    }  # fmt: skip
+        "later": LATER,
+        "leaves": LEAVES,
+        "patches": PATCHES_SEND,
+        "signal": DIES_OF_A_SIGNAL_WITHOUT_A_NAME,
+    }
     got = on_tests(tmp_path, "vector_add", sources)
     assert {name: {o.status for o in outcomes} for name, outcomes in got.items()} == {
-        "later": {"PASSED"}, "leaves": {"RUNTIME_ERROR"}, "patches": {"RUNTIME_ERROR"}, "signal": {"RUNTIME_ERROR"},
-    }  # fmt: skip
+        "later": {"PASSED"},
+        "leaves": {"RUNTIME_ERROR"},
+        "patches": {"RUNTIME_ERROR"},
+        "signal": {"RUNTIME_ERROR"},
+    }
     assert "exited with status 0" in got["leaves"][0].reason
     assert "malformed reply" in got["patches"][0].reason and clean(got["patches"][0].reason, 2_500)
     assert "killed by signal 40" in got["signal"][0].reason

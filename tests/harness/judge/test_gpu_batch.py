@@ -21,16 +21,19 @@ pytestmark = pytest.mark.gpu
 SUBMISSIONS = {
     "plain": ("def custom_kernel(data):\n    return right(data)\n", None),
     "waits": (
-        "def custom_kernel(data):\n    out = right(data)\n    torch.cuda.synchronize()\n    return out\n", True,
+        "def custom_kernel(data):\n    out = right(data)\n    torch.cuda.synchronize()\n    return out\n",
+        True,
     ),
     "reads": (
-        "def custom_kernel(data):\n    out = right(data)\n    float(out[0, 0, 0])\n    return out\n", True,
+        "def custom_kernel(data):\n    out = right(data)\n    float(out[0, 0, 0])\n    return out\n",
+        True,
     ),
     "many": (
         "kept = torch.zeros(1, device='cuda')\n\n\ndef custom_kernel(data):\n    for _ in range(300):\n"
-        "        kept.add_(1)\n    return right(data)\n", None,
+        "        kept.add_(1)\n    return right(data)\n",
+        None,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -61,21 +61,25 @@ SUBMISSIONS = {
         "def custom_kernel(data):\n"
         "    index = torch.full((4,), 2**40, device='cuda')\n    data.c[:4, 0, 0] = data.c.flatten()[index]\n"
         "    torch.cuda.synchronize()\n    return data.c\n",
-        "RUNTIME_ERROR", "",
+        "RUNTIME_ERROR",
+        "",
     ),
     "hangs": (
-        "def custom_kernel(data):\n"
-        "    torch.cuda._sleep(2**50)\n    torch.cuda.synchronize()\n    return data.c\n",
-        "TIMEOUT", "no answer within",
+        "def custom_kernel(data):\n    torch.cuda._sleep(2**50)\n    torch.cuda.synchronize()\n    return data.c\n",
+        "TIMEOUT",
+        "no answer within",
     ),
     "returns_unwritten": (
-        "def custom_kernel(data):\n    return data.c\n", "INCORRECT", "Number of mismatched elements",
+        "def custom_kernel(data):\n    return data.c\n",
+        "INCORRECT",
+        "Number of mismatched elements",
     ),
     "takes_too_much": (
         "def custom_kernel(data):\n    return torch.empty(2**40, dtype=torch.uint8, device='cuda')\n",
-        "RUNTIME_ERROR", "out of memory",
+        "RUNTIME_ERROR",
+        "out of memory",
     ),
-}  # fmt: skip
+}
 
 
 def test_a_slot_is_one_memory_for_two_processes():

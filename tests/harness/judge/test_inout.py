@@ -110,9 +110,9 @@ def compare(data, want, output, baseline=False):
 GENERATORS = {
     FLAT: "def generate_input(n, seed, device):\n    return task.Data(*made(n, seed, device))\n",
     SPLIT: "def generate_weights(n, seed, device):\n    return task.Weights(torch.ones(n, device=device))\n\n\n"
-           "def generate_input(n, seed, device):\n    x, state, y = made(n, seed, device)\n"
-           "    return task.Inputs(x, state), task.Outputs(y)\n",
-}  # fmt: skip
+    "def generate_input(n, seed, device):\n    x, state, y = made(n, seed, device)\n"
+    "    return task.Inputs(x, state), task.Outputs(y)\n",
+}
 KERNEL = '''"""{name}."""
 import torch
 
@@ -237,9 +237,10 @@ def test_a_bad_name_is_the_problems_failure_and_no_verdict(tmp_path):
     ("line", "message"),
     [
         ('INOUT = "state"', r"running/task\.py: INOUT must be a tuple of fields' names, got 'state'"),
-        ("INOUT = (1,)", "must be a tuple of fields' names"), ("INOUT = tuple(['state'])", "INOUT must be a literal"),
+        ("INOUT = (1,)", "must be a tuple of fields' names"),
+        ("INOUT = tuple(['state'])", "INOUT must be a literal"),
     ],
-)  # fmt: skip
+)
 def test_a_literal_of_another_form_is_bad_use(tmp_path, line, message):
     path = folder(tmp_path / "running", FLAT, ('INOUT = ("state",)', line))
     with pytest.raises(UsageError, match=message):

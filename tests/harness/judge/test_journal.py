@@ -296,12 +296,17 @@ def test_a_plan_holds_against_itself():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("harness_hash", "0", "the judge"), ("problem_hash", "0", "the problem's own files"),
-        ("tests", [], "the test cases"), ("benchmarks", [], "the benchmark cases"), ("target", "sm90", "the target"),
-        ("submissions", {"cpu_avx2": "0"}, "the submissions, cpu_avx2"), ("environment", {}, "the environment"),
-        ("submissions", {}, "the submissions, cpu_avx2"), ("schema", 0, "the records' schema"),
+        ("harness_hash", "0", "the judge"),
+        ("problem_hash", "0", "the problem's own files"),
+        ("tests", [], "the test cases"),
+        ("benchmarks", [], "the benchmark cases"),
+        ("target", "sm90", "the target"),
+        ("submissions", {"cpu_avx2": "0"}, "the submissions, cpu_avx2"),
+        ("environment", {}, "the environment"),
+        ("submissions", {}, "the submissions, cpu_avx2"),
+        ("schema", 0, "the records' schema"),
     ],
-)  # fmt: skip
+)
 def test_what_changed_is_said(key, value, said):
     with pytest.raises(UsageError, match=f"changed since it began: .*{said}"):
         plan.compare(planned(**{key: value}), planned(), Path("x"))
@@ -396,18 +401,28 @@ def test_a_file_system_without_locks_is_an_error_and_no_endless_loop(monkeypatch
 @pytest.mark.parametrize(
     "broken",
     [
-        "[" * 100_000, '{"kind": "test", "a": ' + "[" * 100_000, b"\xff\xfe{", '{"kind": ' + "1" * 10_000 + "}",
-        "17", "null", '{"kind": 5}', '{"kind": "test"}',
+        "[" * 100_000,
+        '{"kind": "test", "a": ' + "[" * 100_000,
+        b"\xff\xfe{",
+        '{"kind": ' + "1" * 10_000 + "}",
+        "17",
+        "null",
+        '{"kind": 5}',
+        '{"kind": "test"}',
         '{"kind": "test", "submission": "a", "case": 0, "outcome": {"status": "FINE"}}',
         '{"kind": "test", "submission": "a", "case": 0, "outcome": {"status": "PASSED", "us": "x"}}',
         '{"kind": "test", "submission": "a", "case": 0, "outcome": {"status": "PASSED", "other": 1}}',
-        '{"kind": "group", "outcomes": {"a": 5}}', '{"kind": "final", "records": [5]}', '{"kind": "final"}',
+        '{"kind": "group", "outcomes": {"a": 5}}',
+        '{"kind": "final", "records": [5]}',
+        '{"kind": "final"}',
         '{"kind": "clock"}',
         '{"kind": "audit", "submissions": {"a": 5}}',
-        '{"kind": "confirm"}', '{"kind": "plan"}', "x" * 2**20,
+        '{"kind": "confirm"}',
+        '{"kind": "plan"}',
+        "x" * 2**20,
     ],
     ids=brief,
-)  # fmt: skip
+)
 def test_a_broken_line_of_a_journal_is_work_that_is_done_again(broken):
     path = filled().path
     with path.open("ab") as file:

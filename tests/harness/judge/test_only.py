@@ -69,14 +69,18 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
     text, lines = capsys.readouterr().out, record.read(environment.machine("cpu"), "vector_add")
     assert outcomes(lines) == {
         "whole": [
-            ("test", 4099, "PASSED", ""), ("test", 1024, "PASSED", ""),
-            ("benchmark", 2**19, "PASSED", ""), ("benchmark", 2**20, "PASSED", ""),
+            ("test", 4099, "PASSED", ""),
+            ("test", 1024, "PASSED", ""),
+            ("benchmark", 2**19, "PASSED", ""),
+            ("benchmark", 2**20, "PASSED", ""),
         ],
         "peer_part": [
-            ("test", 4099, "UNSUPPORTED", SAYS), ("test", 1024, "PASSED", ""),
-            ("benchmark", 2**19, "UNSUPPORTED", SAYS), ("benchmark", 2**20, "PASSED", ""),
+            ("test", 4099, "UNSUPPORTED", SAYS),
+            ("test", 1024, "PASSED", ""),
+            ("benchmark", 2**19, "UNSUPPORTED", SAYS),
+            ("benchmark", 2**20, "PASSED", ""),
         ],
-    }  # fmt: skip
+    }
     assert re.search(rf"peer_part +1/2 test cases right; 1 UNSUPPORTED: {SAYS}", text)
     assert re.search(
         rf"peer_part +PASSED +1 test case right; timed on 1 of 2 cases \(baseline, unranked; {SAYS}\)", text
@@ -116,12 +120,16 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        ("def setup(data):\n    return data\n", True), ("def setup(data, scale=2, *more):\n    return data\n", True),
-        ("def setup(*, data):\n    return data\n", True), ("def setup():\n    return 1\n", False),
-        ("def setup(data, scale):\n    return data\n", False), ("def setup(data):\n    return data\nsetup(1)\n", False),
-        ("class A:\n    def setup(self):\n        return 1\n", False), ("setup = 3\n", False),
+        ("def setup(data):\n    return data\n", True),
+        ("def setup(data, scale=2, *more):\n    return data\n", True),
+        ("def setup(*, data):\n    return data\n", True),
+        ("def setup():\n    return 1\n", False),
+        ("def setup(data, scale):\n    return data\n", False),
+        ("def setup(data):\n    return data\nsetup(1)\n", False),
+        ("class A:\n    def setup(self):\n        return 1\n", False),
+        ("setup = 3\n", False),
     ],
-)  # fmt: skip
+)
 def test_setup_belongs_to_peers_too(folder, text, refused):
     files = [folder / "variants" / f"{name}.py" for name in ("whole", "peer_part")]
     for file in files:
@@ -167,9 +175,11 @@ def test_in_a_case_that_only_one_of_a_pair_serves_that_one_has_its_time(folder, 
     text, lines = capsys.readouterr().out, record.read(environment.machine("cpu"), "vector_add")
     timed = {(line["variant"], line["case"]["n"]): line for line in lines if line["kind"] == "benchmark"}
     assert {key: (line["status"], line["reason"]) for key, line in timed.items()} == {
-        ("whole", 2**19): ("PASSED", ""), ("whole", 2**20): ("PASSED", ""),
-        ("peer_part", 2**19): ("UNSUPPORTED", SAYS), ("peer_part", 2**20): ("PASSED", ""),
-    }  # fmt: skip
+        ("whole", 2**19): ("PASSED", ""),
+        ("whole", 2**20): ("PASSED", ""),
+        ("peer_part", 2**19): ("UNSUPPORTED", SAYS),
+        ("peer_part", 2**20): ("PASSED", ""),
+    }
     assert len(timed["whole", 2**19]["samples_us"]) == 2 and all(timed["whole", 2**19]["samples_us"])
     assert [key for key, line in timed.items() if line.get("against")] == [(mine, 2**20)]
     assert re.search(rf"n={2**19} +one of the two does not serve it\nn={2**20} +{mine} / {other} = ", text)
@@ -197,11 +207,12 @@ def test_the_linter_asks_no_more_of_it(folder, monkeypatch):
     [
         ("peer_x", 'ONLY = {"k": 1}', r"peer_x\.py: ONLY must name fields of the case \(n\), got 'k'"),
         ("peer_x", 'ONLY = {"n": [1, 2]}', r"must map fields of the case to a value or a tuple of values, got \{'n'"),
-        ("peer_x", "ONLY = {}", "must map fields"), ("peer_x", 'ONLY = ("n",)', "must map fields"),
+        ("peer_x", "ONLY = {}", "must map fields"),
+        ("peer_x", 'ONLY = ("n",)', "must map fields"),
         ("peer_x", "ONLY = dict(n=1)", r"peer_x\.py:1: ONLY must be a literal"),
         ("sm90_x", 'ONLY = {"n": 1}', r"sm90_x\.py: ONLY is for peer_\* files of variants/"),
     ],
-)  # fmt: skip
+)
 def test_a_literal_that_cannot_be_is_bad_use(folder, name, line, message):
     (folder / "variants" / f"{name}.py").write_text(f"{line}\n")
     with pytest.raises(UsageError, match=message):

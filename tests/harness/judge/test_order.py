@@ -22,7 +22,7 @@ NAMES = ("a", "b", "c", "d", "e")
 
 def run(
     us=100.0, heard=None, hears=(), names=NAMES[:2], processes=6, samples=3, cases=1, noise=0.02, cheats=None, rng=None
-):  # fmt: skip
+):
     """The timings of a run. us: of a call; heard: of one of `hears` on contents that another of `hears` had before.
     cheats: the cases in which they do it, by default all.
     """

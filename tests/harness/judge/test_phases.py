@@ -79,16 +79,26 @@ def case(weight_bytes: int) -> Case:
 @pytest.mark.parametrize(
     ("weights", "handles", "wanted"),
     [
-        ([250], 1, [4, 4, 2]), ([300], 1, [3, 3, 3, 1]), ([500], 1, [2] * 5), ([501], 1, [1] * 10),
+        ([250], 1, [4, 4, 2]),
+        ([300], 1, [3, 3, 3, 1]),
+        ([500], 1, [2] * 5),
+        ([501], 1, [1] * 10),
         # Each submission's processes prepare, and they live through all cases: the one with the most counts.
-        ([250], 2, [4] * 5), ([100], 3, [9, 9, 9, 3]), ([100, 400, 0], 1, [2] * 5),
+        ([250], 2, [4] * 5),
+        ([100], 3, [9, 9, 9, 3]),
+        ([100, 400, 0], 1, [2] * 5),
         # Never fewer than one: then submissions take part after part, as many at once as there is room for.
-        ([5000], 1, [1] * 10), ([501], 2, [1] * 20), ([400], 5, [2, 2, 1] * 10), ([334], 3, [2, 1] * 10),
+        ([5000], 1, [1] * 10),
+        ([501], 2, [1] * 20),
+        ([400], 5, [2, 2, 1] * 10),
+        ([334], 3, [2, 1] * 10),
         ([333], 3, [3] * 10),
         # Nor more than the plan has, and as many as that where no case says what its weights take.
-        ([1], 1, [8, 2]), ([0], 1, [8, 2]), ([0, 0], 5, [40, 10]),
+        ([1], 1, [8, 2]),
+        ([0], 1, [8, 2]),
+        ([0, 0], 5, [40, 10]),
     ],
-)  # fmt: skip
+)
 def test_no_more_are_alive_than_their_weights_leave_room_for(monkeypatch, weights, handles, wanted):
     monkeypatch.setattr(phases, "PREPARED_SHARE", ROOM / MEMORY)
     how = Plan(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
@@ -124,7 +134,7 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
     again = Counting()
     timings, all_readings = phases.run_benchmarks(
         again, handles(), cases, lambda _: None, have=phases.Have(groups=missing), how=how
-    )  # fmt: skip
+    )
     assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"submission2 1"}
     for name, of_cases in whole[0].items():
         assert [[len(calls) for calls in timing.outcomes] for timing in of_cases] == [[3, 3], [3, 3]], name
@@ -141,14 +151,16 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
     session = Counting()
     timings, _ = phases.run_benchmarks(
         session, handles, [case(1), case(2)], lambda _: None, have=phases.Have(groups={(0, 0, 0): finished}), how=how
-    )  # fmt: skip
+    )
     assert [timing.failure for timing in timings["bad"]] == [wrong, None]
     assert [timing.failure for timing in timings["good"]] == [None, None]
     assert [[len(calls) for calls in timing.outcomes] for timing in timings["bad"]] == [[1, 0], [3, 3]]
     of_case = session.called["bad 0"]  # calls of one case
     assert (session.called["good 0"], session.called["bad 1"], session.called["good 1"]) == (
-        of_case, of_case, 2 * of_case,
-    )  # fmt: skip
+        of_case,
+        of_case,
+        2 * of_case,
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,9 +218,7 @@ def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.H
 
     cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
     handle = RunnerHandle("submission0", Submission("submission0", None, ("sm90",)), "sm90")
-    _, found = phases.run_benchmarks(
-        session, [handle], cases, lambda _: None, group=group, have=have, how=how
-    )  # fmt: skip
+    _, found = phases.run_benchmarks(session, [handle], cases, lambda _: None, group=group, have=have, how=how)
     return found, session, told
 
 

@@ -19,21 +19,37 @@ from harness.sandbox.process import Died
 
 SHORT = 2_500  # characters of a reason, at most
 CLAIM = {
-    "type": "Tensor", "dtype": "float16", "shape": [3, 4], "stride": [4, 1], "device": "cpu", "same": True,
-    "conj": True, "neg": True,
-    "items": [{"type": "value", "value": "5"}], "keys": ["sum"], "value": "null",
-}  # fmt: skip
+    "type": "Tensor",
+    "dtype": "float16",
+    "shape": [3, 4],
+    "stride": [4, 1],
+    "device": "cpu",
+    "same": True,
+    "conj": True,
+    "neg": True,
+    "items": [{"type": "value", "value": "5"}],
+    "keys": ["sum"],
+    "value": "null",
+}
 KERNEL = {
-    "name": "gemm", "registers": 32, "stack_bytes": 1, "spill_bytes": 2, "shared_bytes": 4096, "sass": {"HMMA": 5},
+    "name": "gemm",
+    "registers": 32,
+    "stack_bytes": 1,
+    "spill_bytes": 2,
+    "shared_bytes": 4096,
+    "sass": {"HMMA": 5},
     "tmem_columns": 64,
-}  # fmt: skip
+}
 # A right reply of every kind, with every field.
 RIGHT = {
     replies.Done: {},
     replies.Ready: {"ready": True},
     replies.Failed: {"failed": "call", "type": "ValueError", "memory": False, "text": "Traceback"},
     replies.Started: {
-        "ready": True, "clock": clock.CudaClock.name, "replaced": ["time.sleep"], "switches": ["gradients"],
+        "ready": True,
+        "clock": clock.CudaClock.name,
+        "replaced": ["time.sleep"],
+        "switches": ["gradients"],
     },
     replies.Prepared: {"prepared": True},
     replies.Claim: CLAIM,
@@ -41,16 +57,21 @@ RIGHT = {
     replies.Noted: {"claims": [CLAIM, {"type": "NoneType"}]},
     replies.Seen: {"records": 3, "elsewhere": {"7": ["add"]}},
     replies.Timed: {
-        "us": 1.5, "host_us": 2.5, "host_bound": False, "setup_us": 3.5, "claims": [CLAIM],
+        "us": 1.5,
+        "host_us": 2.5,
+        "host_bound": False,
+        "setup_us": 3.5,
+        "claims": [CLAIM],
         "activity": {"records": 3, "elsewhere": {"7": ["add"]}},
     },
     replies.Kernel: KERNEL,
     replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
     replies.Compiled: {"artefacts": [{"bytes": 5, "kernels": [KERNEL]}]},
-    replies.Repeated: {"calls": 3}, replies.Batched: {"calls": [[CLAIM], []]},
+    replies.Repeated: {"calls": 3},
+    replies.Batched: {"calls": [[CLAIM], []]},
     replies.Profiled: {"table": "Name  CPU total\nadd   3 us", "trace": '{"traceEvents": []}'},
     replies.Sealed: {"replaced": ["time.sleep"], "switches": []},
-}  # fmt: skip
+}
 KINDS = sorted(RIGHT, key=lambda kind: kind.__name__)
 OPTIONAL = {"clock", "setup_us", "activity", "sass", "tmem_columns"}  # may be null
 # May be missing, in one kind at least.
@@ -82,7 +103,7 @@ WRONG = {
     str: (0, 1, True, 1.5, [], ["a"], {}, {"a": "b"}, DEEP, math.nan, 10**400, "x" * (2**20 + 1)),
     list: (None, 0, True, "", "abc", {}, {"0": "a"}, [None], [[]], [[["a"]]], DEEP, [1.5] * 1025, ["a"] * 1025),
     dict: (None, 0, True, "", "abc", [["a", "b"]], DEEP),
-}  # fmt: skip
+}
 CONTROLS = "".join(map(chr, [*range(32), *range(127, 160), 0x200B, 0x202E, 0x2028, 0xFEFF]))
 
 
@@ -246,11 +267,12 @@ FLOODS = {
     "activity": (replies.Seen, lambda: {"records": 1, "elsewhere": {str(i): 1 for i in range(300_000)}}),
     "kernels": (replies.Compiled, lambda: {"artefacts": [{"bytes": 1, "kernels": [{}] * 4096}] * 256}),
     "kernels of wrong fields": (
-        replies.Compiled, lambda: {"artefacts": [{"bytes": 1, "kernels": [{"name": 1, "x": 2}] * 4096}] * 60},
+        replies.Compiled,
+        lambda: {"artefacts": [{"bytes": 1, "kernels": [{"name": 1, "x": 2}] * 4096}] * 60},
     ),
     "a few less kernels": (replies.Compiled, lambda: {"artefacts": [{"bytes": 1, "kernels": [{}] * 4000}] * 7}),
     "a table": (replies.Profiled, lambda: {"table": "\x7f" * 4_000_000}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("flood", FLOODS)
@@ -270,9 +292,14 @@ def test_as_much_as_a_compiler_says_is_read():
 
 
 LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.integers(-(10**400), 10**400) | st.floats() | st.text(max_size=20)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=20)
     | st.sampled_from(["Tensor", "call", "\ud800", "\x1b[2J", 2**63, -0.0, 1e999, True, clock.CudaClock.name])
-)  # fmt: skip
+)
 NAMES = st.sampled_from(sorted({key for reply in RIGHT.values() for at, _ in places(reply) for key in map(str, at)}))
 ANY = st.recursive(
     LEAVES,
@@ -302,11 +329,22 @@ def test_any_object_is_a_reply_or_a_death(kind, data):
 
 
 BODIES = {
-    "nested lists": b"[" * 2_000_000, "nested objects": b'{"a":' * 500_000, "half closed": b"[[]," * 1_000_000,
-    "many digits": b'{"us":' + b"1" * 5000 + b"}", "no UTF-8": b'{"a":"\xff\xfe"}', "UTF-16 cut": b"\xff\xfe{",
-    "nothing": b"", "two": b"{}{}", "a list": b"[]", "a text": b'"' + b"a" * 10**6 + b'"', "a null": b"null",
-    "zeros": bytes(1000), "no value": b'{"a":}', "one quote": b'{"', "a number": b"1e999",
-}  # fmt: skip
+    "nested lists": b"[" * 2_000_000,
+    "nested objects": b'{"a":' * 500_000,
+    "half closed": b"[[]," * 1_000_000,
+    "many digits": b'{"us":' + b"1" * 5000 + b"}",
+    "no UTF-8": b'{"a":"\xff\xfe"}',
+    "UTF-16 cut": b"\xff\xfe{",
+    "nothing": b"",
+    "two": b"{}{}",
+    "a list": b"[]",
+    "a text": b'"' + b"a" * 10**6 + b'"',
+    "a null": b"null",
+    "zeros": bytes(1000),
+    "no value": b'{"a":}',
+    "one quote": b'{"',
+    "a number": b"1e999",
+}
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -17,10 +17,14 @@ MOST = Room(1, 3, 3)
 @pytest.mark.parametrize(
     ("buffer", "working", "most", "wanted"),
     [
-        (1, 1, MOST, MOST), (7, 12, MOST, Room(1, 2, 3)), (15, 15, MOST, Room(1, 1, 2)), (24, 8, MOST, Room(1, 1, 1)),
-        (3, 5, Room(4, 3, 3), Room(4, 1, 3)), (15, 15, Room(4, 3, 3), Room(1, 1, 2)),
+        (1, 1, MOST, MOST),
+        (7, 12, MOST, Room(1, 2, 3)),
+        (15, 15, MOST, Room(1, 1, 2)),
+        (24, 8, MOST, Room(1, 1, 1)),
+        (3, 5, Room(4, 3, 3), Room(4, 1, 3)),
+        (15, 15, Room(4, 3, 3), Room(1, 1, 2)),
     ],
-)  # fmt: skip
+)
 def test_processes_go_before_buffers(buffer, working, most, wanted):
     found = Footprint("n=1", buffer * GIB, working * GIB, H200)
     assert choose([found], most, paired=False) == wanted

@@ -66,8 +66,12 @@ def check_implementation(data, output):
     return {said}
 '''
 DEEP = "same(output, ref_kernel(data))"
-SAID = {"pair": "(right, '' if right else 'differs')", "text": "'' if right else 'differs'",
-        "list": "[] if right else ['differs']", "bool": "right"}  # fmt: skip
+SAID = {
+    "pair": "(right, '' if right else 'differs')",
+    "text": "'' if right else 'differs'",
+    "list": "[] if right else ['differs']",
+    "bool": "right",
+}
 
 
 def folder(path: Path, answer: str, check: str = DEEP, said: str = "pair") -> Path:
@@ -97,7 +101,7 @@ def folder(path: Path, answer: str, check: str = DEEP, said: str = "pair") -> Pa
         "[2 * x[:3], *([1] if x[0] > 0 else [])]",
         "(y.expand(3, -1), y.view(1, -1).repeat(2, 1)[:, 5])",
     ],
-)  # fmt: skip
+)
 def test_an_honest_check_has_no_hole(tmp_path, answer):
     rows, holes = surveyed(folder(tmp_path / "forms", answer))
     assert holes == [], [rows[name] for name in holes if name in rows]
@@ -132,14 +136,20 @@ def test_every_way_in_which_a_check_answers_is_understood(tmp_path, said):
         ("(y, len(x))", "same(output[0], ref_kernel(data)[0])", {"zeros [1]", "copy of 0 [1]"}),
         ("(y, len(x))", "output[1] == len(data[0])", {"zeros [0]", "previous answer [0]", "one NaN [0]"}),
         ("{'y': y, 'how': 'up'}", "same(output['y'], ref_kernel(data)['y'])", {"empty text [how]"}),
-        ("Held(y, float(x.sum()), True)", "same(output.y, ref_kernel(data).y) and output.done",
-         {"zeros [loss]", "one NaN [loss]", "previous answer [loss]"}),
-        ("[{'loss': float(x.sum())}, y]", "abs(output[0]['loss'] - float(data[0].sum())) < 1 and same(output[1], "
-         "ref_kernel(data)[1])", {"answer in less precision [0.loss]"}),
+        (
+            "Held(y, float(x.sum()), True)",
+            "same(output.y, ref_kernel(data).y) and output.done",
+            {"zeros [loss]", "one NaN [loss]", "previous answer [loss]"},
+        ),
+        (
+            "[{'loss': float(x.sum())}, y]",
+            "abs(output[0]['loss'] - float(data[0].sum())) < 1 and same(output[1], ref_kernel(data)[1])",
+            {"answer in less precision [0.loss]"},
+        ),
         ("len(x)", DEEP, {"previous answer"}),
         ("(torch.zeros(4), 0)", DEEP, {"zeros, all parts", "previous answer, all parts"}),
     ],
-)  # fmt: skip
+)
 def test_a_part_that_a_check_does_not_see_is_named(tmp_path, answer, check, found):
     holes = surveyed(folder(tmp_path / "forms", answer, check))[1]
     assert found <= set(holes)

@@ -186,10 +186,12 @@ def test_token_ids_and_byte_buffers_are_linted_and_what_does_not_apply_is_said(t
     rows, holes = surveyed(bag(tmp_path / "bag"))
     assert holes == []
     not_applicable = {
-        "answer to inputs x8": SCALED, "answer to inputs x8, as a baseline": SCALED,
+        "answer to inputs x8": SCALED,
+        "answer to inputs x8, as a baseline": SCALED,
         "inputs in less precision": SCALED,
-        "state zero": "task.py says that state is OPAQUE", "state shifted": "task.py says that state is OPAQUE",
-    }  # fmt: skip
+        "state zero": "task.py says that state is OPAQUE",
+        "state shifted": "task.py says that state is OPAQUE",
+    }
     for name, row in rows.items():
         if name in not_applicable:
             assert not row.formed and row.note() == f"not applicable: {not_applicable[name]}", row
@@ -223,7 +225,7 @@ def test_ordinary_inputs_are_not_skipped(tmp_path):
         ('("y",)', r"OPAQUE must name fields of weights or inputs, \['w', 'x', 'bias'\], got \['y'\]"),
         ('("wide",)', r"OPAQUE must name fields .*, got \['wide'\]"),
     ],
-)  # fmt: skip
+)
 def test_opaque_cannot_hide_an_ordinary_input(tmp_path, names, message):
     with pytest.raises(ValueError, match=message):
         surveyed(folder(tmp_path / "affine", ("OUTPUTS =", f"OPAQUE = {names}\nOUTPUTS =")))

@@ -26,9 +26,11 @@ def test_the_whole_linter_says_what_is_wrong(tmp_path):
     """A wrong file that passes and a variant that does not are holes, in a report through processes of their own."""
     path = folder(tmp_path / "affine", ("bias = torch.randn(m,", "bias = 0 * torch.randn(m,"))
     for place, y in {
-        "wrong/no_bias": "terms.sum(1)", "wrong/doubled": "2 * terms.sum(1)", "variants/good": SUM,
+        "wrong/no_bias": "terms.sum(1)",
+        "wrong/doubled": "2 * terms.sum(1)",
+        "variants/good": SUM,
         "variants/off": SUM + " + 1",
-    }.items():  # fmt: skip
+    }.items():
         file = path / f"{place}.py"
         file.parent.mkdir(exist_ok=True)
         file.write_text(KERNEL.format(first=f"{place}.", y=y))
@@ -106,10 +108,13 @@ def test_a_folder_whose_answer_is_its_input_with_two_files_of_one_name(tmp_path)
     """That a copy is the answer is a question. Each file is judged, the submission that comes with the folder too."""
     kernel = "def custom_kernel(data):\n    return data{}\n"
     for place, text in {
-        "task.yml": "tests: [{n: 5, seed: 1}, {n: 90, seed: 2}]\n", "reference.py": COPIES,
-        "submission.py": kernel.format(".clone()"), "solutions/correct/submission.py": kernel.format(" + 0"),
-        "wrong/bad.py": kernel.format(" * 2"), "solutions/wrong/bad.py": kernel.format(" + 1"),
-    }.items():  # fmt: skip
+        "task.yml": "tests: [{n: 5, seed: 1}, {n: 90, seed: 2}]\n",
+        "reference.py": COPIES,
+        "submission.py": kernel.format(".clone()"),
+        "solutions/correct/submission.py": kernel.format(" + 0"),
+        "wrong/bad.py": kernel.format(" * 2"),
+        "solutions/wrong/bad.py": kernel.format(" + 1"),
+    }.items():
         file = tmp_path / "same" / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -121,10 +126,10 @@ def test_a_folder_whose_answer_is_its_input_with_two_files_of_one_name(tmp_path)
 
 
 # One of them every day; the others' own tests judge the same files.
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "nvfp4_gemv" else pytest.mark.slow)
-    for name in folders.problem_names()
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "nvfp4_gemv" else pytest.mark.slow) for name in folders.problem_names()],
+)
 def test_every_problem_passes_in_short(name, monkeypatch):
     """In a third of its small cases, the last among them, which says more than the first. What all files of wrong/ and
     all variants get in all cases is shown by the problem's own tests, and by the next one with a judge.

@@ -17,28 +17,36 @@ ROWS = "x.repeat(8).view(8, -1).T.roll(1, 0) * torch.arange(1, 9)"
 LAX = {
     "abs": ("torch.allclose(output.abs(), ref_kernel(data).abs())", {SIGN}, {trivial.ALL_NEGATED}),
     "sorted values": (
-        "torch.allclose(output.flatten().sort().values, ref_kernel(data).flatten().sort().values)", {SWAP},
+        "torch.allclose(output.flatten().sort().values, ref_kernel(data).flatten().sort().values)",
+        {SWAP},
         {"two places of axis 0 swapped", "two places of axis 1 swapped"},
     ),
     "sums of rows": (
-        "torch.allclose(output.sum(1), ref_kernel(data).sum(1), atol=1e-4)", {MOVE}, {"two places of axis 1 swapped"},
+        "torch.allclose(output.sum(1), ref_kernel(data).sum(1), atol=1e-4)",
+        {MOVE},
+        {"two places of axis 1 swapped"},
     ),
     "sums of columns": (
-        "torch.allclose(output.sum(0), ref_kernel(data).sum(0), atol=1e-4)", {MOVE}, {"two places of axis 0 swapped"},
+        "torch.allclose(output.sum(0), ref_kernel(data).sum(0), atol=1e-4)",
+        {MOVE},
+        {"two places of axis 0 swapped"},
     ),
     "rows as a set": (
         "all((output - row).abs().amax(1).min() < 1e-6 for row in ref_kernel(data)) and output.isfinite().all()",
-        set(), {"two places of axis 0 swapped"},
+        set(),
+        {"two places of axis 0 swapped"},
     ),
     "either sign of a column": (
         "torch.allclose(*((y * y[y.abs().argmax(0), range(8)].sign()) for y in (output, ref_kernel(data))))",
-        set(), {trivial.ALL_NEGATED},
+        set(),
+        {trivial.ALL_NEGATED},
     ),
     "all but one element in seven": (
         "torch.allclose(*(y.flatten()[torch.arange(y.numel()) % 7 != 5] for y in (output, ref_kernel(data))))",
-        set(), {trivial.ONE_CHANGED},
+        set(),
+        {trivial.ONE_CHANGED},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAX)

@@ -40,29 +40,54 @@ LAX = {
     # Small values under an absolute tolerance.
     "absolute tolerance": ([("ATOL = 2**-11 * (1 + 2**-10), 2**-20", "ATOL = 1e-3, 1e9")], {"zeros [y]"}),
     "a share may be wrong": (
-        [(Y, "    if ((y.double() - want).abs() <= 2**-10 * want.abs()).double().mean() >= 0.9:\n"
-             "        return check.Result(True)\n" + Y)],
+        [
+            (
+                Y,
+                "    if ((y.double() - want).abs() <= 2**-10 * want.abs()).double().mean() >= 0.9:\n"
+                "        return check.Result(True)\n" + Y,
+            )
+        ],
         {"one NaN [y]", "one infinity [y]", "largest element zero [y]"},
     ),
     "NaN passes": (
-        [(Y, "    if not ((y.double() - want).abs() > 2**-10 * want.abs()).any():\n"
-             "        return check.Result(True)\n" + Y)],
+        [
+            (
+                Y,
+                "    if not ((y.double() - want).abs() > 2**-10 * want.abs()).any():\n"
+                "        return check.Result(True)\n" + Y,
+            )
+        ],
         {"one NaN [y]"},
     ),
     "only finite elements count": (
-        [(Y, "    wrong = (y.double() - want).abs() > 2**-10 * want.abs()\n"
-             "    if y.isfinite().all() and wrong.sum() <= 1:\n        return check.Result(True)\n" + Y)],
+        [
+            (
+                Y,
+                "    wrong = (y.double() - want).abs() > 2**-10 * want.abs()\n"
+                "    if y.isfinite().all() and wrong.sum() <= 1:\n        return check.Result(True)\n" + Y,
+            )
+        ],
         {"largest element zero [y]"},
     ),
     "the tolerance grows with the output": (
-        [(Y, "    size = torch.maximum(want.abs(), y.double().abs())\n"
-             "    if ((y.double() - want).abs() <= 2**-10 * size).all():\n        return check.Result(True)\n" + Y)],
+        [
+            (
+                Y,
+                "    size = torch.maximum(want.abs(), y.double().abs())\n"
+                "    if ((y.double() - want).abs() <= 2**-10 * size).all():\n        return check.Result(True)\n" + Y,
+            )
+        ],
         {"one infinity [y]"},
     ),
     "the seed does nothing": ([("manual_seed(seed)", "manual_seed(5)")], {"previous answer [y]"}),
     "only directions count": (
-        [("bias = torch.randn(m,", "bias = 1e-3 * torch.randn(m,"),
-         (Y, "    if torch.cosine_similarity(y.double(), want, 0) > 0.999:\n        return check.Result(True)\n" + Y)],
+        [
+            ("bias = torch.randn(m,", "bias = 1e-3 * torch.randn(m,"),
+            (
+                Y,
+                "    if torch.cosine_similarity(y.double(), want, 0) > 0.999:\n        return check.Result(True)\n" + Y,
+            ),
+        ],
         {"answer to inputs x8 [y]", "answer in less precision [y]", "bias zero [y]"},
     ),
     "only the mean counts": (
@@ -71,14 +96,18 @@ LAX = {
     ),
     "less precision passes": ([("RTOL, ATOL = 2**-11", "RTOL, ATOL = 2**-7")], {"answer in less precision [y]"}),
     "types are not looked at": (
-        [(Y, "    if y.dtype == torch.float32:\n        y = y.half()\n" + Y),
-         ("want[1].shape, torch.int32", "want[1].shape, output[1].dtype")],
+        [
+            (Y, "    if y.dtype == torch.float32:\n        y = y.half()\n" + Y),
+            ("want[1].shape, torch.int32", "want[1].shape, output[1].dtype"),
+        ],
         {"wrong type of elements [y]"},
     ),
     "shapes are broadcast": (
-        [("compare_y(output[0], want", "compare_y(output[0].squeeze(), want"),
-         ("form_error(output[1], want[1].shape", "form_error(output[1], output[1].shape"),
-         ("torch.equal(output[1], want[1])", "bool((output[1] == want[1]).all())")],
+        [
+            ("compare_y(output[0], want", "compare_y(output[0].squeeze(), want"),
+            ("form_error(output[1], want[1].shape", "form_error(output[1], output[1].shape"),
+            ("torch.equal(output[1], want[1])", "bool((output[1] == want[1]).all())"),
+        ],
         {"one more axis [y]"},
     ),
     "an output is not looked at": (
@@ -90,21 +119,26 @@ LAX = {
         {"bias zero [y]"},
     ),
     "an input is an answer": (
-        [("w = torch.randn(m, k, generator=gen, device=device)", "w = torch.eye(m, k, device=device)"),
-         ("bias = torch.randn(m,", "bias = 0 * torch.randn(m,"), ("(64, 32, 1)", "(64, 64, 1)"),
-         ("(100, 7, 2)", "(99, 99, 2)"), ("(40, 48, 3)", "(40, 41, 3)"),
-         ("terms.argmax(1).int()\n", "data.x[:len(terms)].to(torch.int32)\n")],
+        [
+            ("w = torch.randn(m, k, generator=gen, device=device)", "w = torch.eye(m, k, device=device)"),
+            ("bias = torch.randn(m,", "bias = 0 * torch.randn(m,"),
+            ("(64, 32, 1)", "(64, 64, 1)"),
+            ("(100, 7, 2)", "(99, 99, 2)"),
+            ("(40, 48, 3)", "(40, 41, 3)"),
+            ("terms.argmax(1).int()\n", "data.x[:len(terms)].to(torch.int32)\n"),
+        ],
         {"copy of x [y]"},
     ),
     "the tolerance is below a rounding": ([("RTOL, ATOL = 2**-11", "RTOL, ATOL = 2**-13")], {"exact"}),
     "check_implementation is another check": (
-        [("    return result.ok, result.message", '    return True, ""')], {"zeros [y], by check_implementation"},
+        [("    return result.ok, result.message", '    return True, ""')],
+        {"zeros [y], by check_implementation"},
     ),
     "a baseline may answer anything": (
         [("PEER_TOL = 1e-2", "PEER_TOL = 1e9")],
         {"zeros [y], as a baseline", "answer to inputs x8 [y], as a baseline"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAX)
@@ -137,11 +171,13 @@ def test_an_output_that_is_always_empty_is_not_spoilt(tmp_path):
             tmp_path / "affine",
             ("y = torch.full((m,)", "y = torch.full((0,)"),
             ("return terms.sum(1) + data.bias.double(), terms", "return terms[:0].sum(1), terms"),
-            ("compare_y(output[0], want[0], data, baseline)",
-             'check.Result(not check.form_error(output[0], want[0].shape, torch.float16))'),
+            (
+                "compare_y(output[0], want[0], data, baseline)",
+                "check.Result(not check.form_error(output[0], want[0].shape, torch.float16))",
+            ),
         ),
         baselines=False,
-    )  # fmt: skip
+    )
     assert holes == []
     assert rows["answer in less precision [y]"].note() == "not applicable: it is empty"
 

@@ -79,24 +79,32 @@ FORMS = {  # what the reference has besides HEAD, a right submission, a wrong on
     ),
     "check_raises": (
         "def check_implementation(data, output):\n    torch.testing.assert_close(output, ref_kernel(data))\n",
-        DOUBLED, TRIPLED,
+        DOUBLED,
+        TRIPLED,
     ),
     "list_of_errors": (
         "def check_implementation(data, output):\n    bad = not torch.equal(output, ref_kernel(data))\n"
-        "    return ['differs', 'at 3'] if bad else []\n", DOUBLED, TRIPLED,
+        "    return ['differs', 'at 3'] if bad else []\n",
+        DOUBLED,
+        TRIPLED,
     ),
     "three_of_them": (
         "def check_implementation(data, output):\n    good = torch.equal(output, ref_kernel(data))\n"
-        "    return good, 'no', 0.1\n", DOUBLED, TRIPLED,
+        "    return good, 'no', 0.1\n",
+        DOUBLED,
+        TRIPLED,
     ),
     "numpy_bool": (
         "def check_implementation(data, output):\n    import numpy\n"
-        "    return numpy.bool_(torch.equal(output, ref_kernel(data)))\n", DOUBLED, TRIPLED,
+        "    return numpy.bool_(torch.equal(output, ref_kernel(data)))\n",
+        DOUBLED,
+        TRIPLED,
     ),
     "named_tuple_of_the_reference": (
         "class In(NamedTuple):\n    x: torch.Tensor\n    k: float\n\ndef generate_input(n, seed):\n"
         "    return In(_random(n, seed), 2.0)\n\ndef ref_kernel(data):\n    return data.x * data.k\n",
-        "def custom_kernel(data):\n    return data.k * data.x\n", "def custom_kernel(data):\n    return data[0] * 3\n",
+        "def custom_kernel(data):\n    return data.k * data.x\n",
+        "def custom_kernel(data):\n    return data[0] * 3\n",
     ),
     "keys_that_are_no_text": (
         "def generate_input(n, seed):\n    return {0: _random(n, seed), True: _random(n, seed + 1)}\n\n"
@@ -107,7 +115,9 @@ FORMS = {  # what the reference has besides HEAD, a right submission, a wrong on
     ),
     "check_blind_to_nan": (
         "def check_implementation(data, output):\n    bad = ((ref_kernel(data) - output).abs() > 1e-6).any()\n"
-        "    return not bool(bad), 'differs'\n", DOUBLED, "def custom_kernel(data):\n    return data * float('nan')\n",
+        "    return not bool(bad), 'differs'\n",
+        DOUBLED,
+        "def custom_kernel(data):\n    return data * float('nan')\n",
     ),
     "number_blind_to_nan": (
         "def ref_kernel(data):\n    return {'sum': float(data.sum()), 'text': 'x'}\n\n"
@@ -120,12 +130,16 @@ FORMS = {  # what the reference has besides HEAD, a right submission, a wrong on
         "def generate_input(n, seed):\n    data = _random(n, seed)\n    data[n // 2] = float('nan')\n"
         "    return data\n\n"
         "def check_implementation(data, output):\n"
-        "    return torch.allclose(output, ref_kernel(data), equal_nan=True), 'differs'\n", DOUBLED, TRIPLED,
+        "    return torch.allclose(output, ref_kernel(data), equal_nan=True), 'differs'\n",
+        DOUBLED,
+        TRIPLED,
     ),
     "no_seed": (
-        "def generate_input(n):\n    return torch.arange(n, dtype=torch.float32) + 1\n", DOUBLED, TRIPLED,
+        "def generate_input(n):\n    return torch.arange(n, dtype=torch.float32) + 1\n",
+        DOUBLED,
+        TRIPLED,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -146,19 +160,23 @@ def test_right_and_wrong_are_told_apart(tmp_path, name):
 
 FAULTS = {  # what a folder has besides, its cases, what the judge says of it
     "check_refuses_all": (
-        "def check_implementation(data, output):\n    return False, 'no'\n", TASK,
+        "def check_implementation(data, output):\n    return False, 'no'\n",
+        TASK,
         "check_implementation refuses the reference's own answer too: no",
     ),
     "list_refuses_all": (
-        "def check_implementation(data, output):\n    return ['differs']\n", TASK,
+        "def check_implementation(data, output):\n    return ['differs']\n",
+        TASK,
         r"check_implementation refuses the reference's own answer too: \['differs'\]",
     ),
     "says_nothing": (
-        "def check_implementation(data, output):\n    return False, ''\n", TASK,
+        "def check_implementation(data, output):\n    return False, ''\n",
+        TASK,
         "check_implementation refuses the reference's own answer too$",
     ),
     "check_raises_on_all": (
-        "def check_implementation(data, output):\n    return output.lost\n", TASK,
+        "def check_implementation(data, output):\n    return output.lost\n",
+        TASK,
         "^[^\n]*: check_implementation raises on the reference's own answer too: reference.py:18: AttributeError: "
         "'Tensor' object has no attribute 'lost'$",
     ),
@@ -168,11 +186,12 @@ FAULTS = {  # what a folder has besides, its cases, what the judge says of it
         "task.yml: the case value eps: '1e-5' arrived as text, a number is written 1.0e-5: reference.py:18: TypeError",
     ),
     "another_argument": (
-        "", "tests: [{m: 5, seed: 3}]\n",
+        "",
+        "tests: [{m: 5, seed: 3}]\n",
         r"task.yml: a case must name what generate_input takes, \(n, seed\), got m=5, seed=3: missing a required "
         "argument: 'n'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -312,16 +331,28 @@ def test_an_answer_may_have_hundreds_of_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("submission", "status", "said"),
     [
-        ("def custom_kernel(data):\n    a = [data]\n    a.append(a)\n    return a\n", "RUNTIME_ERROR",
-         "one.py:1: an answer must not contain itself, and a list in it does"),
-        ("def custom_kernel(data):\n    for _ in range(40):\n        data = [data]\n    return data\n", "RUNTIME_ERROR",
-         "one.py:1: an answer must be nested at most 32 deep, the limit of this judge"),
-        ("def custom_kernel(data):\n    return 'x' * 2**28\n", "RUNTIME_ERROR",
-         "one.py:1: an answer's texts may have at most 131072 characters in all, the limit of this judge"),
-        ("class Half(float):\n    pass\n\ndef custom_kernel(data):\n    return Half(0.5)\n", "INCORRECT",
-         "custom_kernel must return Tensor, got float"),
+        (
+            "def custom_kernel(data):\n    a = [data]\n    a.append(a)\n    return a\n",
+            "RUNTIME_ERROR",
+            "one.py:1: an answer must not contain itself, and a list in it does",
+        ),
+        (
+            "def custom_kernel(data):\n    for _ in range(40):\n        data = [data]\n    return data\n",
+            "RUNTIME_ERROR",
+            "one.py:1: an answer must be nested at most 32 deep, the limit of this judge",
+        ),
+        (
+            "def custom_kernel(data):\n    return 'x' * 2**28\n",
+            "RUNTIME_ERROR",
+            "one.py:1: an answer's texts may have at most 131072 characters in all, the limit of this judge",
+        ),
+        (
+            "class Half(float):\n    pass\n\ndef custom_kernel(data):\n    return Half(0.5)\n",
+            "INCORRECT",
+            "custom_kernel must return Tensor, got float",
+        ),
     ],
-)  # fmt: skip
+)
 def test_answers_of_other_kinds_are_named(tmp_path, submission, status, said):
     assert reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", submission) == [(status, said)]
 
@@ -349,7 +380,7 @@ def check_implementation(data, output):
         ("{'y': data * 2, 'many': 5}", "dict(many: int, y: Tensor)"),
         ("(data * 2, 5)", "tuple(Tensor, int)"),
     ],
-)  # fmt: skip
+)
 def test_the_wanted_class_and_what_came_are_named(tmp_path, answer, came):
     text = f"from types import SimpleNamespace\n\ndef custom_kernel(data):\n    return {answer}\n"
     ((status, said),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", CLASS, text)
@@ -363,14 +394,18 @@ RELATIVE = "ImportError: relative imports are not supported, this file is in no 
 @pytest.mark.parametrize(
     ("first", "said"),
     [
-        ("from helper import two", "No module named 'helper': helper.py is in the folder, so add it to `files` of "
-         "task.yml"),
+        (
+            "from helper import two",
+            "No module named 'helper': helper.py is in the folder, so add it to `files` of task.yml",
+        ),
         ("from .helper import two", f"{RELATIVE}`from helper import two`"),
         ("from . import helper", f"{RELATIVE}`import helper`"),
-        ("from reference import ref_kernel", "No module named 'reference': no submission sees the reference (rule 6, "
-         "docs/rules.md)"),
+        (
+            "from reference import ref_kernel",
+            "No module named 'reference': no submission sees the reference (rule 6, docs/rules.md)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_import_that_fails_says_what_to_write(tmp_path, first, said):
     (tmp_path / "helper.py").write_text("two = 2\n")
     ((status, found),) = reasons(tmp_path, "tests: [{n: 5, seed: 3}]\n", "", f"{first}\n\n{DOUBLED}")

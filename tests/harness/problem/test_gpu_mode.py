@@ -33,8 +33,9 @@ def test_the_folder_is_read_as_it_stands():
     found = folders.find(str(FOLDER))
     assert not found.own and found.files["utils.py"] == FOLDER.parent / "utils.py"
     assert [case.params for case in found.tests] == [
-        {"sizes": [7, 130], "scale": 1}, {"sizes": [1, 3, 1000], "scale": 2},
-    ]  # fmt: skip
+        {"sizes": [7, 130], "scale": 1},
+        {"sizes": [1, 3, 1000], "scale": 2},
+    ]
     assert [case.seed for case in found.tests] == [4242, 5236]
     assert found.ranking_by == "geom"
     assert found.timeouts_s == {"test": 60, "benchmark": 180, "leaderboard": 90}
@@ -64,8 +65,10 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tests: 3", "tests: Input should be a valid list, got 3"), ("{}", "tests: Field required"),
-        ("3", "wanted a mapping with a list of tests, got int"), ("a: [", "not YAML: while parsing"),
+        ("tests: 3", "tests: Input should be a valid list, got 3"),
+        ("{}", "tests: Field required"),
+        ("3", "wanted a mapping with a list of tests, got int"),
+        ("a: [", "not YAML: while parsing"),
         (f"{ALIASES}tests: [{{n: *a8}}]", "wanted at most 1000000 values"),
         ("tests: []\nlang: cu", r"lang: .*got 'cu' \(only Python folders are judged\)"),
         ("tests: []\nmulti_gpu: true", "multi_gpu: .*only one GPU is used"),
@@ -78,7 +81,7 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("tests: []\nfiles: [{name: x.py, source: task.yml}]", "files: x.py .* must be a file whose name ends in .py"),
         ("tests: []\nfiles: [{name: x.py}]", "files: x.py .* is not there"),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_task_yml_gives_one_line_with_the_key(tmp_path, text, message):
     (tmp_path / "task.py").write_text("")
     (tmp_path / "reference.py").write_text("")
@@ -90,9 +93,14 @@ def test_a_malformed_task_yml_gives_one_line_with_the_key(tmp_path, text, messag
 
 def test_what_a_task_yml_may_leave_out_or_have_elsewhere(tmp_path):
     for name, text in {
-        "src/ref.py": "import torch, sums\nfrom ops.base import x", "sums.py": "import ops.more", "ops/__init__.py": "",
-        "ops/base.py": "from . import scale", "ops/scale.py": "", "ops/more.py": "", "other.py": "",
-    }.items():  # fmt: skip
+        "src/ref.py": "import torch, sums\nfrom ops.base import x",
+        "sums.py": "import ops.more",
+        "ops/__init__.py": "",
+        "ops/base.py": "from . import scale",
+        "ops/scale.py": "",
+        "ops/more.py": "",
+        "other.py": "",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "task.yml").write_text(
@@ -165,9 +173,11 @@ def test_the_example_for_kernelbench_in_the_documents_works(tmp_path, capsys):
     page = page.partition("## KernelBench")[2].partition("`custom_kernel(data)` gets")[0]
     reference, _, task = textwrap.dedent(page[page.index("    # reference.py") :]).partition("# task.yml")
     for name, text in {
-        "reference.py": reference, "task.yml": task, "model.py": KERNELBENCH,
+        "reference.py": reference,
+        "task.yml": task,
+        "model.py": KERNELBENCH,
         "submission.py": "def custom_kernel(data):\n    return data[0].layer(data[1][0]).detach()\n",
-    }.items():  # fmt: skip
+    }.items():
         (tmp_path / name).write_text(text)
     assert run.main([str(tmp_path), "--device", "cpu", "--mode", "test"]) == 0
 

@@ -13,12 +13,22 @@ WORD = "str" + "eam"  # this file is no submission, but is to be searchable for 
 @pytest.mark.parametrize(
     "text",
     [
-        f"x = torch.cuda.{WORD.capitalize()}()", f"# in the up{WORD} direction", f'"""{WORD.upper()}ING loads."""',
-        f"launch(cuda_{WORD}=0)", "torch.cuda.CUDAGraph()", "torch.cuda.graph(g)", "exec('x = 1')", "eval('1')",
-        "getattr(torch.cuda, 'Str' + 'eam')", "import base64", "from codecs import decode", "__import__('torch')",
-        "from builtins import eval as f", "import runpy",
+        f"x = torch.cuda.{WORD.capitalize()}()",
+        f"# in the up{WORD} direction",
+        f'"""{WORD.upper()}ING loads."""',
+        f"launch(cuda_{WORD}=0)",
+        "torch.cuda.CUDAGraph()",
+        "torch.cuda.graph(g)",
+        "exec('x = 1')",
+        "eval('1')",
+        "getattr(torch.cuda, 'Str' + 'eam')",
+        "import base64",
+        "from codecs import decode",
+        "__import__('torch')",
+        "from builtins import eval as f",
+        "import runpy",
     ],
-)  # fmt: skip
+)
 def test_found_in_python(tmp_path, text):
     file = tmp_path / "submission.py"
     file.write_text(f'"""A submission."""\nimport torch\n\n{text}\n')
@@ -30,11 +40,15 @@ def test_found_in_python(tmp_path, text):
 @pytest.mark.parametrize(
     "text",
     [
-        "x = torch.cuda.\uff33tream", "x = getattr(torch.cuda, '\\x53tream')", "x = vars(torch.cuda)['Str' 'eam']",
-        "x = vars(torch.cuda)['Str' + 'eam']", "x = {b'str' + b'eam': 1}",
-        "def f(*, up\uff53tream=0):\n    return f(up\uff53tream=1)", "x = f'{1}Str\\x65am'",
+        "x = torch.cuda.\uff33tream",
+        "x = getattr(torch.cuda, '\\x53tream')",
+        "x = vars(torch.cuda)['Str' 'eam']",
+        "x = vars(torch.cuda)['Str' + 'eam']",
+        "x = {b'str' + b'eam': 1}",
+        "def f(*, up\uff53tream=0):\n    return f(up\uff53tream=1)",
+        "x = f'{1}Str\\x65am'",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("own", [True, False])
 def test_found_as_python_reads_it(tmp_path, text, own):
     file = tmp_path / "submission.py"
@@ -46,10 +60,14 @@ def test_found_as_python_reads_it(tmp_path, text, own):
 @pytest.mark.parametrize(
     "text",
     [
-        "cudaStr\\\neamCreate(&q);", "cudaStr\\u0065amCreate(&q);", 'int f() __asm__("cudaStr"\n "eamCreate");',
-        'dlsym(h, "cuStr\\x65" "amCreate");', "#define NAME cudaStr ## eamCreate", "cudaStr\\U00000065am_t q;",
+        "cudaStr\\\neamCreate(&q);",
+        "cudaStr\\u0065amCreate(&q);",
+        'int f() __asm__("cudaStr"\n "eamCreate");',
+        'dlsym(h, "cuStr\\x65" "amCreate");',
+        "#define NAME cudaStr ## eamCreate",
+        "cudaStr\\U00000065am_t q;",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("own", [True, False])
 def test_found_as_cpp_reads_it(tmp_path, text, own):
     file, source = tmp_path / "sm90_x.py", tmp_path / "sm90_x.cu"
@@ -68,10 +86,16 @@ def test_a_word_in_a_comment_hides_no_disguised_one(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "x = model.eval()", "import re\nx = re.compile('a')", "import importlib.util", "x = 'largest reams'",
-        "y = '#define JOIN(a, b) a##b'", "x = ('str', 'eam')", "größe = f'{1}str{2}eam'", "x = 1 is 1",
+        "x = model.eval()",
+        "import re\nx = re.compile('a')",
+        "import importlib.util",
+        "x = 'largest reams'",
+        "y = '#define JOIN(a, b) a##b'",
+        "x = ('str', 'eam')",
+        "größe = f'{1}str{2}eam'",
+        "x = 1 is 1",
     ],
-)  # fmt: skip
+)
 def test_honest_text_is_let_through(tmp_path, text):
     file = tmp_path / "submission.py"
     file.write_text(f'"""A submission."""\n{text}\n', encoding="utf-8")
@@ -89,12 +113,15 @@ def test_the_message_names_the_rule_the_line_and_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("text", "warns"),
     [
-        (f"x = 1  # the {WORD}", True), (f"x = 1  # the {WORD}\ny_{WORD} = 1", False), (f'"""The {WORD}."""', False),
-        (f'SOURCE = """\nint x;  // the {WORD}\n/* a\n {WORD} */\n"""', True), (f"{WORD} = 2  # the {WORD}", False),
+        (f"x = 1  # the {WORD}", True),
+        (f"x = 1  # the {WORD}\ny_{WORD} = 1", False),
+        (f'"""The {WORD}."""', False),
+        (f'SOURCE = """\nint x;  // the {WORD}\n/* a\n {WORD} */\n"""', True),
+        (f"{WORD} = 2  # the {WORD}", False),
         (f'SOURCE = """\nf<<<1, 1, 0, {WORD}>>>();  // {WORD}\n"""', False),
         (f"x = '// {WORD}'", False),
     ],
-)  # fmt: skip
+)
 def test_a_comment_is_only_a_warning_in_a_folder_from_elsewhere(tmp_path, text, warns):
     file = tmp_path / "submission.py"
     file.write_text(text)
@@ -110,10 +137,12 @@ def test_a_comment_is_only_a_warning_in_a_folder_from_elsewhere(tmp_path, text, 
         ("torch.compile(f, mode='max-autotune')", "max-autotune-no-cudagraphs"),
         ("torch.compile(f, options={'triton.cudagraphs': True})", "leave the option out"),
         ("torch.compile(f, backend='cudagraphs')", "use the default backend"),
-        ("torch.compile(f, options={'triton.cudagraphs': False})", ""), ("torch.compile(f)", ""),
-        ("torch.compile(f, mode='max-autotune-no-cudagraphs')", ""), ("names = ['cudagraphs']", ""),
+        ("torch.compile(f, options={'triton.cudagraphs': False})", ""),
+        ("torch.compile(f)", ""),
+        ("torch.compile(f, mode='max-autotune-no-cudagraphs')", ""),
+        ("names = ['cudagraphs']", ""),
     ],
-)  # fmt: skip
+)
 def test_graph_modes_of_torch_compile(tmp_path, text, said):
     file = tmp_path / "submission.py"
     file.write_text(f"import torch\n{text}\n")

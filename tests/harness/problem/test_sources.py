@@ -45,7 +45,7 @@ NO_PYTHON = {
     "packages that are no names": (b"REQUIRES = ('os', 3)", "REQUIRES must be a tuple of names"),
     "a package by its path": (b"REQUIRES = ('tests.conftest',)", "REQUIRES must be a tuple of names"),
     "flags that are no names": (b"CPU_FLAGS = ([],)", "CPU_FLAGS must be a tuple of names"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", NO_PYTHON)
@@ -128,9 +128,13 @@ PHASES = {
 
 
 @pytest.mark.parametrize(
-    "phase", ["at import", pytest.param("in the first call", marks=pytest.mark.slow),
-              pytest.param("beforehand", marks=pytest.mark.slow)],
-)  # fmt: skip
+    "phase",
+    [
+        "at import",
+        pytest.param("in the first call", marks=pytest.mark.slow),
+        pytest.param("beforehand", marks=pytest.mark.slow),
+    ],
+)
 def test_an_include_of_a_file_elsewhere_is_a_compile_error(tmp_path, capsys, phase):
     """The compiler names the submission's own file and line, and nothing of the other file."""
     (tmp_path / "secret.h").write_text("held by the judge\n")
@@ -151,8 +155,9 @@ def problem(tmp_path, monkeypatch):
     files = {
         "common/helper.py": "ATOL = 1e-3\n",
         "p/task.py": '"""About."""\nfrom problems.common import helper\nCASES = [1]\n',
-        "p/reference.py": "def ref_kernel(data):\n    return data\n", "p/task.yml": "tests:\n- {m: 1}\n",
-    }  # fmt: skip
+        "p/reference.py": "def ref_kernel(data):\n    return data\n",
+        "p/task.yml": "tests:\n- {m: 1}\n",
+    }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -165,11 +170,13 @@ def problem(tmp_path, monkeypatch):
     ("name", "content"),
     [
         ("p/task.py", '"""Other words."""\nfrom problems.common import helper\nCASES = [1, 2]\n'),
-        ("p/reference.py", "def ref_kernel(data):\n    return -data\n"), ("p/task.yml", "tests:\n- {m: 2}\n"),
-        ("common/helper.py", "ATOL = 1e-2\n"), ("p/reference.py", "def ref_kernel(data):\n    return f'{data!r}'\n"),
+        ("p/reference.py", "def ref_kernel(data):\n    return -data\n"),
+        ("p/task.yml", "tests:\n- {m: 2}\n"),
+        ("common/helper.py", "ATOL = 1e-2\n"),
+        ("p/reference.py", "def ref_kernel(data):\n    return f'{data!r}'\n"),
         ("p/reference.py", "def ref_kernel(data):\n    pass\nreturn_ = 1\n"),
     ],
-)  # fmt: skip
+)
 def test_a_problem_has_another_hash_where_what_defines_it_changed(problem, name, content):
     before = sources.problem_hash(problem / "p")
     (problem / name).write_text(content)
@@ -181,9 +188,11 @@ def test_a_problem_has_another_hash_where_what_defines_it_changed(problem, name,
     [
         ("p/task.py", '"""Other\nwords."""\n\nfrom problems.common import helper  # why\n\nCASES = [\n  1\n]\n'),
         ("p/reference.py", 'def ref_kernel(data):\n    """What it is."""\n    return data\n'),
-        ("p/task.yml", "# generated\ntests:\n  - m: 1\n"), ("p/variants.py", "x = 1\n"), ("common/other.py", "x = 1\n"),
+        ("p/task.yml", "# generated\ntests:\n  - m: 1\n"),
+        ("p/variants.py", "x = 1\n"),
+        ("common/other.py", "x = 1\n"),
     ],
-)  # fmt: skip
+)
 def test_words_and_layout_do_not_change_a_problem(problem, name, content):
     before = sources.problem_hash(problem / "p")
     (problem / name).write_text(content)

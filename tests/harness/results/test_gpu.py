@@ -33,11 +33,19 @@ def machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "names"),
     [
-        (None, "aaaa1111 bbbb2222 bbbb3333"), ("", ""), ("1", "bbbb2222"), ("2,0", "bbbb3333 aaaa1111"),
-        ("GPU-bbbb3333,0", "bbbb3333 aaaa1111"), ("GPU-a", "aaaa1111"), ("GPU-bbbb", ""), ("1,7,0", "bbbb2222"),
-        ("0,0,1", "aaaa1111"), ("-1,0", ""), ("NoDevFiles", ""),
+        (None, "aaaa1111 bbbb2222 bbbb3333"),
+        ("", ""),
+        ("1", "bbbb2222"),
+        ("2,0", "bbbb3333 aaaa1111"),
+        ("GPU-bbbb3333,0", "bbbb3333 aaaa1111"),
+        ("GPU-a", "aaaa1111"),
+        ("GPU-bbbb", ""),
+        ("1,7,0", "bbbb2222"),
+        ("0,0,1", "aaaa1111"),
+        ("-1,0", ""),
+        ("NoDevFiles", ""),
     ],
-)  # fmt: skip
+)
 def test_visible_devices_are_those_that_cuda_sees(machine, said, names):
     if said is not None:
         machine.setenv(gpu.VARIABLE, said)

@@ -56,14 +56,20 @@ def test_other_code_and_other_constants_have_another(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [
-        b"", cubins._MAGIC, ONE[:70], ONE[:-1], cubin(machine=190), cubin((TEXT, b"x"), machine=62), bytes(1000),
+        b"",
+        cubins._MAGIC,
+        ONE[:70],
+        ONE[:-1],
+        cubin(machine=190),
+        cubin((TEXT, b"x"), machine=62),
+        bytes(1000),
         ONE[:60] + struct.pack("<H", 65535) + ONE[62:],  # more sections than there are bytes
         ONE[:40] + struct.pack("<Q", 2**64 - 1) + ONE[48:],  # a table beyond the end
         cubins._MAGIC * 100_000,
         cubin(*[(TEXT, b"")] * 5000),
     ],
     ids=range(11),
-)  # fmt: skip
+)
 def test_what_is_no_cubin_has_no_code(tmp_path, data):
     assert hashed(tmp_path, a_cubin=data) is None
 

@@ -19,25 +19,44 @@ from tests.support.records import bench, full, line
 
 DEEP = "[" * 100_000
 BROKEN = {
-    "cut": '{"schema": 1, "run', "a number": "17", "deep": DEEP, "deep within": '{"a": ' + DEEP,
-    "no UTF-8": b'{"a": "\xff"}', "digits": '{"schema": ' + "1" * 10_000 + "}",
-    "long": '{"a": "' + "x" * record.LINE_BYTES + '"}', "null": "null", "NUL": "\0\0\0",
-}  # fmt: skip
+    "cut": '{"schema": 1, "run',
+    "a number": "17",
+    "deep": DEEP,
+    "deep within": '{"a": ' + DEEP,
+    "no UTF-8": b'{"a": "\xff"}',
+    "digits": '{"schema": ' + "1" * 10_000 + "}",
+    "long": '{"a": "' + "x" * record.LINE_BYTES + '"}',
+    "null": "null",
+    "NUL": "\0\0\0",
+}
 WRONG = {
-    "schema": [0, 4, "1", None, True, [], {}], "run_id": [1, "", None], "kind": ["trial", None, ["test"]],
+    "schema": [0, 4, "1", None, True, [], {}],
+    "run_id": [1, "", None],
+    "kind": ["trial", None, ["test"]],
     "problem": ["../../etc", "a/b", "..", ".hidden", "x" * 300, None, "a\0b"],
-    "target": ["../x", None, 9, "sm999", "SM90"], "variant": [None, {}, "a/b"], "status": ["FINE", None, 0],
+    "target": ["../x", None, 9, "sm999", "SM90"],
+    "variant": [None, {}, "a/b"],
+    "status": ["FINE", None, 0],
     "case": [[], "m=1", 5],
     "time": ["yesterday", None, 5, "2026-13-01T00:00:00Z", "0001-01-01T00:00:00Z", "2026-W01-1"],
     "samples_us": [5, [5], [["a"]], [[None]], {"a": 1}],
     "median_us": ["1", [], 1e300, True, float("nan"), float("inf")],
-    "ci95_us": [[1], 5, ["a", "b"], [2.0, 1.0]], "baseline": ["yes", 1], "environment": [[], {"gpu": {}}],
+    "ci95_us": [[1], 5, ["a", "b"], [2.0, 1.0]],
+    "baseline": ["yes", 1],
+    "environment": [[], {"gpu": {}}],
     "clock": ["x", [], {"warnings": "no NVML"}, {"warnings": [5]}],
-    "error": [5, {"rel": "x"}], "against": [5, {"ratio": "x"}, {"ci95": [1]}], "confirms": [[], {"paired": True}],
-    "resources": [{}, [5], [None], [{"target": "../x"}], [{"registers": "x"}]], "commit": [5], "reason": [5, ["x"]],
-    "attempt": ["1", 1.5, 0], "roofline_us": ["x", 0, -1.0], "ranking_by": [{}, "best"], "bytes": ["x", 2**70, -1],
+    "error": [5, {"rel": "x"}],
+    "against": [5, {"ratio": "x"}, {"ci95": [1]}],
+    "confirms": [[], {"paired": True}],
+    "resources": [{}, [5], [None], [{"target": "../x"}], [{"registers": "x"}]],
+    "commit": [5],
+    "reason": [5, ["x"]],
+    "attempt": ["1", 1.5, 0],
+    "roofline_us": ["x", 0, -1.0],
+    "ranking_by": [{}, "best"],
+    "bytes": ["x", 2**70, -1],
     "flops": [float("-inf")],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -141,11 +160,25 @@ def test_every_committed_record_is_one_and_reads_as_it_was_written():
 
 def test_a_latency_record_of_schema_1_has_its_times_in_us():
     old = {
-        "schema": 1, "kind": "latency", "problem": "model", "time": "2026-01-02T03:04:05Z", "config": "small",
-        "format": "bf16", "batch": 8, "context": 512, "kernels": {}, "eager_ms": 9.0, "graph_ms": 4.0,
-        "floor_ms": float("nan"), "eager_launches": 78, "graph_launches": 77, "checks": {"same": False, "wait": ""},
-        "ok": False, "commit": "", "novelty": 1,
-    }  # fmt: skip
+        "schema": 1,
+        "kind": "latency",
+        "problem": "model",
+        "time": "2026-01-02T03:04:05Z",
+        "config": "small",
+        "format": "bf16",
+        "batch": 8,
+        "context": 512,
+        "kernels": {},
+        "eager_ms": 9.0,
+        "graph_ms": 4.0,
+        "floor_ms": float("nan"),
+        "eager_launches": 78,
+        "graph_launches": 77,
+        "checks": {"same": False, "wait": ""},
+        "ok": False,
+        "commit": "",
+        "novelty": 1,
+    }
     (found,), complaints = record.parse(json.dumps(old), "f")
     assert complaints == [] and found["case"] == {"config": "small", "format": "bf16", "batch": 8, "context": 512}
     assert (found["median_us"], found["eager_us"], found["sol_us"]) == (4000.0, 9000.0, None)

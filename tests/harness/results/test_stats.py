@@ -115,8 +115,11 @@ def test_a_few_processes_that_load_has_spoilt_do_not_hide_five_percent():
 
 
 TABLES = {  # Student's t: 95 %, 99 %, by degrees of freedom
-    1: (12.7062, 63.6567), 2: (4.30265, 9.92484), 5: (2.57058, 4.03214), 39: (2.02269, 2.70791),
-}  # fmt: skip
+    1: (12.7062, 63.6567),
+    2: (4.30265, 9.92484),
+    5: (2.57058, 4.03214),
+    39: (2.02269, 2.70791),
+}
 
 
 @pytest.mark.parametrize("free", TABLES)
@@ -145,11 +148,14 @@ def test_ratio_intervals_are_as_wide_as_the_formula_says(levels, drawn):
 @pytest.mark.parametrize(
     ("ci95", "ci99", "word", "needed"),
     [
-        ((0.98, 0.99), (0.97, 0.999), "FASTER", None), ((1.01, 1.02), (1.0001, 1.03), "SLOWER", None),
-        ((0.99, 1.01), (0.98, 1.02), "SAME", None), ((0.57, 4.2), (0.4, 6.0), "UNDECIDED", 120),
-        ((0.98, 1.0), (0.97, 1.01), "UNDECIDED", 40), ((0.97, 1.03), (0.96, 1.04), "UNDECIDED", 160),
+        ((0.98, 0.99), (0.97, 0.999), "FASTER", None),
+        ((1.01, 1.02), (1.0001, 1.03), "SLOWER", None),
+        ((0.99, 1.01), (0.98, 1.02), "SAME", None),
+        ((0.57, 4.2), (0.4, 6.0), "UNDECIDED", 120),
+        ((0.98, 1.0), (0.97, 1.01), "UNDECIDED", 40),
+        ((0.97, 1.03), (0.96, 1.04), "UNDECIDED", 160),
     ],
-)  # fmt: skip
+)
 def test_the_word_says_what_the_intervals_hold(ci95, ci99, word, needed):
     found = stats.Ratio(math.sqrt(ci95[0] * ci95[1]), ci95, ci99, 40)
     assert found.word() == word
@@ -193,9 +199,13 @@ def test_thirteen_times_is_decided_by_the_processes_of_a_paired_run_on_a_busy_cp
 @pytest.mark.parametrize(
     ("count", "ci99", "needed"),
     [  # half of the interval, in units of the distance from 1: 5.73 / 1.03 of it is left with 10 processes
-        (3, 1.01, 4), (3, 2.0, 5), (3, 5.5, 10), (10, 1.01, 11), (40, 2.0, 149),
+        (3, 1.01, 4),
+        (3, 2.0, 5),
+        (3, 5.5, 10),
+        (10, 1.01, 11),
+        (40, 2.0, 149),
     ],
-)  # fmt: skip
+)
 def test_the_processes_that_would_decide_follow_from_students_t(count, ci99, needed):
     half = 0.5 * ci99
     found = stats.Ratio(math.exp(0.5), (0.1, 9.0), (math.exp(0.5 - half), math.exp(0.5 + half)), count)
@@ -205,10 +215,12 @@ def test_the_processes_that_would_decide_follow_from_students_t(count, ci99, nee
 @pytest.mark.parametrize(
     ("ratio", "half", "within", "least", "most"),
     [  # of an interval of 40 processes: the ends tell a difference soon, 1 is the same soon, and in between neither is
-        (1.0, 0.02, 0.015, 70, 366), (1.03, 0.025, 0.015, 41, 560), (0.5, 0.9, 0.015, 41, 900_000),
+        (1.0, 0.02, 0.015, 70, 366),
+        (1.03, 0.025, 0.015, 41, 560),
+        (0.5, 0.9, 0.015, 41, 900_000),
         (1.05, 0.06, 0.5, 41, 41),
     ],
-)  # fmt: skip
+)
 def test_the_number_that_would_decide_is_a_range_over_the_interval(ratio, half, within, least, most):
     ci95, ci99 = ((ratio * math.exp(-h), ratio * math.exp(h)) for h in (half, 1.35 * half))
     found = stats.Ratio(ratio, ci95, ci99, 40)

@@ -25,13 +25,18 @@ def test_clean_text_holds_nothing_that_a_terminal_obeys(said):
 @pytest.mark.parametrize(
     ("said", "left"),
     [
-        ("a\x1b[31mred\x1b[0m\x1b]8;;http://x\x07b\x1b]0;title\x1b\\c\x1b", "aredbc"), ("a\0\b\x7f\x9bb", "ab"),
-        ("\u202eab\u2066c\u200b\u200d\u2060\ufeff\u00add", "abcd"), ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne"),
-        ("\ud800a\udfff", "\ufffda\ufffd"), ("a\u00a0b\tc", "a b\tc"), ("µs × é 漢 😀", "µs × é 漢 😀"), (None, "None"),
+        ("a\x1b[31mred\x1b[0m\x1b]8;;http://x\x07b\x1b]0;title\x1b\\c\x1b", "aredbc"),
+        ("a\0\b\x7f\x9bb", "ab"),
+        ("\u202eab\u2066c\u200b\u200d\u2060\ufeff\u00add", "abcd"),
+        ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne"),
+        ("\ud800a\udfff", "\ufffda\ufffd"),
+        ("a\u00a0b\tc", "a b\tc"),
+        ("µs × é 漢 😀", "µs × é 漢 😀"),
+        (None, "None"),
         ("\x1b[" * 3 + "m", ""),
     ],
     ids=brief,
-)  # fmt: skip
+)
 def test_what_stays_of_a_text(said, left):
     assert text.clean(said) == left
 

@@ -16,9 +16,21 @@ def built(monkeypatch, tmp_path):
     names = []
 
     def build(
-        name, sources, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags, extra_include_paths,
-        build_directory, verbose, with_cuda, with_sycl, is_python_module, is_standalone, keep_intermediates=True,
-    ):  # fmt: skip
+        name,
+        sources,
+        extra_cflags,
+        extra_cuda_cflags,
+        extra_sycl_cflags,
+        extra_ldflags,
+        extra_include_paths,
+        build_directory,
+        verbose,
+        with_cuda,
+        with_sycl,
+        is_python_module,
+        is_standalone,
+        keep_intermediates=True,
+    ):
         names.append(name)
         with open(f"{build_directory}/{name}.so", "w") as library:
             library.write("code")

@@ -35,21 +35,33 @@ def replied(tmp_path: Path, source: str, where: str = "call", name: str = "my") 
     ("source", "where", "first"),
     [
         ("def custom_kernel(data):\n    return 1 / 0\n", "call", "my.py:2: ZeroDivisionError: division by zero"),
-        ("def custom_kernel():\n    pass\n", "call",
-         "my.py:1: TypeError: custom_kernel() takes 0 positional arguments but 1 was given"),
-        ("import torch\n\n\ndef custom_kernel(data):\n    return torch.zeros(2) @ torch.zeros(3)\n", "call",
-         "my.py:5: RuntimeError: inconsistent tensor size"),
-        ("def _inner(x):\n    return {}[x]\n\n\ndef custom_kernel(data):\n    return _inner('a\\nb')\n", "call",
-         r"my.py:2: KeyError: 'a\nb'"),
+        (
+            "def custom_kernel():\n    pass\n",
+            "call",
+            "my.py:1: TypeError: custom_kernel() takes 0 positional arguments but 1 was given",
+        ),
+        (
+            "import torch\n\n\ndef custom_kernel(data):\n    return torch.zeros(2) @ torch.zeros(3)\n",
+            "call",
+            "my.py:5: RuntimeError: inconsistent tensor size",
+        ),
+        (
+            "def _inner(x):\n    return {}[x]\n\n\ndef custom_kernel(data):\n    return _inner('a\\nb')\n",
+            "call",
+            r"my.py:2: KeyError: 'a\nb'",
+        ),
         ("def custom_kernel(data):\n    raise ValueError('a\\nb')\n", "call", "my.py:2: ValueError: a"),
-        ("import torch\nimport no_such_module\n", "import",
-         "my.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "import torch\nimport no_such_module\n",
+            "import",
+            "my.py:2: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("from task import nothing\n", "import", "my.py:1: ImportError: cannot import name 'nothing' from "),
         ("def custom_kernel(data):\n    exec('x = (')\n", "call", "my.py:2: SyntaxError: '(' was never closed"),
         ("def prepare(weights):\n    raise MemoryError\n", "hold", "my.py:2: MemoryError"),
         ("def compile_for(target):\n    return target + 1\n", "compile", "my.py:2: TypeError: unsupported operand"),
     ],
-)  # fmt: skip
+)
 def test_an_exception_begins_with_its_line_and_then_has_its_trace(tmp_path, source, where, first):
     said = replied(tmp_path, source, where)
     lines = said["text"].splitlines()

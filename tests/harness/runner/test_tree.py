@@ -75,13 +75,32 @@ def reference(tmp_path, monkeypatch):
     return load.from_file(tmp_path, tmp_path / "reference.py")
 
 
-@pytest.mark.parametrize("value", [
-    2.5, 1 + 2j, 2**80, b"ab", range(3), slice(1, 4), frozenset({1}), torch.Size([2, 3]), {(0, 1): "a"}, ...,
-    numpy.float32(2), numpy.arange(6, dtype=numpy.int16)[::-2], numpy.array(["a"]), torch.nn.functional.silu,
-    torch.randn(3, 4).t(), torch.view_as_complex(torch.randn(3, 2)).conj(),
-    torch.view_as_complex(torch.randn(3, 2)).conj().imag,
-    torch.eye(3).to_sparse(), torch.empty(0, 4), torch.randn(2).expand(3, 2),
-], ids=lambda value: type(value).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        2.5,
+        1 + 2j,
+        2**80,
+        b"ab",
+        range(3),
+        slice(1, 4),
+        frozenset({1}),
+        torch.Size([2, 3]),
+        {(0, 1): "a"},
+        ...,
+        numpy.float32(2),
+        numpy.arange(6, dtype=numpy.int16)[::-2],
+        numpy.array(["a"]),
+        torch.nn.functional.silu,
+        torch.randn(3, 4).t(),
+        torch.view_as_complex(torch.randn(3, 2)).conj(),
+        torch.view_as_complex(torch.randn(3, 2)).conj().imag,
+        torch.eye(3).to_sparse(),
+        torch.empty(0, 4),
+        torch.randn(2).expand(3, 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_values(value):
     for copied in (arrived([value])[0], tree.clone([value])[0]):
         assert type(copied) is type(value)
@@ -183,10 +202,12 @@ def test_answers_that_say_nothing_or_too_much_are_refused(answer):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (1j, "got complex; return a tensor of it instead"), ((torch.ones(1), torch.int8), "got dtype; return its text"),
-        ([numpy.complex64(1)], "got complex64; return a tensor"), ({"s": {1}}, "got set"),
+        (1j, "got complex; return a tensor of it instead"),
+        ((torch.ones(1), torch.int8), "got dtype; return its text"),
+        ([numpy.complex64(1)], "got complex64; return a tensor"),
+        ({"s": {1}}, "got set"),
     ],
-)  # fmt: skip
+)
 def test_an_answer_of_another_kind_is_refused_on_one_line_with_what_to_return(answer, said):
     with pytest.raises(RefusedError, match=said):
         foreign.parts_of(answer, "cpu")
@@ -231,8 +252,14 @@ def test_no_method_of_an_answer_runs():
 def test_a_call_with_memory_on_a_device_only_has_its_data():
     """As on a GPU, where none of a problem's data lies on the host."""
     spec = {
-        "kind": "tensor", "space": "device", "dtype": "uint8", "shape": [4], "stride": [1], "offset": 0, "nbytes": 4,
-    }  # fmt: skip
+        "kind": "tensor",
+        "space": "device",
+        "dtype": "uint8",
+        "shape": [4],
+        "stride": [1],
+        "offset": 0,
+        "nbytes": 4,
+    }
     made = SimpleNamespace(opened={"data": spec, "split": False}, task=None)
     buffer = SimpleNamespace(memory={"device": torch.arange(8, dtype=torch.uint8)})
     assert Runner._data(made, buffer).tolist() == [0, 1, 2, 3]

@@ -61,21 +61,29 @@ ATTEMPTS = {
     "signal everybody": ("", "import os; os.kill(-1, 0)"),
     "signal the checker": ("scope", "import os; os.kill({checker}, 0)"),
     "signal the checker by descriptor": (
-        "scope", "import os, signal; signal.pidfd_send_signal(os.pidfd_open({checker}), 0)"),
+        "scope",
+        "import os, signal; signal.pidfd_send_signal(os.pidfd_open({checker}), 0)",
+    ),
     "trace the parent": ("seccomp", "syscall(101, 16, {parent}, 0, 0)"),
     "be traced": ("seccomp", "syscall(101, 0, 0, 0, 0)"),
     "read memory across": ("seccomp", "syscall(310, {checker}, 0, 0, 0, 0, 0)"),
     "take a descriptor across": ("seccomp", "import os; syscall(438, os.pidfd_open({checker}), 0, 0)"),
     "open an internet socket": ("network", "import socket; socket.socket()"),
     "open an internet socket of the sixth version": (
-        "network", "import socket; socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)"),
+        "network",
+        "import socket; socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)",
+    ),
     "open a packet socket": ("network", "import socket; socket.socket(17, socket.SOCK_RAW)"),
     "open a netlink socket between processes": ("network", "import socket; socket.socket(16, socket.SOCK_RAW, 2)"),
     "open a socket to the host": ("network", "import socket; socket.socket(40, socket.SOCK_STREAM)"),
     "connect to a service by its path": (
-        "network", "import socket; socket.socket(socket.AF_UNIX).connect({listening!r})"),
+        "network",
+        "import socket; socket.socket(socket.AF_UNIX).connect({listening!r})",
+    ),
     "connect to a service by its name": (
-        "network", "import socket; socket.socket(socket.AF_UNIX).connect('\\0kernel-judge-test-{parent}')"),
+        "network",
+        "import socket; socket.socket(socket.AF_UNIX).connect('\\0kernel-judge-test-{parent}')",
+    ),
     "hold memory that nobody counts": ("memfd", "import os; os.memfd_create('x')"),
     "take System V shared memory": ("seccomp", "syscall(29, 0, 4096, 0o1600)"),
     "open a message queue": ("seccomp", "syscall(240, b'/x', 0o102, 0o600, 0)"),
@@ -95,9 +103,13 @@ ATTEMPTS = {
     "watch who opens a file": ("seccomp", "syscall(253)"),
     "watch a folder": ("seccomp", "import fcntl, os; fcntl.fcntl(os.open({home!r}, 0), fcntl.F_NOTIFY, 1)"),
     "ask who holds a lock": (
-        "seccomp", "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_GETLK, bytes(32))"),
+        "seccomp",
+        "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_GETLK, bytes(32))",
+    ),
     "ask who holds a lock of an open file": (
-        "seccomp", "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), 36, bytes(32))"),
+        "seccomp",
+        "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), 36, bytes(32))",
+    ),
     "pin the checker": ("seccomp", "import os; os.sched_setaffinity({checker}, [0])"),
     "pin the parent": ("seccomp", "import os; os.sched_setaffinity({parent}, [0])"),
     "make the checker a background process": ("seccomp", "syscall(144, {checker}, 5, bytes(4))"),
@@ -107,7 +119,7 @@ ATTEMPTS = {
     "mark a file": ("seccomp", f"import os; os.setxattr({MAKEFILE!r}, 'user.x', b'1')"),
     "become root": ("", "import os; os.setgroups([0])"),
     "set the clock": ("", "import time; time.clock_settime(time.CLOCK_REALTIME, time.time())"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ATTEMPTS)
@@ -125,19 +137,32 @@ def test_a_jailed_child_cannot(jailed, open_child, tmp_path, what):
         by_name.listen()
         place = Path(answer(jailed, "import os; answer = os.environ['HOME']")).parent
         code = code.format(
-            parent=os.getpid(), checker=open_child.pid, listening=path, home=str(place / "home"),
-            tmp=str(place / "tmp"), code=str(place / "code"),
-        )  # fmt: skip
+            parent=os.getpid(),
+            checker=open_child.pid,
+            listening=path,
+            home=str(place / "home"),
+            tmp=str(place / "tmp"),
+            code=str(place / "code"),
+        )
         reply = ask(jailed, code)
     assert reply.get("errno") in REFUSED, reply
 
 
 OPEN_TOO = (
-    "list the checkout", "read the judge", "open an internet socket", "connect to a service by its path",
-    "hold memory that nobody counts", "signal the parent", "change a time in the checkout",
-    "set the checker's priority", "pin the checker", "read the users' file", "read a temporary file of another process",
-    "list what lies beside the checkout", "list the judge's home",
-)  # fmt: skip
+    "list the checkout",
+    "read the judge",
+    "open an internet socket",
+    "connect to a service by its path",
+    "hold memory that nobody counts",
+    "signal the parent",
+    "change a time in the checkout",
+    "set the checker's priority",
+    "pin the checker",
+    "read the users' file",
+    "read a temporary file of another process",
+    "list what lies beside the checkout",
+    "list the judge's home",
+)
 
 
 @pytest.mark.parametrize("what", OPEN_TOO)
@@ -197,9 +222,13 @@ READS = {
 }
 # Files that no runner reads, and a piece of each.
 HELD = {
-    "/etc/passwd": "root:", "/etc/shadow": "root:", "/etc/group": "root:", str(WRONG): "custom_kernel",
-    str(ROOT / "problems" / "nvfp4_gemv" / "reference.py"): "torch", str(ROOT / "tests" / "conftest.py"): "pytest",
-}  # fmt: skip
+    "/etc/passwd": "root:",
+    "/etc/shadow": "root:",
+    "/etc/group": "root:",
+    str(WRONG): "custom_kernel",
+    str(ROOT / "problems" / "nvfp4_gemv" / "reference.py"): "torch",
+    str(ROOT / "tests" / "conftest.py"): "pytest",
+}
 
 
 @pytest.mark.parametrize("way", READS)
@@ -286,9 +315,13 @@ def test_no_other_descriptor_is_inherited(tmp_path):
 
 @pytest.mark.parametrize(
     ("left_out", "lifts"),
-    [("landlock", "read the judge"), ("seccomp", "open an internet socket"), ("network", "open an internet socket"),
-     ("memfd", "hold memory that nobody counts")],
-)  # fmt: skip
+    [
+        ("landlock", "read the judge"),
+        ("seccomp", "open an internet socket"),
+        ("network", "open an internet socket"),
+        ("memfd", "hold memory that nobody counts"),
+    ],
+)
 def test_a_measure_left_out_lifts_what_it_stopped(tmp_path, left_out, lifts):
     needs(left_out)
     jail = jail_in(tmp_path, without=frozenset({left_out}))

@@ -55,10 +55,11 @@ ORDERS = [
     {"measures": list(policy.MEASURES), "uid": 60600, "abi": 7, "parent": PARENT_PID, "stopped_by": "cgroup"},
 ]
 VALUES = st.one_of(
-    st.integers(0, 2**64 - 1), st.integers(0, 2000),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2000),
     st.sampled_from([0, 1, 2, 16, 2**32 - 1, 2**32 - os.getpgid(0), 0x10000011, os.O_TRUNC, os.O_TRUNC | os.O_RDWR]),
     st.sampled_from([os.getpid(), PARENT_PID]),
-)  # fmt: skip
+)
 
 
 @given(st.sampled_from(ORDERS), st.integers(0, 480), st.tuples(*[VALUES] * 6))
@@ -105,8 +106,14 @@ def test_nothing_continues_a_process_that_a_signal_stopped():
     program = confine.assemble(confine._rules(ORDERS[3], os.getpid()))
     refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
     for number, *arguments in (
-        (62, 1, 18), (234, 1, 1, 18), (222, 1, 0, 0), (72, 3, 10, 18), (157, 1, 18), (56, 18), (56, 0x100 | 18)
-    ):  # fmt: skip
+        (62, 1, 18),
+        (234, 1, 1, 18),
+        (222, 1, 0, 0),
+        (72, 3, 10, 18),
+        (157, 1, 18),
+        (56, 18),
+        (56, 0x100 | 18),
+    ):
         assert run_program(program, number, (*arguments, *[0] * (6 - len(arguments)))) == refuse, (number, arguments)
     threads, vfork = 0x3D0F00, 0x4111  # as glibc makes them
     for number, *arguments in (

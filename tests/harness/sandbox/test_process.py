@@ -64,9 +64,12 @@ def test_a_child_that_reads_nothing_does_not_hold_the_judge_up(tmp_path, monkeyp
 
 def test_what_it_started_is_seen_and_threads_are_no_processes(jailed):
     assert jailed.processes() == []
-    pid = answer(jailed, "import threading, subprocess\nevent = threading.Event()\n"
-                 "thread = threading.Thread(target=event.wait); thread.start()\n"
-                 "other = subprocess.Popen(['sleep', '60']); answer = other.pid")  # fmt: skip
+    pid = answer(
+        jailed,
+        "import threading, subprocess\nevent = threading.Event()\n"
+        "thread = threading.Thread(target=event.wait); thread.start()\n"
+        "other = subprocess.Popen(['sleep', '60']); answer = other.pid",
+    )
     assert jailed.processes() == [pid]
     answer(jailed, "event.set(); thread.join(); other.kill(); other.wait()")
     assert jailed.processes() == []
@@ -82,11 +85,14 @@ def test_a_daemon_is_seen(tmp_path):
 
 @pytest.mark.parametrize(
     "take",
-    ["kept = bytearray(b'1') * 2**26", "import mmap; kept = mmap.mmap(-1, 2**26); kept.write(bytes(2**26))",
-     "import os; kept = open(os.environ['TMPDIR'] + '/f', 'wb'); kept.write(b'1' * 2**26); kept.flush(); "
-     "os.unlink(kept.name)"],
+    [
+        "kept = bytearray(b'1') * 2**26",
+        "import mmap; kept = mmap.mmap(-1, 2**26); kept.write(bytes(2**26))",
+        "import os; kept = open(os.environ['TMPDIR'] + '/f', 'wb'); kept.write(b'1' * 2**26); kept.flush(); "
+        "os.unlink(kept.name)",
+    ],
     ids=["memory", "shared memory", "a nameless file"],
-)  # fmt: skip
+)
 def test_private_bytes_count_what_a_child_keeps(tmp_path, take):
     child = Child("jailed", jail=jail_in(tmp_path))
     answer(child, "answer = 1")

@@ -27,13 +27,20 @@ from tests.support.jails import (
 PLAIN_PATH = {"PATH": "/usr/bin:/bin"}
 SYSTEM_PYTHON = "/usr/bin/python3"
 AT_OTHERS = (
-    "os.sched_setaffinity(pid, [0])", "os.kill(pid, 0)", "os.kill(pid, 19)", "os.setpriority(os.PRIO_PROCESS, pid, 19)",
-    "resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))", "syscall(101, 16, pid, 0, 0)",
-    "syscall(310, pid, 0, 0, 0, 0, 0)", "open(f'/proc/{pid}/environ', 'rb').read()", "open(f'/proc/{pid}/maps').read()",
-    "open(f'/proc/{pid}/mem', 'rb').read(1)", "open(f'/proc/{pid}/comm', 'w').write('x')",
+    "os.sched_setaffinity(pid, [0])",
+    "os.kill(pid, 0)",
+    "os.kill(pid, 19)",
+    "os.setpriority(os.PRIO_PROCESS, pid, 19)",
+    "resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))",
+    "syscall(101, 16, pid, 0, 0)",
+    "syscall(310, pid, 0, 0, 0, 0, 0)",
+    "open(f'/proc/{pid}/environ', 'rb').read()",
+    "open(f'/proc/{pid}/maps').read()",
+    "open(f'/proc/{pid}/mem', 'rb').read(1)",
+    "open(f'/proc/{pid}/comm', 'w').write('x')",
     "os.readlink(f'/proc/{pid}/fd/0')",
     "open(f'/proc/{pid}/oom_score_adj', 'w').write('1000')",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("attempt", AT_OTHERS)
@@ -89,8 +96,9 @@ def test_the_judge_can_read_the_memory_of_another_user(two_users):
     """exec must leave it dumpable, else not even its own /proc is its."""
     child = two_users[0]
     text = "told to nobody else"
-    address = answer(child, f"import ctypes; kept = ctypes.create_string_buffer({text!r}.encode()); "
-                     "answer = ctypes.addressof(kept)")  # fmt: skip
+    address = answer(
+        child, f"import ctypes; kept = ctypes.create_string_buffer({text!r}.encode()); answer = ctypes.addressof(kept)"
+    )
     buffer = ctypes.create_string_buffer(len(text))
     local = struct.pack("=QQ", ctypes.addressof(buffer), len(text))
     remote = struct.pack("=QQ", address, len(text))

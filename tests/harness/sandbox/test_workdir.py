@@ -78,9 +78,11 @@ def test_it_holds_the_closure_and_nothing_else(box):
     seen = files(box.jail.code)
     problems = {name for name in seen if name.startswith("problems/nvfp4_gemv/")}
     assert problems == {
-        "problems/nvfp4_gemv/task.py", "problems/nvfp4_gemv/variants/cpu_portable.py",
-        "problems/nvfp4_gemv/variants/cpu_portable.cpp", "problems/nvfp4_gemv/variants/cpu_rows.h",
-    }  # fmt: skip
+        "problems/nvfp4_gemv/task.py",
+        "problems/nvfp4_gemv/variants/cpu_portable.py",
+        "problems/nvfp4_gemv/variants/cpu_portable.cpp",
+        "problems/nvfp4_gemv/variants/cpu_rows.h",
+    }
     assert {f"problems/common/{path.name}" for path in build.COMMON.iterdir() if path.is_file()} < seen
     judge = {name for name in seen if name.startswith("harness/")}
     assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/judge.cpp"} < judge
@@ -254,9 +256,14 @@ def test_links_and_special_files_are_not_kept(builds, box, tmp_path):
     assert not any(path.is_symlink() for path in (builds / "closures").rglob("*"))
 
 
-@pytest.mark.parametrize(("limit", "value", "said"), [
-    ("CACHE_LIMIT", 1000, "GiB"), ("CACHE_FILES", 5, "files"), ("CACHE_DEPTH", 3, "deep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [
+        ("CACHE_LIMIT", 1000, "GiB"),
+        ("CACHE_FILES", 5, "files"),
+        ("CACHE_DEPTH", 3, "deep"),
+    ],
+)
 def test_a_cache_that_is_too_much_is_refused_whole(builds, box, monkeypatch, limit, value, said):
     deep = box.jail.cache / "a" / "b" / "c" / "d" / "e"
     deep.mkdir(parents=True)
@@ -303,9 +310,13 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
         assert key() == start, name
     seen = {start}
     changed = (
-        file, file.with_suffix(".cpp"), folder / "variants" / "cpu_rows.h", folder / "task.py", common / "nvfp4.cuh",
+        file,
+        file.with_suffix(".cpp"),
+        folder / "variants" / "cpu_rows.h",
+        folder / "task.py",
+        common / "nvfp4.cuh",
         common / "build.py",
-    )  # fmt: skip
+    )
     for number, path in enumerate(changed, 2):
         with open(path, "a") as source:
             source.write("\n// a change\n" if path.suffix != ".py" else "\n# a change\n")
@@ -359,9 +370,11 @@ print(box._place, child.pid, flush=True)
 
 
 ENDS = [
-    "time.sleep(600)", "", pytest.param("os._exit(0)", marks=pytest.mark.slow),
+    "time.sleep(600)",
+    "",
+    pytest.param("os._exit(0)", marks=pytest.mark.slow),
     pytest.param("raise KeyError", marks=pytest.mark.slow),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("then", ENDS)
@@ -390,9 +403,11 @@ def test_two_runners_do_not_see_each_other(place):
     try:
         answer(children[1], "import os; open(os.environ['TMPDIR'] + '/mine', 'w').write('x')")
         for attempt in (
-            f"open({str(other.tmp / 'mine')!r}).read()", f"open({str(other.cache / 'x')!r}, 'w')",
-            f"import os; os.kill({children[1].pid}, 0)", f"open('/proc/{children[1].pid}/environ').read()",
-        ):  # fmt: skip
+            f"open({str(other.tmp / 'mine')!r}).read()",
+            f"open({str(other.cache / 'x')!r}, 'w')",
+            f"import os; os.kill({children[1].pid}, 0)",
+            f"open('/proc/{children[1].pid}/environ').read()",
+        ):
             assert ask(children[0], attempt).get("errno") in (1, 13), attempt
     finally:
         for child, made in zip(children, boxes, strict=True):

@@ -105,8 +105,9 @@ def test_threads_that_ended_are_in_the_sum():
 
 def test_loops_are_named_once_and_without_the_toolchains():
     assert cpu_profile.by_loop(LOG) == [
-        "vectorised by g++:", "  cpu_a.cpp:7: loop vectorized using 16 byte vectors (2 times)",
-    ]  # fmt: skip
+        "vectorised by g++:",
+        "  cpu_a.cpp:7: loop vectorized using 16 byte vectors (2 times)",
+    ]
     assert "no C++ source" in cpu_profile.by_loop("")[0]
 
 

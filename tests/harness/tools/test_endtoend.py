@@ -67,8 +67,12 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     made = tmp_path / "problems" / "gated"
     made.mkdir(parents=True)
     for name, text in {
-        "../__init__.py": "", "task.py": TASK, "check.py": CHECK, "submission.py": SUBMISSION, "reference.py": "",
-    }.items():  # fmt: skip
+        "../__init__.py": "",
+        "task.py": TASK,
+        "check.py": CHECK,
+        "submission.py": SUBMISSION,
+        "reference.py": "",
+    }.items():
         (made / name).write_text(text)
     monkeypatch.setattr(load, "PROBLEMS", made.parent)
     monkeypatch.setattr(process, "ROOT", tmp_path)
@@ -101,10 +105,15 @@ def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [
-        ([], True), (["--mode", "leaderboard"], True), (["--mode", "test", "--case", "parameters)"], True),
-        (["--mode", "benchmark"], False), (["--mode", "profile"], False), (["--sanitize"], False), (["--lint"], False),
+        ([], True),
+        (["--mode", "leaderboard"], True),
+        (["--mode", "test", "--case", "parameters)"], True),
+        (["--mode", "benchmark"], False),
+        (["--mode", "profile"], False),
+        (["--sanitize"], False),
+        (["--lint"], False),
     ],
-)  # fmt: skip
+)
 def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
     assert run.main(["gated", "--device", "cpu", *arguments]) == output.USAGE_EXIT
     assert ON in capfd.readouterr().err
@@ -121,7 +130,7 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
         (["--variant", "a", "--against", "b"], 7, "--against: nothing was compared, b: made for sm100, this run is on"),
         (["--against", "none.py"], 2, "--against must be a Python file, found none at none.py"),
     ],
-)  # fmt: skip
+)
 def test_options_that_are_wrong_are_refused_before_it(folder, capfd, arguments, code, said):
     (folder / "variants").mkdir()
     (folder / "variants" / "a.py").write_text(SUBMISSION)
@@ -141,10 +150,12 @@ def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        ("1", 1, "INCORRECT (exit status 1); nothing else is judged"), ("3", 1, "INCORRECT (exit status 3)"),
-        ("killed", 1, "INCORRECT (killed by signal 9)"), ("2", 2, "checking end to end"),
+        ("1", 1, "INCORRECT (exit status 1); nothing else is judged"),
+        ("3", 1, "INCORRECT (exit status 3)"),
+        ("killed", 1, "INCORRECT (killed by signal 9)"),
+        ("2", 2, "checking end to end"),
     ],
-)  # fmt: skip
+)
 def test_a_check_that_does_not_pass_ends_the_run(folder, capfd, end, code, said):
     assert run.main(["gated", "--mode", "test", "--device", "cpu", "--end", end]) == code
     out, err = capfd.readouterr()
@@ -157,18 +168,26 @@ EARLY = "INCORRECT (check.py ended with status 0 before its main returned: somet
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("os._exit(0)", EARLY), ("sys.exit(0)", EARLY), ("raise SystemExit", EARLY), ("raise SystemExit(False)", EARLY),
-        ("import ctypes; ctypes.CDLL(None).exit(0)", EARLY), ("os.execv('/bin/true', ['true'])", EARLY),
+        ("os._exit(0)", EARLY),
+        ("sys.exit(0)", EARLY),
+        ("raise SystemExit", EARLY),
+        ("raise SystemExit(False)", EARLY),
+        ("import ctypes; ctypes.CDLL(None).exit(0)", EARLY),
+        ("os.execv('/bin/true', ['true'])", EARLY),
         ("import threading; threading.Thread(target=os._exit, args=[0]).start(); import time; time.sleep(60)", EARLY),
         # All that it starts has what it has, and so a fork of it, and what it says on any descriptor.
         ("os.fork() and os._exit(0)", EARLY),
-        ("[os.write(d, b'0 returned 0') for d in range(3, 9) if os.path.exists(f'/proc/self/fd/{d}')]; os._exit(0)",
-         EARLY),
-        ("os._exit(2)", "INCORRECT (exit status 2 before its main returned)"), ("os._exit(3)", "INCORRECT (exit st"),
-        ("sys.exit('a reason')", "INCORRECT (exit status 1)"), ("sys.exit(3)", "INCORRECT (exit status 3)"),
+        (
+            "[os.write(d, b'0 returned 0') for d in range(3, 9) if os.path.exists(f'/proc/self/fd/{d}')]; os._exit(0)",
+            EARLY,
+        ),
+        ("os._exit(2)", "INCORRECT (exit status 2 before its main returned)"),
+        ("os._exit(3)", "INCORRECT (exit st"),
+        ("sys.exit('a reason')", "INCORRECT (exit status 1)"),
+        ("sys.exit(3)", "INCORRECT (exit status 3)"),
         ("import atexit; atexit.register(os._exit, 4)", "INCORRECT (exit status 4)"),
     ],
-)  # fmt: skip
+)
 def test_only_a_main_that_has_returned_passes(folder, capfd, code, said):
     for words in (["--mode", "test"], ["--check-only"]):
         assert run.main(["gated", *words, "--device", "cpu", "--end", f"exec {code}"]) == 1
@@ -282,8 +301,10 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gated", "--mode", "benchmark", "--word", "x y"],
-         "--word 'x y' is for check.py, which is not run with --mode benchmark: leave one of the two out"),
+        (
+            ["gated", "--mode", "benchmark", "--word", "x y"],
+            "--word 'x y' is for check.py, which is not run with --mode benchmark: leave one of the two out",
+        ),
         (["gated", "--lint", "--word", "x"], "--word x is for check.py, which is not run with --lint"),
         (["gated", "--check-only", "--mode", "profile"], "--check-only does not go with --mode profile"),
         (["gated", "--check-only", "--resume"], "--check-only does not go with --resume"),
@@ -293,9 +314,10 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
         (["gated", "--check-only", "--same-within", "2"], "--check-only does not go with --same-within"),
         (["gated", "--lint", "--seed", "0"], "--lint does not go with --seed"),
         (["plain", "--check-only"], "--check-only: plain has no check.py"),
-        (["plain", "--word", "x"], "unrecognized arguments: --word"), (["--list", "--word"], "unrecognized arguments"),
+        (["plain", "--word", "x"], "unrecognized arguments: --word"),
+        (["--list", "--word"], "unrecognized arguments"),
     ],
-)  # fmt: skip
+)
 def test_bad_use_is_one_line_and_status_2(folder, capfd, arguments, message):
     plain = folder.parent / "plain"
     plain.mkdir()

@@ -24,11 +24,19 @@ from tests.support import SUPPORT
 
 MODEL = folders.find("dsv4_forward")
 MEASURED = {
-    "case": {"config": "tiny-k", "format": "bf16", "batch": 1, "context": 512}, "status": "PASSED", "reason": "",
-    "bytes": 4_800_000_000, "flops": 1_978_000_000_000, "median_us": 3800.0,
-    "samples_us": [[3700.0, 3800.0, 3900.0]], "n": 3, "eager_us": 25000.0,
-    "kernels": {"fmha": "reference"}, "launches": {"eager": 9, "graph": 9}, "checks": {"replay_equals_eager": True},
-}  # fmt: skip
+    "case": {"config": "tiny-k", "format": "bf16", "batch": 1, "context": 512},
+    "status": "PASSED",
+    "reason": "",
+    "bytes": 4_800_000_000,
+    "flops": 1_978_000_000_000,
+    "median_us": 3800.0,
+    "samples_us": [[3700.0, 3800.0, 3900.0]],
+    "n": 3,
+    "eager_us": 25000.0,
+    "kernels": {"fmha": "reference"},
+    "launches": {"eager": 9, "graph": 9},
+    "checks": {"replay_equals_eager": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +249,16 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
     monkeypatch.setattr(invocation.record, "see_writable", lambda machine: None)
     asked = SimpleNamespace(variant="", submission="", against="", all=False, case=None, json="")
     made = SimpleNamespace(
-        args=asked, device="cuda", problem=MODEL, recorder=recorder, machine="box", lines=[],
-        _judged=lambda _: None, _held=contextlib.nullcontext, _write_json=lambda _: None,
-    )  # fmt: skip
+        args=asked,
+        device="cuda",
+        problem=MODEL,
+        recorder=recorder,
+        machine="box",
+        lines=[],
+        _judged=lambda _: None,
+        _held=contextlib.nullcontext,
+        _write_json=lambda _: None,
+    )
     with pytest.raises(KeyboardInterrupt if interrupted else ProblemError):
         invocation.Run._latency(made, judged.submission)
     assert recorded == [line]

@@ -11,9 +11,18 @@ from problems.common import load
 
 ATTENTION = load.PROBLEMS / "fmha_decode"
 CASE = {
-    "batch": 2, "queries": 2, "heads": 4, "window": 24, "compressed": 8, "page_window": 4, "page_compressed": 2,
-    "pool": 16, "order": "random", "content": "plain", "seed": 5,
-}  # fmt: skip
+    "batch": 2,
+    "queries": 2,
+    "heads": 4,
+    "window": 24,
+    "compressed": 8,
+    "page_window": 4,
+    "page_compressed": 2,
+    "pool": 16,
+    "order": "random",
+    "content": "plain",
+    "seed": 5,
+}
 
 
 def attention(case):
@@ -79,9 +88,14 @@ def test_a_wrong_write_says_what_was_wanted(words, said, tmp_path, capsys):
 
 def test_a_file_of_other_sources_is_not_compared(tmp_path, capsys):
     kept = {
-        "problem": "nvfp4_gemv", "variant": "sm90_plain", "target": "sm90", "case": {}, "exact": False, "outputs": [],
+        "problem": "nvfp4_gemv",
+        "variant": "sm90_plain",
+        "target": "sm90",
+        "case": {},
+        "exact": False,
+        "outputs": [],
         "sources": "0",
-    }  # fmt: skip
+    }
     torch.save(kept, tmp_path / "a.pt")
     out = tmp_path / "lines"
     assert model_outputs.main(["compare", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--out", str(out)]) == 1
@@ -102,8 +116,15 @@ def test_the_page_has_the_tables_of_the_files():
 
 def test_a_later_line_takes_the_place_of_an_earlier_one():
     one = {
-        "problem": "nvfp4_gemv", "variant": "sm90_plain", "case": {"m": 1, "seed": 3}, "exact": False, "output": "c",
-        "elements": 2000, "equal": 1000, "max_ulp": 1, "device": "nvidia-h200",
-    }  # fmt: skip
+        "problem": "nvfp4_gemv",
+        "variant": "sm90_plain",
+        "case": {"m": 1, "seed": 3},
+        "exact": False,
+        "output": "c",
+        "elements": 2000,
+        "equal": 1000,
+        "max_ulp": 1,
+        "device": "nvidia-h200",
+    }
     rows = model_outputs.table([one, {**one, "equal": 2000, "max_ulp": 0}]).splitlines()[2:]
     assert rows == ["| nvfp4_gemv/sm90_plain | m=1 | c | 2,000 of 2,000 | 0 ulp | nvidia-h200 |"]

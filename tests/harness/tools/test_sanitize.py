@@ -50,14 +50,18 @@ def test_what_was_not_called_is_not_clean(sanitized):
     ("script", "reason"),
     [
         ("echo '========= ERROR SUMMARY: 3 errors'; exit 66", "the tool found errors; ERROR SUMMARY: 3 errors"),
-        (f"echo 'torch.OutOfMemoryError: CUDA out of memory'; echo '========= {CLEAN}'; exit 1",
-         f"exit status 1; {CLEAN}; torch.OutOfMemoryError: CUDA out of memory"),
-        ("echo '========= Error: Target application terminated before first instrumented API call'",
-         "exit status 0; the tool printed no summary; Error: Target application terminated before first"),
+        (
+            f"echo 'torch.OutOfMemoryError: CUDA out of memory'; echo '========= {CLEAN}'; exit 1",
+            f"exit status 1; {CLEAN}; torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            "echo '========= Error: Target application terminated before first instrumented API call'",
+            "exit status 0; the tool printed no summary; Error: Target application terminated before first",
+        ),
         ("kill -9 $$", "exit status -9; the tool printed no summary"),
         ("printf 'not \\xff UTF-8'; exit 4", "exit status 4; the tool printed no summary"),
     ],
-)  # fmt: skip
+)
 def test_the_reason_and_the_last_lines_are_shown(sanitized, script, reason):
     faults, said = sanitized(f"for i in $(seq 60); do echo line $i; done\n{script}")
     assert len(faults) == 2 and faults[0].startswith(f"mine memcheck: {reason}") and faults[0] in said

@@ -43,8 +43,12 @@ def test_files_of_a_folder_from_elsewhere_are_found(tmp_path):
     """Also ../utils.py, which task.yml lists, and task.py imported within a function."""
     folder = SUPPORT / "gpu_mode" / "vectoradd"
     file = tmp_path / "mine.py"
-    lines = ["def custom_kernel(data):", "    import task", "    from utils import get_device",
-             "    print(get_device(), task.__name__)"]  # fmt: skip
+    lines = [
+        "def custom_kernel(data):",
+        "    import task",
+        "    from utils import get_device",
+        "    print(get_device(), task.__name__)",
+    ]
     file.write_text("\n".join(lines))
     cases = [{"sizes": [3, 4], "scale": 1, "seed": 1}]
     command = ["-m", "harness.tools.single", folder, file, "cpu", json.dumps(cases)]

@@ -196,9 +196,10 @@ def test_what_is_called_without_a_body_is_an_error_only_where_it_is_executed():
 
 def test_a_call_with_a_predicate():
     text = kernels.entry(
-        "u64", "setp.eq.u32 %p1, 0, 1; { .param .b64 q; @%p1 call.uni once, (q); } ld.param.u64 %rd1, [p0];"
+        "u64",
+        "setp.eq.u32 %p1, 0, 1; { .param .b64 q; @%p1 call.uni once, (q); } ld.param.u64 %rd1, [p0];"
         "{ .param .b64 q; st.param.b64 [q], %rd1; @!%p1 call.uni once, (q); }",
-    )  # fmt: skip
+    )
     once = ".func once(.param .b64 to)\n{\n.reg .b64 %rd1; ld.param.b64 %rd1, [to]; st.global.u32 [%rd1], 7;\nret;\n}\n"
     out = np.zeros(1, np.uint32)
     ptx_model.run(text.replace(".visible .entry", once + ".visible .entry"), "k", 1, 1, (out,))

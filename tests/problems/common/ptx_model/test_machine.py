@@ -210,9 +210,13 @@ def test_a_box_is_loaded_swizzled_and_filled_with_zeros(policy, swizzle):
 def test_a_tensor_map_as_cute_dsl_writes_it():
     """The 64 bytes that version 4.8.1 makes of fp16 (5, 96, 192) with boxes of (2, 8, 64), swizzled by 128 bytes."""
     raw = bytes.fromhex(
-        "0000345612700000" "22632400" "18000000000900000000000000000000" "00000000"
-        "bf0000005f000000040000000000000000000000" "0000003f0701000000000000"
-    )  # fmt: skip
+        "0000345612700000"
+        "22632400"
+        "18000000000900000000000000000000"
+        "00000000"
+        "bf0000005f000000040000000000000000000000"
+        "0000003f0701000000000000"
+    )
     found = TensorMap.decode(raw + bytes(64))
     assert (found.address, found.bits, found.swizzle) == (0x7012_5634_0000, 16, 128)
     assert (found.dims, found.strides, found.box) == ((192, 96, 5), (384, 36864), (64, 8, 2))

@@ -3,6 +3,7 @@
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python tools/on_gpu.py)
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
 #   make lint         ruff, types               make board       compile what the records lack; render README's table
+#   make size         how many lines each part has, beside its limit
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
 PROBLEM ?= nvfp4_gemv
@@ -10,7 +11,7 @@ VENV_PYTHON := .venv/bin/python
 # Packages come uncompiled (tools/setup.py): what an import compiles is kept, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-system run test test-slow test-system lint bench board clean
+.PHONY: setup setup-system run test test-slow test-system lint size bench board clean
 setup:
 	@$(PYTHON) tools/setup.py
 
@@ -51,6 +52,10 @@ lint: setup
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ty check --python $(VENV_PYTHON)
 	sh -n .ci/run
+	$(PYTHON) tools/size.py
+
+size:
+	@$(PYTHON) tools/size.py
 
 clean:
 	rm -rf .venv .build .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ PARTS = {
     "problems/dsv4_forward": (("problems/dsv4_forward",), 17385),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 22029),
     "tests of attacks": (("tests/exploits",), 11152),
-    "other tests": (("tests",), 23077),
+    "other tests": (("tests",), 23220),
     "docs": (("docs",), 2860),
     "tools": (("tools",), 940),
     "root": (("",), 385),

@@ -1,0 +1,108 @@
+"""What the project promises, one JSON line each: verdicts of attacks, controls, wrong files and GPU MODE folders,
+options, exit codes, committed records. `python -m tests.manifest` compares the tree with manifest.jsonl; --write
+replaces that.
+
+The lines are read from literals and records; that the judge gives these verdicts is what the tests check.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import run
+from harness.judge import verdict
+from harness.results import schema
+from problems.common import load
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = Path(__file__).with_suffix(".jsonl")
+RESULTS = "leaderboard/results"
+# What makes a record this record and no other, and what it says.
+IDENTITY = ("kind", "case", "variant", "target", "status", "median_us", "time")
+
+
+def tracked(pattern: str) -> list[Path]:
+    """Return the files that git tracks and that are there, by path from the root."""
+    listed = subprocess.run(["git", "ls-files", "-z", pattern], cwd=ROOT, capture_output=True, check=True).stdout
+    return sorted(Path(name) for name in listed.decode().split("\0") if name and (ROOT / name).is_file())
+
+
+def attacks() -> Iterator[dict]:
+    """Each attack and each honest control with its verdict by device."""
+    for path in tracked("tests/exploits/submissions/*.py"):
+        said = load.constants(ROOT / path, "PROBLEM", "DEVICES", "VERDICT", "REASON")
+        kind = "control" if path.stem.startswith("control_") else "attack"
+        yield {"what": kind, "name": path.stem, **{name.lower(): said[name] for name in sorted(said)}}
+
+
+def wrong_files() -> Iterator[dict]:
+    """Each wrong kernel of a problem: the judge must refuse it."""
+    for path in tracked("problems/*/wrong/*.py"):
+        yield {"what": "wrong", "name": f"{path.parts[1]}/{path.stem}", "verdict": "refused"}
+
+
+def gpu_mode_folders() -> Iterator[dict]:
+    """Each submission of the fixtures in GPU MODE's format: those named wrong must be refused, others pass."""
+    for path in tracked("tests/support/gpu_mode/*.py"):
+        if "solutions" in path.parts or path.name == "submission.py":
+            right = "wrong" not in str(path)
+            name = str(path.relative_to("tests/support/gpu_mode"))
+            yield {"what": "gpu_mode", "name": name, "verdict": "PASSED" if right else "refused"}
+
+
+def options() -> Iterator[dict]:
+    """Each option of harness/run.py, and each exit code with its verdicts."""
+    for action in run.parser()._actions:
+        name = " ".join(action.option_strings) or action.dest
+        yield {"what": "option", "name": name, "choices": list(action.choices or ()), "default": action.default}
+    for word, code in sorted(verdict.EXIT_CODES.items()):
+        yield {"what": "exit code", "name": word, "code": code}
+
+
+def records() -> Iterator[dict]:
+    """Each committed run on a machine: how many records it has, and a hash of what they say."""
+    found: dict[tuple, list[str]] = {}
+    for path in tracked(f"{RESULTS}/*.jsonl"):
+        machine, *rest = path.relative_to(RESULTS).parts
+        if not rest or rest[0] == "judge":
+            continue
+        for line in (ROOT / path).read_bytes().splitlines():
+            one = schema.adopted(json.loads(line))
+            key = (machine, one["problem"], one.get("run_id") or one["time"])
+            found.setdefault(key, []).append(json.dumps([one.get(name) for name in IDENTITY], sort_keys=True))
+    for (machine, problem, run_id), said in sorted(found.items()):
+        digest = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()[:16]
+        yield {"what": "run", "name": f"{machine}/{problem}/{run_id}", "records": len(said), "hash": digest}
+
+
+def lines() -> list[str]:
+    parts = (attacks(), wrong_files(), gpu_mode_folders(), options(), records())
+    return [json.dumps(line, default=str) for part in parts for line in part]
+
+
+def differences() -> list[str]:
+    """Return the lines that the file has and the tree lacks, with "-", and the other way round, with "+"."""
+    here, there = lines(), FILE.read_text().splitlines() if FILE.exists() else []
+    return [f"- {line}" for line in there if line not in set(here)] + [
+        f"+ {line}" for line in here if line not in set(there)
+    ]
+
+
+def main() -> int:
+    """Return 0, or 1 if the tree differs from the file and that was not to be replaced."""
+    parser = argparse.ArgumentParser("tests.manifest", description="Compare the tree with tests/manifest.jsonl.")
+    parser.add_argument("--write", action="store_true", help="replace the file")
+    write, found = parser.parse_args().write, differences()
+    for line in found:
+        print(line)
+    if write:
+        FILE.write_text("".join(f"{line}\n" for line in lines()))
+    return int(bool(found) and not write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python tools/on_gpu.py)
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
-#   make lint         ruff, types               make board       compile what the records lack; render README's table
+#   make lint         ruff, types, imports      make board       compile what the records lack; render README's table
 #   make size         how many lines each part has, beside its limit
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
@@ -55,6 +55,7 @@ lint: setup
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ty check --python $(VENV_PYTHON)
+	$(dir $(VENV_PYTHON))lint-imports --no-cache --no-logo
 	sh -n .ci/run
 	$(PYTHON) tools/size.py
 

@@ -10,9 +10,7 @@ Arguments are further extras of pyproject.toml.
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036  Python 3.8 must be able to parse this file
-    sys.exit(
-        f"setup: {sys.executable} is Python {sys.version.split()[0]}, older than 3.11: make PYTHON=/path/to/python3"
-    )
+    sys.exit(f"setup: {sys.executable} is older than Python 3.11: name another, make PYTHON=/path/to/python3")
 
 import importlib.metadata
 import importlib.util
@@ -98,27 +96,36 @@ def run_pip(pip: list[str], *arguments: str) -> bool:
     return process.returncode == 0
 
 
-def install(pip: list[str], requirements: list[str], pins: list[str], driver: bool, torch: str) -> list[str]:
-    """Install the requirements, beside python3's `torch` if it names a version. Return those that pip cannot get."""
+def install(pip: list[str], requirements: list[str], pins: dict[str, str], driver: bool, torch: str) -> list[str]:
+    """Install the requirements, beside python3's `torch` if it names a version. Return those that pip cannot get.
+
+    pins: lower-case name -> version. What python3 has is not pinned: pip keeps it if it will do.
+    """
     if torch:
         say(f"python3's torch {torch} is used, not another one")
-        unpinned = {pin for pin in pins if any(importlib.metadata.distributions(name=pin.partition("==")[0]))}
-        pins = [f"torch=={torch}", *(pin for pin in pins if pin not in unpinned)]
-    PINS.write_text("\n".join(pins))
+        theirs = {name for name in pins if any(importlib.metadata.distributions(name=name))}
+        pins = {name: version for name, version in pins.items() if name not in theirs}
+    exact = {}  # pip's message for a package that it does not find is clear only if a constraint does not name it too
+    for requirement in requirements:
+        name, extra = re.match(r"([\w.-]+)(\[.+\])?", requirement).groups("")
+        exact[name] = f"{name}{extra}=={pins[name]}" if name in pins else requirement
+    rest = [f"{name}=={version}\n" for name, version in pins.items() if name not in exact]
+    PINS.write_text("".join([f"torch=={torch}\n"] * bool(torch) + rest))
     LOG.unlink(missing_ok=True)
-    say(f"installing {len(requirements)} packages and what they need; what pip says is in {LOG}")
+    say(f"installing {len(exact)} packages and what they need; what pip says is in {LOG}")
     if torch:  # often without a network: some may be there, or in a folder of wheels
-        everything = run_pip(pip, *QUICK, *requirements)
-        return [] if everything else [r for r in requirements if not run_pip(pip, *QUICK, r)]
-    cpu_torch = next(pin for pin in pins if pin.startswith("torch==")) + "+cpu"
+        everything = run_pip(pip, *QUICK, *exact.values())
+        return [] if everything else [r for r in exact.values() if not run_pip(pip, *QUICK, r)]
+    cpu_torch = exact["torch"] + "+cpu"
     if not (driver or run_pip(pip, *QUICK, cpu_torch) or run_pip(pip, *QUICK, *PUBLIC, cpu_torch)):
         say(f"no {cpu_torch} found: taking the plain one, on a public index that is the CUDA build (gigabytes)")
-    return [] if run_pip(pip, *requirements) else requirements
+    return [] if run_pip(pip, *exact.values()) else requirements
 
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras, pins = project["optional-dependencies"], (ROOT / "constraints.txt").read_text().splitlines()
+    extras, constraints = project["optional-dependencies"], (ROOT / "constraints.txt").read_text().lower()
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.MULTILINE))
     driver = Path("/dev/nvidiactl").exists() or (bool(shutil.which("nvidia-smi")) and succeeds("nvidia-smi", "-L"))
     say_lacks(driver)
     requirements = [*project["dependencies"], *extras["test"], *(extras["baselines"] if driver else ())]

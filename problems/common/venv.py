@@ -17,8 +17,8 @@ NEEDED = ("torch", "rich", "yaml", "pydantic", "pandas", "matplotlib")  # import
 
 
 def enter(command: str) -> None:
-    """Return if this interpreter has what is needed; else run the same command with .venv's. Where that is not possible,
-    print one line that names `make setup`, and exit with code 2. command: its name in messages.
+    """Return if this interpreter has what is needed, else run the same command with .venv's. Where that is not
+    possible, print one line that names `make setup`, and exit with code 2. command: its name in messages.
     """
     lack = lacks()
     if not lack:

@@ -17,7 +17,7 @@ setup:
 
 # Without an apt-get, install these programs with the package manager of the system; `make test-system` names them too.
 setup-system: setup
-	@PATH=$$PATH:/usr/sbin:/sbin; for name in ssh sshd rsync chromium; do command -v $$name > /dev/null || exit 1; done || \
+	@PATH=$$PATH:/usr/sbin:/sbin; (for name in ssh sshd rsync chromium; do command -v $$name || exit 1; done) > /dev/null || \
 	  { apt-get -q update; DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=600 install \
 	    --no-install-recommends openssh-client openssh-server rsync chromium; }
 	@$(PYTHON) tools/setup.py cluster

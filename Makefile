@@ -2,7 +2,7 @@
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python tools/on_gpu.py)
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
-#   make lint         ruff, types               make board       compile what the records lack; render README's table
+#   make lint         ruff, types, imports      make board       compile what the records lack; render README's table
 #   make size         how many lines each part has, beside its limit
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
@@ -15,8 +15,12 @@ export PYTHONDONTWRITEBYTECODE :=
 setup:
 	@$(PYTHON) tools/setup.py
 
+# Without an apt-get, install these programs with the package manager of the system; `make test-system` names them too.
 setup-system: setup
-	@$(PYTHON) tools/setup_system.py
+	@PATH=$$PATH:/usr/sbin:/sbin; (for name in ssh sshd rsync chromium; do command -v $$name || exit 1; done) > /dev/null || \
+	  { apt-get -q update; DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=600 install \
+	    --no-install-recommends openssh-client openssh-server rsync chromium; }
+	@$(PYTHON) tools/setup.py cluster
 
 # First the winner on one case, a minute's work, so that a result is there soon; then everything.
 QUICK_nvfp4_gemv := m=7168 k=2048
@@ -51,6 +55,7 @@ lint: setup
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ty check --python $(VENV_PYTHON)
+	$(dir $(VENV_PYTHON))lint-imports --no-cache --no-logo
 	sh -n .ci/run
 	$(PYTHON) tools/size.py
 

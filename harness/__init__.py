@@ -1,1 +1,1 @@
-"""The judge. docs/architecture.md has its folders, the direction of imports, and the steps of one judged call."""
+"""The judge. docs/architecture.md has its folders, processes and messages."""

@@ -23,14 +23,12 @@ if hypothesis:
     hypothesis.settings.load_profile("project")
 
 
-LONG = "tests/test_commands.py"  # begins first, so that no worker has it left when the others are done
 JUDGED = ("tests.exploits", "tests.harness")
 MANY_THREADS = ("tests.exploits", "tests.system")  # of torch, in the process of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked gpu is skipped, with the reason, where torch sees none."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))

@@ -22,7 +22,7 @@ PARTS = {
     "tests of attacks": (("tests/exploits",), 11152),
     "other tests": (("tests",), 23220),
     "docs": (("docs",), 2860),
-    "tools": (("tools",), 940),
+    "tools": (("tools",), 620),
     "root": (("",), 385),
 }
 

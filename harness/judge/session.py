@@ -1,6 +1,6 @@
 """A session: one checker and its runners. It starts them, makes calls, and returns outcomes.
 
-docs/architecture.md follows one call.
+docs/architecture.md has the messages and the states of a runner.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The interpreter of a command: .venv's, which `make setup` makes, if the one that runs lacks a package.
 
-A command calls `enter` before it imports anything that is not in the standard library. This file may meet Python 3.8.
+A command calls `enter` before it imports anything outside the standard library. This file may meet Python 3.8.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 VENV = os.path.join(ROOT, ".venv")
+PYTHON = os.path.join(VENV, "bin", "python")
 OLDEST = (3, 11)  # of Python
 NEEDED = ("torch", "rich", "yaml", "pydantic", "pandas", "matplotlib")  # imports; nothing works without them
 
 
 def enter(command: str) -> None:
-    """Return if this interpreter has what is needed. Otherwise run the same command with .venv's interpreter; if there
-    is none, print one line that names `make setup`, and end with exit code 2. command: as messages call it.
+    """Return if this interpreter has what is needed, else run the same command with .venv's. Where that is not
+    possible, print one line that names `make setup`, and exit with code 2. command: its name in messages.
     """
-    lack = _lack()
+    lack = lacks()
     if not lack:
         return
-    python = os.path.join(VENV, "bin", "python")
     here = os.path.realpath(os.path.dirname(sys.executable))
-    if os.path.isfile(python) and here != os.path.realpath(os.path.dirname(python)):
+    if os.path.isfile(PYTHON) and here != os.path.realpath(os.path.dirname(PYTHON)):
         sys.stdout.flush()
-        words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]  # which Python 3.10 brought
+        arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]  # orig_argv came with Python 3.10
         try:
-            os.execv(python, [python, *words])
+            os.execv(PYTHON, [PYTHON, *arguments])
         except OSError as error:
-            lack = f"{python} cannot be started ({error.strerror})"
+            lack = f"{PYTHON} cannot be started ({error.strerror})"
     print(f"{command}: run `make setup` first: {lack}", file=sys.stderr)
     sys.exit(2)
 
 
-def _lack() -> str:
+def lacks() -> str:
     """Return what this interpreter lacks, or ""."""
     here = f"{sys.executable or 'this python'} ({sys.version.split()[0]})"
     if sys.version_info < OLDEST:

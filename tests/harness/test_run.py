@@ -12,8 +12,9 @@ from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
-from tests.support import SUPPORT, affine, pages
+from tests.support import ROOT, SUPPORT, affine
 
+MINE = (ROOT / "problems/nvfp4_gemv/variants/torch_dequant.py").read_text()
 SMALL = "m=16 k=64"
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
@@ -21,7 +22,7 @@ needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.fixture
 def right(tmp_path):
     file = tmp_path / "right.py"
-    file.write_text(pages.MINE)
+    file.write_text(MINE)
     return str(file)
 
 
@@ -158,9 +159,9 @@ def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, sourc
 
 def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
     file = tmp_path / "side.py"
-    file.write_text(pages.MINE + "\n# on a side str" + "eam\n")
+    file.write_text(MINE + "\n# on a side str" + "eam\n")
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 3
-    where = f"side.py:{pages.MINE.count(chr(10)) + 2}: "
+    where = f"side.py:{MINE.count(chr(10)) + 2}: "
     assert where in capsys.readouterr().out
     (line,) = lines_of(results)
     assert line["status"] == "RULE_BROKEN" and line["kind"] == "test" and where in line["reason"]
@@ -168,7 +169,7 @@ def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
 
 def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
     file = tmp_path / "needy.py"
-    file.write_text(pages.MINE + '\nREQUIRES = ("no_such_package",)\n')
+    file.write_text(MINE + '\nREQUIRES = ("no_such_package",)\n')
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 7
     assert "no_such_package" in capsys.readouterr().out
     assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
@@ -177,7 +178,7 @@ def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
 @pytest.mark.parametrize("mode", ["benchmark", "leaderboard"])
 @pytest.mark.parametrize("other", ["sm90_plain", "blackwell.py"])
 def test_a_pair_that_cannot_be_compared_here_is_refused(tmp_path, results, capsys, mode, other):
-    (tmp_path / "blackwell.py").write_text(pages.MINE.replace("cpu", "sm100"))
+    (tmp_path / "blackwell.py").write_text(MINE.replace('"cpu", "sm90", "sm100"', '"sm100",'))
     other = str(tmp_path / other) if other.endswith(".py") else other
     assert run.main(["nvfp4_gemv", "--against", other, "--mode", mode, "--device", "cpu"]) == 7
     said = capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_a_composition_stands_in_problems():
 
 
 def test_one_folder_of_ours_at_most_is_a_composition():
-    """The one that may name other problems: test_direction.py."""
+    """The one that may name other problems."""
     assert {name for name in folders.problem_names() if folders.find(name).composition} <= {"dsv4_forward"}
 
 

@@ -13,7 +13,6 @@ HOLDERS = {"task", "reference", "module", "hook"}
 MORE = {"harness/problem/folders.py": {"spec"}, "harness/checker/checker.py": {"kind"}}
 # Of other things that go by these names: paths, a dict, a field that every case has.
 OTHERS = {
-    "harness/tools/cpu_profile.py": {"name"},
     "harness/problem/sources.py": {"is_file"},
     "harness/problem/folders.py": {"seed"},
 }

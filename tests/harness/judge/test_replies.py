@@ -67,7 +67,6 @@ RIGHT = {
     replies.Kernel: KERNEL,
     replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
     replies.Compiled: {"artefacts": [{"bytes": 5, "kernels": [KERNEL]}]},
-    replies.Repeated: {"calls": 3},
     replies.Batched: {"calls": [[CLAIM], []]},
     replies.Profiled: {"table": "Name  CPU total\nadd   3 us", "trace": '{"traceEvents": []}'},
     replies.Sealed: {"replaced": ["time.sleep"], "switches": []},

@@ -1,6 +1,5 @@
 """What a run prints at its end: every figure can be read, whatever the cases are called."""
 
-import argparse
 import dataclasses
 import io
 import json
@@ -9,7 +8,7 @@ import re
 
 import pytest
 
-from harness.judge import console, next_command, verdict
+from harness.judge import console, verdict
 from harness.judge.events import Step
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
@@ -154,8 +153,7 @@ def test_the_case_of_a_summary_is_one_of_its_verdict(screen, timed):
     for case, outcome in cases[2:] if timed else ():
         judged.times.append(verdict.CaseTime(case, Timing(case, [], outcome), None, outcome))
     console.summary([judged])
-    found = next_command.failure(judged)
-    assert judged.verdict == "RUNTIME_ERROR" and found is not None and found[0] == cases[2][0]
+    assert judged.verdict == "RUNTIME_ERROR"
     out = re.sub(r"\x1b\[[\d;]*m", "", screen.file.getvalue())
     assert "RUNTIME_ERROR  not timed: 3 of 4 cases failed, first m=2: RUNTIME_ERROR: it broke" in out
 
@@ -246,6 +244,3 @@ def test_fewer_processes_than_usual_lead_to_the_usual_number(needed, ends, said)
     assert said in told and told.endswith("2 tell little: try --processes 40, the default")
     for count, usual in ((40, 40), (2, 0)):
         assert "tell little" not in console.undecided({**found, "processes": count}, usual)
-    args = argparse.Namespace(against="b", mode="benchmark", case=None, same_within=None, fail_on_regression=None)
-    words, why = next_command._undecided(args, [], found, 40)
-    assert words == ["--mode", "benchmark", "--against", "b", "--processes", "40"] and said in why

@@ -28,6 +28,8 @@ extern "C" {
 // Of the interpreter that loads this file.
 void* PyObject_CallObject(void* callable, void* arguments);
 void* PyTuple_GetItem(void* tuple, ssize_t index);
+ssize_t PyTuple_Size(void* tuple);
+void Py_IncRef(void* object);
 void Py_DecRef(void* object);
 }
 
@@ -39,6 +41,7 @@ constexpr int SAID = 524288;     // bytes in which a runner says what its tensor
 constexpr int WORDS = 64;        // of the outputs, looked at when a call says that it is done
 constexpr uint32_t LEAVE = 1u << 31;  // with the number of the last call, in `go`: there is no next one
 constexpr double SPIN_US = 20'000;  // that a runner spins before it sleeps
+constexpr double EMPTY_US = 300;  // that the judge's empty call works: a judge that waits as long as for a kernel sleeps as deep
 constexpr long LOOK_NS = 50'000'000;  // how often a wait sees whether the runner still lives
 constexpr long NAP_NS = 20'000;   // between looks at processes that stop: they need the processor that an urgent judge leaves
 
@@ -283,8 +286,9 @@ extern "C" {
 int judge_gate_bytes() { return sizeof(Gate); }
 
 // The runner: make call `number` and those after it, each when the judge says go, until it says leave. Of `calls`, a
-// tuple of argument tuples for `kernel`, the judge names one each time. -> what the last call returned, NULL where it
-// raised. To be called with the interpreter's lock held.
+// tuple of argument tuples for `kernel`, the judge names one each time; one without arguments is the judge's empty call,
+// which works for EMPTY_US right here, so that the rest of its reading is what continuing and waking cost. -> what the
+// last call returned, NULL where it raised. To be called with the interpreter's lock held.
 //
 // Between two calls nothing else runs here, so that a submission finds no moment off the clock. It spins: the judge stops
 // it soon, and a thread that sleeps comes to its call later than one of a submission's own that watches the page.
@@ -300,7 +304,12 @@ void* judge_take_turns(void* page, uint32_t number, void* kernel, void* calls) {
         }
         if (result) Py_DecRef(result);
         void* arguments = PyTuple_GetItem(calls, gate->which);
-        result = arguments ? PyObject_CallObject(kernel, arguments) : nullptr;
+        if (arguments && PyTuple_Size(arguments) == 0) {
+            for (const double end = now_us() + EMPTY_US; now_us() < end;) {}
+            Py_IncRef(result = arguments);
+        } else {
+            result = arguments ? PyObject_CallObject(kernel, arguments) : nullptr;
+        }
         gate->raised = !result;
         gate->done.store(number);
         futex_wake(&gate->done);
@@ -358,7 +367,6 @@ struct Reading {
     int32_t changed;  // of the words of the outputs that were looked at when it was done, how many changed later; -1:
                       // they could not be read
     int32_t urgent;   // whether the judge has the right to be woken first
-    int32_t threads;  // of the runner's process
     int32_t noted;    // how many regions the runner noted
     int32_t raised;   // 1: the runner says that the call raised, and has left
 };
@@ -410,7 +418,6 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
     reading->changed = seen && look.take(pid, last) ? 0 : -1;
     if (reading->changed == 0)
         for (int i = 0; i < look.count; ++i) reading->changed += first[i] != last[i];
-    reading->threads = int(numbers(task_folder(pid)).size());
     reading->call_us = end - start;
     reading->stop_us = told - end;
     const uint64_t after = run_delay(pid);

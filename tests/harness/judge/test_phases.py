@@ -279,24 +279,55 @@ def test_the_product_is_one_of_random_values():
 
 
 class Late(Counting):
-    """Every second call of a process is one after which it was told too late to stop."""
+    """Of each process so many calls are ones after which it was told too late to stop."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.late = late
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         made = super().call(handle, request)
-        late = handle.name != JUDGE and self.called[handle.name] % 2 == 0
+        late = handle.name != JUDGE and 1 < self.called[handle.name] <= 1 + self.late  # the first one is not scored
         return dataclasses.replace(made, us=100.0, late=True) if late else made
 
 
 @pytest.mark.parametrize("paired", [False, True])
-def test_a_submission_cannot_choose_which_of_its_calls_count(paired):
-    """Of late calls two are repeated, all others count, and of a pair the other call too."""
+@pytest.mark.parametrize("late", [2, 3])
+def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
     made = [
         RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(1 + paired)
     ]
     how = Plan(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
-    timings, _ = phases.run_benchmarks(Late(), made, [case(0)], lambda _: None, paired, how=how)
-    for handle in made:
-        (timing,) = timings[handle.name]
-        assert not timing.failure and [len(outcomes) for outcomes in timing.outcomes] == [10, 10]
-        late = timing.flat("late")
-        assert sum(late) == 10  # of 22 calls 12 are late
+    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, paired, how=how)
+    for (timing,) in timings.values():
+        if late == 3:
+            assert (
+                timing.failure.status == "INVALID_MEASUREMENT"
+                and "over 500 us after their end" in timing.failure.reason
+            )
+        else:
+            assert not timing.failure and [len(outcomes) for outcomes in timing.outcomes] == [10, 10]
+            assert len(set(timing.flat("us"))) == 1, "no late call is among them"
+
+
+def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
+    called: list[list[str]] = [[]]
+
+    class Told(Counting):
+        def content(self, case: Case) -> str:
+            called.append([])
+            return "1"
+
+        def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+            called[-1] += [handle.name[0]] if handle.name != JUDGE else []
+            return super().call(handle, request)
+
+    made = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in "abc"]
+    how = Plan(processes=4, samples=3, warmups=0, buffers=2, audits=0)
+    session = Told()
+    session.weights = lambda case: ""
+    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, how=how)
+    rounds = ["".join(names) for names in called if len(names) == 3]
+    assert len(rounds) == 12 and rounds[:2] == ["abc", "cba"]
+    for one, other in ("ab", "ac", "bc"):
+        assert sum(names.index(one) < names.index(other) for names in rounds) == 6, rounds

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 from harness.results import text
@@ -67,14 +68,6 @@ class Guarded:
         stdout: int | None,
         cgroup: str | None = None,
     ) -> None:
-        config = {
-            "argv": argv,
-            "env": env,
-            "cwd": str(ROOT),
-            "keep": list(keep),
-            "jail": jail.orders() if jail else None,
-            "cgroup": cgroup,
-        }
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         try:
@@ -82,13 +75,15 @@ class Guarded:
         finally:
             os.close(control)
             os.close(status)
+        orders = jail.orders(self.process.pid) if jail else None
+        config = {"argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": orders, "cgroup": cgroup}
         body = marshal.dumps(config)
         with contextlib.suppress(BrokenPipeError):  # what became of the reaper is seen when it is asked for the pid
             data = struct.pack("=I", len(body)) + body
             while data:
                 data = data[os.write(self._control, data) :]
         self._pid: int | None = None
-        self._program, self._uid = argv[0], config["jail"]["uid"] if config["jail"] else None
+        self._program, self._uid = argv[0], jail.uid if jail else None
 
     @staticmethod
     def _start_reaper(control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> subprocess.Popen:
@@ -358,22 +353,6 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def run_jailed(command: list[str], jail: Jail) -> int:
-    """Run `command` (a program on PATH and its arguments) in `jail` to its end, its output on ours. -> exit status."""
-    program = Path(command[0])
-    if not program.is_absolute():
-        found = [Path(folder, program) for folder in os.get_exec_path() if os.access(Path(folder, program), os.X_OK)]
-        if not found:
-            raise FileNotFoundError(f"{program} is not on PATH")
-        program = found[0]
-    guarded = Guarded([str(program), *command[1:]], jail.environment(), (), jail, None)
-    try:
-        guarded.pid  # noqa: B018  SandboxError if it could not be started
-        return guarded.process.wait()
-    finally:
-        guarded.end()
-
-
 def available_memory() -> int:
     """Bytes of host memory that can be taken without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -402,41 +381,23 @@ def _private(pid: int) -> tuple[int, dict[tuple[int, int], int]]:
 
     Memory files and shared anonymous memory are such files.
     """
-    sizes = {}
+    total, key, files = 0, None, Counter[tuple[int, int]]()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key in ("RssAnon", "VmSwap", "RssShmem"):
-                sizes[key] = int(rest.split()[0]) * 1024
-    total = sizes.get("RssAnon", 0) + sizes.get("VmSwap", 0)
-    try:
-        files = _nameless_mappings(Path(f"/proc/{pid}/smaps").read_text(errors="replace"))
-        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-    except PermissionError:  # it has closed itself to us, for which there is no honest reason: everything counts
-        return total + sizes.get("RssShmem", 0), {}
-    except OSError:
-        return total, {}
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            found = descriptor.stat()
-            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                key = found.st_dev, found.st_ino
-                files[key] = max(files.get(key, 0), 512 * found.st_blocks)
-    return total, files
-
-
-def _nameless_mappings(smaps: str) -> dict[tuple[int, int], int]:
-    """Resident bytes by (device, inode) of the deleted files that a process maps to share, from its smaps."""
-    found: dict[tuple[int, int], int] = {}
-    key = None
-    for line in smaps.splitlines():
-        fields = line.split(maxsplit=5)
-        if fields[0] == "Rss:":
-            if key is not None:
-                found[key] = found.get(key, 0) + int(fields[1]) * 1024
-        elif not fields[0].endswith(":"):  # a mapping: range, rights, offset, device, inode, name
-            key = None
-            if fields[1].endswith("s") and line.endswith("(deleted)"):
+        for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
+            fields = line.split(maxsplit=5)
+            if not fields[0].endswith(":"):  # a mapping: range, rights, offset, device, inode, name
                 major, minor = (int(part, 16) for part in fields[3].split(":"))
-                key = os.makedev(major, minor), int(fields[4])
-    return found
+                nameless = fields[1].endswith("s") and line.endswith("(deleted)")
+                key = (os.makedev(major, minor), int(fields[4])) if nameless else None
+            elif fields[0] in ("Anonymous:", "Swap:"):
+                total += int(fields[1]) * 1024
+            elif fields[0] == "Rss:" and key:
+                files[key] += int(fields[1]) * 1024
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found = descriptor.stat()
+                if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                    key = found.st_dev, found.st_ino
+                    files[key] = max(files[key], 512 * found.st_blocks)
+    return total, files

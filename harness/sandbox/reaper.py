@@ -29,17 +29,12 @@ _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 def descendants(root: int) -> list[int]:
     """pids of the living processes below `root`, zombies left out; parents before their children."""
-    # Not every kernel lists children; then all processes are asked for their parent.
-    listed = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-    table = {} if listed else _table()
     found: list[int] = []
     todo = [root]
     while todo:
-        pid = todo.pop()
-        for child in _children(pid) if listed else table.get(pid, []):
-            todo.append(child)
-            if _state(child) not in ("Z", "X", ""):
-                found.append(child)
+        children = _children(todo.pop())
+        todo += children
+        found += [child for child in children if _state(child) not in ("Z", "X", "")]
     return found
 
 
@@ -57,27 +52,12 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _table() -> dict[int, list[int]]:
-    """Every process by its parent."""
-    table: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            fields = _stat(int(name))
-            if fields:
-                table.setdefault(int(fields[1]), []).append(int(name))
-    return table
-
-
 def _state(pid: int) -> str:
-    return (_stat(pid) or [""])[0]
-
-
-def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from its third field (the state) on; [] if there is no such process."""
+    """The letter of its state; "" if there is no such process."""
     try:
-        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
     except OSError:
-        return []
+        return ""
 
 
 def _read(path: str) -> str:
@@ -136,9 +116,12 @@ def end_all() -> list[int]:
 
 
 def _start(config: dict) -> int:
-    """Fork the child, confine it, exec. -> its pid. RuntimeError: it never came to run."""
-    told, tell = os.pipe()
+    """Fork the child, confine it, exec. -> its pid. RuntimeError: it never came to run; OSError too, and where the
+    kernel does not list children (CONFIG_PROC_CHILDREN), without which nothing below it could be ended.
+    """
     reaper = os.getpid()
+    _read(f"/proc/self/task/{reaper}/children")
+    told, tell = os.pipe()
     if config["cgroup"]:
         os.mkdir(config["cgroup"], 0o755)
     pid = os.fork()
@@ -177,11 +160,11 @@ def _watch(control: int, pid: int) -> int | None:
     """Wait until the child ends or the judge is done. -> the child's wait status, None if it still runs."""
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
+    pause = None
     try:
         poll.register(os.pidfd_open(pid), select.POLLIN)
-        pause = None
-    except OSError:
-        pause = 50  # ms; a kernel without such descriptors
+    except OSError:  # a kernel without such descriptors
+        pause = 50  # ms
     while True:
         ready = [fd for fd, _ in poll.poll(pause)]
         done, status = os.waitpid(pid, os.WNOHANG)

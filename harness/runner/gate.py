@@ -33,13 +33,13 @@ class Reading:
 
 
 class Gate:
-    """Bindings to gate.cpp. `group`: reaper, pid and the cgroup's descriptors (Freezer.handle)."""
+    """Bindings to gate.cpp. `group`: reaper and pid (Freezer.handle)."""
 
     def __init__(self) -> None:
         path = str(artefact().path)
         # One handle that lets go of the interpreter's lock in a call, and one that does not.
         code, locked = ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path)
-        group = (c_int,) * 4
+        group = (c_int,) * 2
         self.page_bytes: int = code.judge_gate_bytes()
         self._said_bytes: int = code.judge_said_bytes()
         # (*group, limit in s) -> 0: nothing of the group can run; 1: not within the limit; 2: the runner is gone.

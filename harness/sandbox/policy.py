@@ -26,8 +26,7 @@ MEASURES = ("uid", "landlock", "tcp", "scope", "seccomp")  # that not every mach
 # Of the checkout.
 SECRET = {"harness", "problems", "leaderboard", "ptx_model", "tests", "docs", "tools", "shared", ".git", ".build"}
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/proc", "/opt/nvidia", "/usr/local", "/nix/store")
-# All but what root's debuggers read (/sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...) and the cgroups, which
-# tell when another runner is continued.
+# All but what root's debuggers read (/sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...), and the cgroups.
 SYS = ("block", "bus", "class", "dev", "devices", "kernel/mm", "module")
 # Of /etc what programs read when they start and compile, and where they are; nothing of users, hosts and services.
 ETC_START = ("OpenCL", "alternatives", "ld.so.*", "malloc.conf", "nsswitch.conf", "python3*", "ssl/openssl.cnf")

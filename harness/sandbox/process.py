@@ -5,7 +5,6 @@ says so, and when the judge dies, however it dies.
 """
 
 import contextlib
-import functools
 import marshal
 import os
 import select
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from harness.results import text
 from harness.runner import wire
-from harness.sandbox import confine, freezer, reaper
+from harness.sandbox import confine, reaper
 from harness.sandbox.freezer import Freezer, StopError
 from harness.sandbox.policy import Jail, SandboxError
 
@@ -55,18 +54,10 @@ def harden() -> None:
 
 
 class Guarded:
-    """`argv` under a reaper. `keep`: descriptors that the process inherits under the same numbers. cgroup: the folder
-    of one that the reaper makes for it.
-    """
+    """`argv` under a reaper. `keep`: descriptors that the process inherits under the same numbers."""
 
     def __init__(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        keep: tuple[int, ...],
-        jail: Jail | None,
-        stdout: int | None,
-        cgroup: str | None = None,
+        self, argv: list[str], env: dict[str, str], keep: tuple[int, ...], jail: Jail | None, stdout: int | None
     ) -> None:
         control, self._control = os.pipe()
         self._status, status = os.pipe()
@@ -76,7 +67,7 @@ class Guarded:
             os.close(control)
             os.close(status)
         orders = jail.orders(self.process.pid) if jail else None
-        config = {"argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": orders, "cgroup": cgroup}
+        config = {"argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": orders}
         body = marshal.dumps(config)
         with contextlib.suppress(BrokenPipeError):  # what became of the reaper is seen when it is asked for the pid
             data = struct.pack("=I", len(body)) + body
@@ -151,8 +142,7 @@ class Child:
         environment = jail.environment(extra) if jail else _environment(extra)
         argv = [sys.executable, "-m", module, str(theirs.fileno())]
         try:
-            self._cgroup = freezer.new_cgroup() if stoppable else None
-            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE, self._cgroup)
+            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE)
         finally:
             theirs.close()
         self._stoppable, self._resting = stoppable, False
@@ -177,10 +167,10 @@ class Child:
         """So many bytes that it will take are needed for the judge's own work: they do not count."""
         self._memory_limit += nbytes
 
-    @functools.cached_property
+    @property
     def freezer(self) -> Freezer:
         """What stops a stoppable child. SandboxError: it could not be started as asked."""
-        return Freezer(self._process.pid, self.pid, self._cgroup)
+        return Freezer(self._process.pid, self.pid)
 
     def rest(self) -> None:
         """Stop all processes of a stoppable child until the next `send`. Died: they would not, or it is gone."""
@@ -295,8 +285,6 @@ class Child:
         self._guarded.end()
         self._drain.join(timeout=1)
         self.sock.close()
-        if "freezer" in vars(self):
-            self.freezer.close()
 
     @property
     def tail(self) -> str:

@@ -1,9 +1,8 @@
 """The small process between the judge and one of its children: when either is gone, everything below it goes too.
 
 Started as `python -I -S harness/sandbox/reaper.py CONTROL STATUS`. CONTROL: a pipe from the judge with one marshalled
-dict ({"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None, "cgroup": the folder of one to
-make for the child, or None}, its length in 4 bytes before it); its end means that the judge is done or dead. STATUS: a
-pipe to the judge, one line: `pid N`, or `failed WHY`.
+dict ({"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None}, its length in 4 bytes before it);
+its end means that the judge is done or dead. STATUS: a pipe to the judge, one line: `pid N`, or `failed WHY`.
 
 Descendants that fork twice and start a session of their own are handed to this process by the kernel, so they die with
 the rest. It ends as the child ended: with its exit status, or by the signal that killed it.
@@ -71,26 +70,6 @@ def _read(path: str) -> str:
         os.close(fd)
 
 
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-
-
-def _remove_cgroup(path: str) -> None:
-    """Remove a cgroup, in which what was killed may take a moment to be gone. One that stays has a dead member."""
-    for _ in range(200):
-        try:
-            os.rmdir(path)
-            return
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.005)
-
-
 def end_all() -> list[int]:
     """End every descendant of this process. -> pids that would not go."""
     deadline = time.monotonic() + GIVE_UP_S
@@ -122,14 +101,10 @@ def _start(config: dict) -> int:
     reaper = os.getpid()
     _read(f"/proc/self/task/{reaper}/children")
     told, tell = os.pipe()
-    if config["cgroup"]:
-        os.mkdir(config["cgroup"], 0o755)
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            if config["cgroup"]:
-                _write(f"{config['cgroup']}/cgroup.procs", "0")
             for number in (SIGHUP, SIGINT, SIGPIPE, SIGTERM, SIGXFSZ):
                 _libc.signal(number, None)  # to the default; what is ignored would stay so through exec
             for fd in config["keep"]:
@@ -229,8 +204,6 @@ def main() -> None:
         pid = _start(config)
     except (OSError, RuntimeError) as error:
         os.write(status, f"failed {error}\n".encode())
-        if config["cgroup"]:
-            _remove_cgroup(config["cgroup"])
         return
     # The child's connections must end with the child, so none is kept here.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -240,10 +213,7 @@ def main() -> None:
         os.close(fd)
     os.write(status, f"pid {pid}\n".encode())
     ended = _watch(control, pid)
-    left = end_all()
-    if config["cgroup"]:
-        _remove_cgroup(config["cgroup"])
-    if left:
+    if left := end_all():
         os.write(status, f"left {' '.join(map(str, left))}\n".encode())
     code = os.waitstatus_to_exitcode(ended) if ended is not None else -SIGKILL
     if code < 0:

@@ -191,7 +191,7 @@ def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
     made = checker(folder(tmp_path / "running", classes))
     said = content(made)
     assert len(said["open"]["inout"]) == 2
-    own = {"reaper": os.getpid(), "pid": os.getpid(), "cgroup": None}
+    own = {"reaper": os.getpid(), "pid": os.getpid()}
     made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
     made.fill({"runner": "r", "buffer": 0, "key": None}, [])
     (buffer,) = made.buffers["r"]

@@ -3,7 +3,6 @@
 import pytest
 
 from harness import run
-from harness.results import output
 
 VALUES = {
     "problem": ["nvfp4_gemv"],
@@ -93,22 +92,6 @@ def test_what_says_how_to_compare_needs_something_to_compare_with(name, mode):
     assert "goes with --against" in (refused(words) or "")
     assert refused([*words, *VALUES["against"]]) is None
     assert "does not go with" in (refused(["nvfp4_gemv", "--mode", "test", *VALUES[name]]) or "")
-
-
-def test_the_refusal_names_the_kind_and_the_options(capsys):
-    assert run.main(["nvfp4_gemv", "--lint", "--case", "m=16", "--seed", "1", "--mode", "test"]) == output.USAGE_EXIT
-    assert (
-        "--lint does not go with --mode test, --case, --seed: leave --lint or the others out" in capsys.readouterr().err
-    )
-    assert refused(["nvfp4_gemv", "--lint", "--json", "-"]) is None
-    assert refused(["--list", "--json", "-"]) == "--list does not go with --json: leave one of the two out"
-    assert (
-        refused(["nvfp4_gemv", "--list", "--json", "-"]) == "--list does not go with --json: leave one of the two out"
-    )
-    assert (
-        refused(["--print-completion", "bash", "--json", "-"])
-        == "--print-completion does not go with --json: leave one of the two out"
-    )
 
 
 def test_a_list_of_no_variants_says_so(tmp_path, capsys):

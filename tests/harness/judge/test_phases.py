@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.judge import outcome, phases
+from harness.judge import phases
 from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Plan
-from harness.judge.session import Session
 from harness.problem import folders
 from harness.problem.folders import Case, Submission, UsageError
 from harness.runner import matmul
@@ -187,10 +186,6 @@ def test_a_case_takes_over_what_its_task_says():
         assert held == spec.weight_bytes() + 4 * 4 * spec.experts, "and four fp32 an expert, which are not counted"
 
 
-def test_a_case_that_says_nothing_has_no_weight_bytes():
-    assert {c.weight_bytes for c in folders.find(str(LINEAR)).tests} == {0}
-
-
 class Readings(Counting):
     """Of a GPU on which every reader takes 100 us and the matrix product 2000; contents move 1000 bytes, then 1002."""
 
@@ -251,31 +246,6 @@ def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
     # One group of the second wave is missing: that wave reads its own.
     part = {at: group for at, group in told.items() if at != (3, 1, 0)}
     assert all_readings(monkeypatch, flops, HOW, phases.Have(groups=part))[1].matmuls == 3
-
-
-def test_a_real_run_times_the_product_and_counts_the_bytes_of_its_contents(monkeypatch):
-    monkeypatch.setattr(matmul, "DEVICES", ("cpu",))
-    monkeypatch.setattr(outcome, "STOP_LIMIT_US", 1e9)  # or a busy machine's calls would be left out
-    found = folders.find("moe_gemm")
-    spec = next(spec for spec in load.module(found.folder, "task").BENCHMARKS_CPU if spec.tokens == 1)
-    case = next(c for c in found.benchmarks["cpu"] if c.params["tokens"] == 1)
-    how = Plan(processes=1, samples=2, warmups=1, buffers=1, audits=0)
-    with Session(found, "cpu") as session:
-        handle = RunnerHandle("torch_grouped", found.variant("torch_grouped"), "cpu")
-        cases = [dataclasses.replace(case, bytes=7, flops=10**14)]
-        timings, all_readings = phases.run_benchmarks(session, [handle], cases, lambda _: None, how=how)
-    assert all_readings[0].bytes == spec.bytes_moved(), "one token hits k experts, whatever the contents"
-    assert [o.bytes for o in timings["torch_grouped"][0].outcomes[0]] == [all_readings[0].bytes] * 2
-    assert all_readings[0].roofline_kind == "flops" and 1e9 < 10**14 / all_readings[0].roofline_us * 1e6 < 1e14
-
-
-def test_the_product_is_one_of_random_values():
-    made = matmul.Product("cpu")
-    made()
-    assert made._c.numel() == matmul.SIZE["cpu"] ** 2 and matmul.flops("cpu") == 2 * matmul.SIZE["cpu"] ** 3
-    want = made._a.double() @ made._b.double()
-    assert 20 < float(want.std()) < 25, "512 products of two normal values"
-    assert float((made._c.double() - want).abs().max()) < 1e-3
 
 
 class Late(Counting):

@@ -10,7 +10,6 @@ import pytest
 from harness.sandbox import policy, process
 from harness.sandbox.process import Child, Died
 from tests.support.jails import (
-    DAEMON,
     LIMIT_S,
     REFUSED,
     ROOT,
@@ -74,14 +73,6 @@ def test_what_it_started_is_seen_and_threads_are_no_processes(jailed):
     assert jailed.processes() == []
 
 
-def test_a_daemon_is_seen(tmp_path):
-    child = Child("jailed", jail=jail_in(tmp_path))
-    daemon = answer(child, DAEMON)
-    assert child.processes() == [daemon]
-    child.kill()
-    assert not alive(daemon)
-
-
 @pytest.mark.parametrize(
     "take",
     [
@@ -131,7 +122,7 @@ def test_a_hardened_process_is_closed_to_its_own_user(tmp_path, monkeypatch):
     assert reply.get("errno") in REFUSED, reply
 
 
-def test_harden_is_that():
+def test_harden_makes_a_process_undumpable():
     code = (
         "import ctypes; from harness.sandbox import process; process.harden(); "
         "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, next_command, outputs, phases, plan, spread, verdict
+from harness.judge import console, device_lock, journal, outputs, phases, plan, spread, verdict
 from harness.judge.events import Events
 from harness.judge.journal import Journal
 from harness.judge.judging import Judging
@@ -423,10 +423,12 @@ class Run:
         return verdict.REGRESSION_EXIT if found else 0
 
     def _tell(self, judged: list[Result]) -> None:
-        """Write the verdicts and the next command to --events."""
+        """Write the verdicts to --events."""
         for j in (*judged, *self.opponents):
             us, lo, hi = j.metric or (None, None, None)
             reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
+            if j.against_all and j.against_all["word"] == "UNDECIDED":
+                reason = console.undecided(j.against_all, self.usual)
             self.events.write(
                 "verdict",
                 variant=j.submission.name,
@@ -436,11 +438,6 @@ class Run:
                 ci95_us=[lo, hi] if us else None,
                 against=j.against_all,
             )
-        winner = ""
-        with contextlib.suppress(UsageError):
-            winner = self.problem.winner(self.target).name
-        command, why = next_command.after(self.args, self.problem.name, winner, judged, self.usual)
-        self.events.write("next", command=command, reason=why)
 
     def _write_json(self, judged: list[Result]) -> None:
         if not self.args.json:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import math
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -168,8 +167,6 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
         how = f"; go on with --resume {kept}" if kept else ""
         output.complain(f"{NAME}: {why}{how}")
         events.write("error", reason=f"{why}{how}")
-        more = [args.problem, "--resume", kept] if kept else ["--help"]
-        events.write("next", command=shlex.join([".venv/bin/python", NAME, *more]), reason="")
         return output.USAGE_EXIT
 
     code = None

@@ -4,7 +4,6 @@ It never imports a submission. It starts as `python -m harness.checker.checker F
 exchanges the messages of harness/runner/wire.py.
 """
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -22,7 +21,7 @@ from harness.runner import claims, failure, flush, gate, native, tree, wire
 from harness.runner.batch import WAKE_S, GatePage, written
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
-from harness.sandbox.freezer import GONE, RUNS_ON, Freezer, StopError
+from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
 from problems.common import load
 
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
@@ -226,8 +225,7 @@ class Checker:
 
     def allocate(self, message: dict, _: list[int]) -> dict:
         """Allocate `count` buffers of the present content's layout for a runner, and free its old ones. On a CPU also
-        make the page that hands over calls; its descriptor comes first. reaper, pid, cgroup: the runner's, for its
-        freezer.
+        make the page that hands over calls; its descriptor comes first. reaper, pid: the runner's, for its freezer.
         """
         runner = message["runner"]
         self.release(message, _)
@@ -238,8 +236,7 @@ class Checker:
         fds = [fd for _, fds in parts for fd in fds]
         if self.device == "cpu":
             self.pages[runner] = Page()
-            with contextlib.suppress(StopError):  # a runner that is gone; its next call finds that out
-                self.freezers[runner] = Freezer(message["reaper"], message["pid"], message["cgroup"])
+            self.freezers[runner] = Freezer(message["reaper"], message["pid"])
             fds.insert(0, self.pages[runner].fd)
         return {"buffers": [part for part, _ in parts], "fds": fds}
 
@@ -248,7 +245,8 @@ class Checker:
         runner = message["runner"]
         for buffer in self.buffers.pop(runner, []):
             buffer.close()
-        for of_runner in (self.pages, self.freezers, self.gates):
+        self.freezers.pop(runner, None)
+        for of_runner in (self.pages, self.gates):
             if runner in of_runner:
                 of_runner.pop(runner).close()
         self.caught.pop(runner, None)
@@ -333,8 +331,6 @@ class Checker:
         runner noted of the tensors that it returned, in a GPU MODE folder.
         """
         runner, number = message["runner"], message["number"]
-        if runner not in self.freezers:
-            return {"code": GONE, "waiting": True}
         page, freezer = self.pages[runner], self.freezers[runner]
         self.caught.pop(runner, None)
         if message["first"] and (code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from harness.judge import limits, outcome, replies
 from harness.judge.outcome import Audit, Outcome
@@ -177,7 +177,7 @@ class RunnerProcess:
         self.leave()
         request = {"op": "allocate", "runner": self.name, "sizes": content.sizes, "count": buffers}
         if self.checker.device == "cpu":
-            request |= self.child.freezer.address()
+            request |= asdict(self.child.freezer)
         made, fds = self.checker.request(request, "the checker could not allocate buffers")
         message = {"op": "open", "buffers": made["buffers"], **content.layout}
         if reads is not None:

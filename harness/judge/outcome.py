@@ -13,9 +13,9 @@ from harness.judge import replies
 from harness.results import schema, text
 from harness.runner import gate
 
-# From a call's end until all its threads have the order to stop: it bounds what they may still write. An order takes a
-# moment for each thread, so pools get more time; not without limit, since idle threads cost nothing.
-STOP_LIMIT_US, STOP_THREAD_US, STOP_THREADS = 250, 2, 256
+# From a call's end until all of the runner has the order to stop, in which it could work on; a call that was stopped
+# later does not count. An order takes 2 us for each thread, and a pool may have a hundred.
+STOP_LIMIT_US = 500
 # That a call's threads may wait for a processor beside tasks of others: the larger of so many us and this share of it.
 BUSY_US = 100
 BUSY_SHARE = 0.02
@@ -36,11 +36,9 @@ class Outcome:
 
     us: the clock's reading, with the cost of the clock. On a GPU, by the judge's clock, ready_us: until the runner was
     ready to make the call; outside_us: from "go" to the reply, less the ordered spin; contradicted: that is too long
-    for a score of `us`. On a CPU, stop_us: from "done" until all of the runner had the order to stop; late: that was
-    too long, and `us` has it too, since the call could have worked on; busy: its threads waited for a processor, which
-    tasks of other processes wanted too. bytes: what a call on these contents must move, if the task says that of
-    contents. after: the submissions that were called on these contents before, None where that is unknown; unscored:
-    `us` seems to depend on that (harness/judge/order.py).
+    for a score of `us`. On a CPU, late: the runner was told to stop too late, and could have worked on; busy: its
+    threads waited for a processor, which tasks of other processes wanted too. bytes: what a call on these contents must
+    move, if the task says that of contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
@@ -55,16 +53,13 @@ class Outcome:
     ready_us: float | None = None
     outside_us: float | None = None
     bytes: int | None = None
-    stop_us: float | None = None
     late: bool = False
     busy: bool = False
     contradicted: bool = False
-    after: list[str] | None = None
-    unscored: bool = False
 
     @property
     def scored(self) -> bool:
-        return not (self.contradicted or self.unscored)
+        return not self.contradicted
 
 
 @dataclass(frozen=True)
@@ -144,9 +139,8 @@ def decide(found: Findings) -> Outcome:
 def of_cpu(reading: gate.Reading) -> Outcome:
     """Return the times of a call on a CPU, by the judge's clock."""
     busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
-    late = reading.stop_us > STOP_LIMIT_US + STOP_THREAD_US * min(reading.threads, STOP_THREADS)
-    us = reading.call_us + (reading.stop_us if late else 0.0)
-    return Outcome("PASSED", us=us, host_us=us, stop_us=reading.stop_us, late=late, busy=busy)
+    late = reading.stop_us > STOP_LIMIT_US
+    return Outcome("PASSED", us=reading.call_us, host_us=reading.call_us, late=late, busy=busy)
 
 
 def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float, baseline: bool) -> Outcome:

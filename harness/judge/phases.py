@@ -1,8 +1,7 @@
 """The two phases of a judgement: one call on every test case, then fixed numbers of timed calls on benchmark cases.
 
 All submissions get equal contents, one after the other, so that drift affects all of them. The order is turned round;
-of a pair it is A B B A. So each is called after each other one in half of its calls (order.py says what for). The judge
-checks each timed call, and draws its seed after the previous call was closed.
+of a pair it is A B B A. The judge checks each timed call, and draws its seed after the previous call was closed.
 """
 
 import dataclasses
@@ -12,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from harness.judge import batch, order, readings
+from harness.judge import batch, readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.journal import NOTHING, Group, GroupDone, Have
-from harness.judge.outcome import Batch, Outcome, known
+from harness.judge.outcome import STOP_LIMIT_US, Batch, Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
@@ -46,9 +45,13 @@ WARMUPS = {"cuda": 3, "cpu": 1}
 AUDITS = {"cuda": 3, "cpu": 0}
 # Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
 EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
-# Calls of a submission on a case whose runner was told too late to stop, and which are repeated. More count with the
-# time until the stop: else a submission could spoil the calls that it would rather not have.
+# Calls of a process on a case whose runner was told too late to stop, which are repeated. More are no measurement: else
+# a submission could spoil the calls that it would rather not have.
 MOST_LATE = 2
+STOPPED_LATE = (
+    f"more than {MOST_LATE} calls of a process were stopped over {STOP_LIMIT_US} us after their end, and could "
+    "have worked on meanwhile: run again when the machine is idle, or end threads before a call returns"
+)
 JUDGE = "(judge)"
 
 
@@ -155,16 +158,14 @@ def run_benchmarks(
     for handle in handles:
         handle.lost = 0
     made.run(range(how.processes))
-    all_readings = [made.reference(number) for number in range(len(cases))]
-    order.settle(made.timings)
-    return made.timings, all_readings
+    return made.timings, [made.reference(number) for number in range(len(cases))]
 
 
 @dataclass
 class _Group:
     """The calls of one process of each submission, of one part of them, on one case, as they come in. audits: samples
-    at which one is due. spare: calls beside which other processes took the machine, or that ended in a way that leaves
-    too much unknown, used where there are no others.
+    at which one is due. spare: calls beside which other processes took the machine, used where there are no others.
+    late: how many calls were stopped too late, and do not count.
     """
 
     process: int
@@ -175,6 +176,7 @@ class _Group:
     seeds: list[str] = field(default_factory=list)
     own: dict[str, list[float]] = field(default_factory=dict)
     spare: dict[str, list[Outcome]] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
     batches: dict[str, list[Batch]] = field(default_factory=dict)
 
 
@@ -400,44 +402,42 @@ class Benchmark:
         group.seeds.append(self.session.content(self.cases[number]))
         lacking = self._lacking(number, group)
         outcomes = {}
-        everybody = self._order(number, group, sample)
+        everybody = self._order(group, sample)
         if self.session.device == "cpu":  # the judge's empty call, whose reading is taken off, is made among the others
             everybody.insert(random.randint(0, len(everybody)), self.judge)
         for handle in everybody:
             if handle is self.judge:
                 self._own_call(group, "empty", sample if scored else -1)
             elif not scored or self.paired or _name(handle) in lacking:
-                before = [name for name, outcome in outcomes.items() if outcome]
-                outcome = outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
-                if outcome:
-                    outcome.after = before
+                outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
         if not scored or (self.paired and self._failures(number, group)):
             return
         outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
-        quiet = {name for name, outcome in outcomes.items() if not outcome.busy and not outcome.late}
         late = {name for name, outcome in outcomes.items() if outcome.late}
-        if self.paired and len(quiet) < len(outcomes):
-            quiet, late = set(), set(outcomes) if late else set()
+        for name in late:
+            group.late[name] = group.late.get(name, 0) + 1
+            if group.late[name] > MOST_LATE:
+                self._fail(number, group, name, STOPPED_LATE)
+        # Of a pair both count or none.
+        any_busy = self.paired and any(outcome.busy for outcome in outcomes.values())
         for name, outcome in outcomes.items():
-            timing = self.timings[name][number]
-            timing.late += name in late
-            if name in quiet or (name in late and timing.late > MOST_LATE):
-                timing.outcomes[group.process].append(outcome)
-                group.outcomes[name].append(outcome)
-            else:
+            if late if self.paired else name in late:
+                continue
+            if outcome.busy or any_busy:
                 group.spare.setdefault(name, []).append(outcome)
+            else:
+                self.timings[name][number].outcomes[group.process].append(outcome)
+                group.outcomes[name].append(outcome)
 
-    def _order(self, number: int, group: _Group, sample: int) -> list[RunnerHandle]:
-        """Return the handles of a group in the order of their calls in a round. Over the rounds of a case each is first
-        equally often, and comes after each other one in half of them, also where a process has an odd number of rounds.
+    def _order(self, group: _Group, sample: int) -> list[RunnerHandle]:
+        """Return the handles of a group in the order of their calls in a round: rotated by 0, 2, 4, ..., each followed
+        by the same backwards. So each comes before each other one in half of the rounds.
         """
-        places = list(range(len(group.handles)))
-        if not self.paired:
-            # The same in a resumed run and in every part of --devices.
-            random.Random(f"{number} {[_name(handle) for handle in group.handles]}").shuffle(places)
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
-        first = group.process * (self.how.samples | 1)
-        return [group.handles[place] for place in turned(places, first + sample)]
+        turn = group.process * (self.how.samples | 1) + sample
+        shift = turn // 2 * 2 % max(1, len(group.handles))
+        rotated = group.handles[shift:] + group.handles[:shift]
+        return rotated if turn % 2 == 0 else rotated[::-1]
 
     def _failures(self, number: int, group: _Group) -> dict[str, Outcome]:
         """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
@@ -447,7 +447,7 @@ class Benchmark:
         return {name: failure for name, failure in found.items() if failure and failure.status != "UNSUPPORTED"}
 
     def _complete(self, number: int, group: _Group, name: str) -> None:
-        """Give a submission with too few quiet calls the busy and the late ones too."""
+        """Give a submission with too few quiet calls the busy ones too."""
         timing = self.timings[name][number]
         missing = self.how.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
@@ -457,12 +457,16 @@ class Benchmark:
         group.outcomes[name] += spare
         if len(spare) == missing:
             return
-        other, failure = next(iter(self._failures(number, group).items()))
-        timing.failure = Outcome(
-            "INVALID_MEASUREMENT",
-            f"not timed: {other} is {failure.status}, and of a pair both count or none; time it without --against",
-        )
-        group.outcomes[name].append(timing.failure)
+        reason = STOPPED_LATE
+        for other, failed in self._failures(number, group).items():
+            reason = (
+                f"not timed: {other} is {failed.status}, and of a pair both count or none; time it without --against"
+            )
+        self._fail(number, group, name, reason)
+
+    def _fail(self, number: int, group: _Group, name: str, reason: str) -> None:
+        failure = self.timings[name][number].failure = Outcome("INVALID_MEASUREMENT", reason)
+        group.outcomes[name].append(failure)
 
     def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
         """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""
@@ -576,10 +580,3 @@ def _unseen(
             if second.status != "PASSED":
                 second.reason = f"right with the case's seed, and with another one (--seed {seed}): {second.reason}"
             yield handle, first if second.status == "PASSED" else second
-
-
-def turned(places: list[int], number: int) -> list[int]:
-    """Return an order for round `number`: `places` rotated by 0, 2, 4, ..., each followed by the same backwards."""
-    shift = number // 2 * 2 % max(1, len(places))
-    rotated = places[shift:] + places[:shift]
-    return rotated if number % 2 == 0 else rotated[::-1]

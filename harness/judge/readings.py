@@ -34,7 +34,6 @@ class Timing:
     outcomes: list[list[Outcome]] = field(default_factory=list)
     failure: Outcome | None = None
     batches: list[Batch] = field(default_factory=list)  # on a GPU
-    late: int = 0  # calls, counted or not, whose runner, or the other one of a pair, was told too late to stop
 
     @property
     def least_us(self) -> float:
@@ -161,11 +160,11 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
 
 
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
-    """Return pairs of times on equal contents, by process; none of a process in which order.py left out all of them."""
-    both = [list(zip(*groups, strict=True)) for groups in zip(one.outcomes, other.outcomes, strict=True)]
-    pairs = [[(known(a.us), known(b.us)) for a, b in group if a.scored and b.scored] for group in both]
-    left_out = [any(a.unscored or b.unscored for a, b in group) for group in both]
-    return [group for group, some in zip(pairs, left_out, strict=True) if group or not some]
+    """Return pairs of times on equal contents, by process."""
+    return [
+        [(known(a.us), known(b.us)) for a, b in zip(*groups, strict=True) if a.scored and b.scored]
+        for groups in zip(one.outcomes, other.outcomes, strict=True)
+    ]
 
 
 def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:

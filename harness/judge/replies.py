@@ -78,9 +78,7 @@ class Ready(Reply):
 class Failed(Reply):
     """An exception. failed: the request that raised it, or "compile"."""
 
-    failed: Literal[
-        "import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "repeat", "report", "sealed"
-    ]
+    failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "sealed"]
     type: Name
     memory: bool
     text: Text
@@ -187,14 +185,8 @@ class Compiled(Reply):
     artefacts: Annotated[list[Artefact], Field(max_length=256)]
 
 
-class Repeated(Reply):
-    """So many calls were made, one after the other."""
-
-    calls: Count
-
-
 class Profiled(Reply):
-    """A profiler's table, or a compiler's report. trace: for a viewer of traces; "" where there is none."""
+    """A profiler's table. trace: for a viewer of traces; "" where there is none."""
 
     table: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)]
     trace: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)] = ""

@@ -36,7 +36,7 @@ class Session:
         self.first_call_limit_s = timeout_s or limits.COMPILE_LIMIT_S
         self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
-        self.clock_name = "" if device == "cuda" else freezer.clock_name()
+        self.clock_name = "" if device == "cuda" else freezer.CLOCK
         self.sandbox = policy.probe()
         self.notes: list[str] = []
         self.say: Callable[[str], None] = lambda _: None

@@ -302,16 +302,10 @@ class Recorder:
             warnings.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
         if late := sum(o.contradicted for group in timing.outcomes for o in group):
             warnings.append(f"{late} calls have no score: the judge's clock saw them take longer than they claim")
-        if left := sum(o.unscored for group in timing.outcomes for o in group):
-            warnings.append(f"{left} calls have no score: they are shorter than those whose contents were new to all")
         if self.device == "cuda" and environment.clocks()[0] is None:
             warnings.append("no NVML: clocks and throttle reasons unknown")
         if busy := sum(timing.flat("busy")):
             warnings.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
-        if late := sum(timing.flat("late")):
-            warnings.append(
-                f"{late} calls count with the time until the runner was stopped: it was told too late to stop"
-            )
         if under := sum(us <= readings.resolution_us for us in timing.flat("us")):
             warnings.append(f"{under} calls read less than the clock resolves, {readings.resolution_us:.1f} us")
         delivery = "memory files, filled while everything of the runner is stopped"

@@ -3,6 +3,7 @@
 // The runner waits in judge_take_turns. The judge (harness/checker/checker.py) stops it, fills its memory, makes caches cold, and
 // then measures, in judge_time, from "continue" to "done". Nothing that the runner writes here is believed: a word that
 // says "done" too early only makes the judge copy outputs too early.
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -28,6 +29,8 @@ extern "C" {
 // Of the interpreter that loads this file.
 void* PyObject_CallObject(void* callable, void* arguments);
 void* PyTuple_GetItem(void* tuple, ssize_t index);
+ssize_t PyTuple_Size(void* tuple);
+void Py_IncRef(void* object);
 void Py_DecRef(void* object);
 }
 
@@ -39,6 +42,7 @@ constexpr int SAID = 524288;     // bytes in which a runner says what its tensor
 constexpr int WORDS = 64;        // of the outputs, looked at when a call says that it is done
 constexpr uint32_t LEAVE = 1u << 31;  // with the number of the last call, in `go`: there is no next one
 constexpr double SPIN_US = 20'000;  // that a runner spins before it sleeps
+constexpr double EMPTY_US = 300;  // that the judge's empty call works: a judge that waits as long as for a kernel sleeps as deep
 constexpr long LOOK_NS = 50'000'000;  // how often a wait sees whether the runner still lives
 constexpr long NAP_NS = 20'000;   // between looks at processes that stop: they need the processor that an urgent judge leaves
 
@@ -68,9 +72,9 @@ int futex_wait(std::atomic<uint32_t>* word, uint32_t seen, long ns) {
 
 void futex_wake(std::atomic<uint32_t>* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-// What one process group of a runner is stopped by. freeze, events: descriptors of its cgroup's files, -1 without one.
+// The runner `pid`, and all that it started, below its reaper.
 struct Group {
-    int reaper, pid, freeze, events;
+    int reaper, pid;
 };
 
 int read_text(const char* path, char* text, int size) {
@@ -131,14 +135,6 @@ bool still(int pid) {
     return true;
 }
 
-bool frozen(int events) {
-    char text[256];
-    const int got = pread(events, text, sizeof text - 1, 0);
-    if (got <= 0) return false;
-    text[got] = 0;
-    return strstr(text, "frozen 1") != nullptr;
-}
-
 void nap() {
     const timespec t{0, NAP_NS};
     nanosleep(&t, nullptr);
@@ -154,45 +150,37 @@ bool lives(int pid) {
 
 enum { WELL = 0, LATE = 1, GONE = 2, RUNS_ON = 3 };  // what became of a wait; RUNS_ON: done, and not to be stopped
 
-// told: when every process had been told. From then on none gets back to its own code: who runs is interrupted at once,
-// and who waits for a processor finds the order when it gets one.
-int stop(const Group& group, double limit_s, double* told) {
+// at_once: the runner's process, which has just said "done" and is alone in most runners, is stopped before /proc is read
+// for others. told: when every process had been told. From then on none gets back to its own code: who runs is
+// interrupted at once, and who waits for a processor finds the order when it gets one.
+int stop(const Group& group, double limit_s, bool at_once, double* told) {
     const double deadline = now_us() + 1e6 * limit_s;
-    if (group.freeze >= 0) {
-        // The signal is quicker than the freezer; the freezer holds what no signal stops.
-        kill(group.pid, SIGSTOP);
-        if (pwrite(group.freeze, "1", 1, 0) != 1) return GONE;
-        *told = now_us();
-        while (!frozen(group.events)) {
-            if (!lives(group.pid)) return GONE;
-            if (now_us() > deadline) return LATE;
-            nap();
-        }
-        return lives(group.pid) ? WELL : GONE;
-    }
-    // Whoever is stopped stays so: the filter of system calls refuses SIGCONT. So a round that finds all stopped is the
-    // last, and one that started a process before it was stopped only causes another round.
     std::vector<int> known;
+    if (at_once) {
+        kill(group.pid, SIGSTOP);
+        known.push_back(group.pid);
+    }
+    *told = now_us();
+    // Whoever is stopped stays so: the filter of system calls refuses SIGCONT, and what has the kernel send it. So it is
+    // over when all are still and nobody is there whom one of them started before it was.
     while (true) {
         bool all = true;
         const std::vector<int> found = descendants(group.reaper);
-        for (int pid : found) kill(pid, SIGSTOP);
-        if (found != known) *told = now_us();
-        known = found;
+        for (int pid : found) {
+            kill(pid, SIGSTOP);
+            if (std::find(known.begin(), known.end(), pid) == known.end()) *told = now_us();
+        }
         for (int pid : found) all = still(pid) && all;
-        if (all) return lives(group.pid) ? WELL : GONE;
+        if (all && descendants(group.reaper) == found) return lives(group.pid) ? WELL : GONE;
         if (now_us() > deadline) return lives(group.pid) ? LATE : GONE;
+        known = found;
         nap();
     }
 }
 
-void resume(const Group& group) {
-    if (group.freeze >= 0) {
-        kill(group.pid, SIGCONT);
-        (void)!pwrite(group.freeze, "0", 1, 0);  // where its cgroup is gone, the wait for "done" finds that out
-        return;
-    }
-    for (int pid : descendants(group.reaper))
+// stopped: all processes of the runner. Its own comes last, so that the others wait for it and not it for them.
+void resume(const Group& group, const std::vector<int>& stopped) {
+    for (int pid : stopped)
         if (pid != group.pid) kill(pid, SIGCONT);
     kill(group.pid, SIGCONT);
 }
@@ -283,8 +271,9 @@ extern "C" {
 int judge_gate_bytes() { return sizeof(Gate); }
 
 // The runner: make call `number` and those after it, each when the judge says go, until it says leave. Of `calls`, a
-// tuple of argument tuples for `kernel`, the judge names one each time. -> what the last call returned, NULL where it
-// raised. To be called with the interpreter's lock held.
+// tuple of argument tuples for `kernel`, the judge names one each time; one without arguments is the judge's empty call,
+// which works for EMPTY_US right here, so that the rest of its reading is what continuing and waking cost. -> what the
+// last call returned, NULL where it raised. To be called with the interpreter's lock held.
 //
 // Between two calls nothing else runs here, so that a submission finds no moment off the clock. It spins: the judge stops
 // it soon, and a thread that sleeps comes to its call later than one of a submission's own that watches the page.
@@ -300,7 +289,12 @@ void* judge_take_turns(void* page, uint32_t number, void* kernel, void* calls) {
         }
         if (result) Py_DecRef(result);
         void* arguments = PyTuple_GetItem(calls, gate->which);
-        result = arguments ? PyObject_CallObject(kernel, arguments) : nullptr;
+        if (arguments && PyTuple_Size(arguments) == 0) {
+            for (const double end = now_us() + EMPTY_US; now_us() < end;) {}
+            Py_IncRef(result = arguments);
+        } else {
+            result = arguments ? PyObject_CallObject(kernel, arguments) : nullptr;
+        }
         gate->raised = !result;
         gate->done.store(number);
         futex_wake(&gate->done);
@@ -338,12 +332,12 @@ uint64_t judge_noted(void* page, char* said) {
 int judge_said_bytes() { return SAID; }
 
 // Each of these: 0, or 1: not within limit_s, or 2: the runner's process is gone.
-int judge_stop(int reaper, int pid, int freeze, int events, double limit_s) {
+int judge_stop(int reaper, int pid, double limit_s) {
     double told;
-    return stop({reaper, pid, freeze, events}, limit_s, &told);
+    return stop({reaper, pid}, limit_s, false, &told);
 }
-int judge_resume(int reaper, int pid, int freeze, int events) {
-    resume({reaper, pid, freeze, events});
+int judge_resume(int reaper, int pid) {
+    resume({reaper, pid}, descendants(reaper));
     return 0;
 }
 int judge_await_ready(void* page, uint32_t number, int pid, double limit_s) {
@@ -358,7 +352,6 @@ struct Reading {
     int32_t changed;  // of the words of the outputs that were looked at when it was done, how many changed later; -1:
                       // they could not be read
     int32_t urgent;   // whether the judge has the right to be woken first
-    int32_t threads;  // of the runner's process
     int32_t noted;    // how many regions the runner noted
     int32_t raised;   // 1: the runner says that the call raised, and has left
 };
@@ -366,18 +359,14 @@ struct Reading {
 // Time call `number` of a stopped runner, the one of its calls that `which` says. outputs: `count` regions that the call
 // writes, of this process's memory. Where their addresses are 0, they are in the runner, which notes where: what it has
 // noted at "done" is put in their place, cut to their sizes here; `found` gets the sizes that it noted.
-int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid, int freeze, int events, double limit_s,
-               iovec* outputs, int count, uint64_t* found, Reading* reading) {
+int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid, double limit_s, iovec* outputs, int count,
+               uint64_t* found, Reading* reading) {
     Gate* gate = (Gate*)page;
-    const Group group{reaper, pid, freeze, events};
+    const Group group{reaper, pid};
+    const std::vector<int> stopped_ones = descendants(reaper);
     const bool remote = count && !outputs[0].iov_base;
     Look look;
     if (!remote) look.choose(outputs, count, false);
-    if (freeze >= 0) {  // the thaw alone is to be on the clock
-        kill(pid, SIGCONT);
-        for (const double deadline = now_us() + 1e6; !frozen(events); nap())
-            if (now_us() > deadline) return lives(pid) ? LATE : GONE;
-    }
     const uint64_t waited = run_delay(pid);
     reading->others = others();
     gate->count = gate->said_bytes = gate->raised = 0;
@@ -386,7 +375,7 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
     gate->go.store(number);
     futex_wake(&gate->go);
     const double start = now_us();
-    resume(group);
+    resume(group, stopped_ones);
     const int came = wait_for(&gate->done, number, pid, limit_s);
     const double end = now_us();
     reading->noted = 0;
@@ -403,14 +392,13 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
     uint64_t first[WORDS] = {}, last[WORDS] = {};
     const bool seen = look.take(pid, first);
     double told = end;
-    const int stopped = stop(group, STOP_LIMIT_S, &told);
+    const int stopped = stop(group, STOP_LIMIT_S, came == WELL, &told);
     urgent(false);
     const int later = others();
     if (later < reading->others) reading->others = later;  // not the judge's own, which look up now and then
     reading->changed = seen && look.take(pid, last) ? 0 : -1;
     if (reading->changed == 0)
         for (int i = 0; i < look.count; ++i) reading->changed += first[i] != last[i];
-    reading->threads = int(numbers(task_folder(pid)).size());
     reading->call_us = end - start;
     reading->stop_us = told - end;
     const uint64_t after = run_delay(pid);

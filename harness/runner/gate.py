@@ -11,10 +11,8 @@ from typing import Any
 
 from problems.common import build
 
-RETURNED, WORDS = 1024, 64  # as in gate.cpp: tensors that a call may return, words of its outputs that are looked at
-
-# That the judge's empty call works for: a judge that waits as long as for a kernel sleeps as deep.
-EMPTY_US = 300.0
+# As in gate.cpp: tensors that a call may return, words of its outputs that are looked at, what the empty call works.
+RETURNED, WORDS, EMPTY_US = 1024, 64, 300.0
 
 
 @dataclass(frozen=True)
@@ -30,19 +28,18 @@ class Reading:
     others: int  # tasks of other processes that wanted a processor
     changed: int  # words of the outputs that changed after "done"; -1: they could not be read
     urgent: int  # 1: the judge may be woken before others
-    threads: int  # of its process
     noted: int  # tensors that it noted as returned
     raised: int  # 1: the runner says that the call raised, and makes no more
 
 
 class Gate:
-    """Bindings to gate.cpp. `group`: reaper, pid and the cgroup's descriptors (Freezer.handle)."""
+    """Bindings to gate.cpp. `group`: reaper and pid (Freezer.handle)."""
 
     def __init__(self) -> None:
         path = str(artefact().path)
         # One handle that lets go of the interpreter's lock in a call, and one that does not.
         code, locked = ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path)
-        group = (c_int,) * 4
+        group = (c_int,) * 2
         self.page_bytes: int = code.judge_gate_bytes()
         self._said_bytes: int = code.judge_said_bytes()
         # (*group, limit in s) -> 0: nothing of the group can run; 1: not within the limit; 2: the runner is gone.
@@ -112,8 +109,8 @@ class Gate:
 
     def take_turns(self, page: int, number: int, kernel: Callable, calls: tuple[tuple, ...]) -> object:
         """In the runner, from call `number` on, wait for "go", call `kernel` and say "done", until the judge says that
-        it was the last. calls: arguments, of which the judge picks. Return what the last one returned, or raise what it
-        raised.
+        it was the last. calls: arguments, of which the judge picks; (): the judge's empty call. Return what the last
+        one returned, or raise what it raised.
         """
         return self._take_turns(page, number, kernel, calls)
 
@@ -126,7 +123,6 @@ class _Reading(ctypes.Structure):
         ("others", c_int32),
         ("changed", c_int32),
         ("urgent", c_int32),
-        ("threads", c_int32),
         ("noted", c_int32),
         ("raised", c_int32),
     )

@@ -18,10 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -143,7 +142,7 @@ class Runner:
         if self.module is None:
             kernel = _call
             calls = tuple(
-                (self._judges_kernel(what, message["bytes"], buffer),)
+                () if what == "empty" else (self._judges_kernel(what, message["bytes"], buffer),)
                 for what in message["whats"]
                 for buffer in self.buffers
             )
@@ -259,21 +258,6 @@ class Runner:
         order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
         return {"table": profiler.key_averages().table(sort_by=order, row_limit=20), "trace": _trace(profiler)}
 
-    def repeat(self, message: dict, _: list[int]) -> dict:
-        """Make calls on the first buffer for some seconds, for a look from outside. Nothing reads what they write."""
-        data = self._data(self.buffers[0])
-        state, end, calls = self._setup(data, message), time.monotonic() + message["seconds"], 0
-        while not calls or time.monotonic() < end:
-            self.module.custom_kernel(data, *state)
-            calls += 1
-        return {"calls": calls}
-
-    def report(self, message: dict, _: list[int]) -> dict:
-        """Return what g++ says of the loops that it vectorised. From then on it says so of every build."""
-        vars(build)["CPP_FLAGS"] += ("-fopt-info-vec-optimized",)
-        artefacts = self.module.compile_for(message["target"]) if hasattr(self.module, "compile_for") else []
-        return {"table": "\n".join(artefact.log for artefact in artefacts)}
-
     def compile(self, message: dict, _: list[int]) -> dict:
         if not callable(getattr(self.module, "compile_for", None)):
             raise AttributeError("it defines no compile_for(target), which the judge calls")
@@ -355,11 +339,9 @@ class Runner:
         return tuple((place + part, place, min(part, total - start)) for start in range(0, total, COPIED_BYTES))
 
     def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
-        """Return a call of the judge: "empty" (on a CPU), the matrix product, or one of the plain readers over
-        `nbytes`. Where the buffer is smaller, since weights are separate, the reader reads as many zeros.
+        """Return a call of the judge: the matrix product, or one of the plain readers over `nbytes`. Where the buffer
+        is smaller, since weights are separate, the reader reads as many zeros.
         """
-        if what == "empty":
-            return self._empty_call(buffer)
         if what == matmul.NAME:
             self.product = self.product or matmul.Product(self.device)
             return self.product
@@ -373,21 +355,6 @@ class Runner:
                 self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
             part = self.room
         return lambda: native.read(part, nbytes, config)
-
-    def _empty_call(self, buffer: MappedBuffer) -> Callable[[], torch.Tensor]:
-        """Return a kernel for a CPU that takes a known time: the rest of its reading is the cost of any call. It does
-        what all submissions do (take fields, pass pointers and a length to native code, check its status, return a
-        tensor), since on cold caches the interpreter takes longer for that than the clock.
-        """
-        spin = build.cpp(Path(__file__).with_name("empty.cpp")).function("spin", c_void_p, c_void_p, c_int64, c_double)
-        leaves = tree.leaves(self.opened["data"])
-        data = _Empty(*(tree.raw(tree.tensor(leaf, buffer.memory[leaf["space"]])) for leaf in (leaves[0], leaves[-1])))
-
-        def empty() -> torch.Tensor:
-            build.check(spin(data.x.data_ptr(), data.y.data_ptr(), len(data.x), gate.EMPTY_US), "spin")
-            return data.y
-
-        return empty
 
     def _sync(self) -> None:
         if self.device == "cuda":
@@ -409,13 +376,6 @@ def _trace(profiler: torch.profiler.profile) -> str:
         profiler.export_chrome_trace(file.name)
         said = Path(file.name).read_text(errors="replace")
     return said if len(said) <= TRACE_LIMIT else ""
-
-
-class _Empty(NamedTuple):
-    """What the empty call is given: bytes of the first and the last tensor, uint8 (n,)."""
-
-    x: torch.Tensor
-    y: torch.Tensor
 
 
 def _nothing(*_: object) -> None:
@@ -491,8 +451,6 @@ def main() -> None:
         "call": runner.call,
         "batch": runner.batch,
         "profile": runner.profile,
-        "repeat": runner.repeat,
-        "report": runner.report,
         "compile": runner.compile,
         "sealed": runner.changes,
     }

@@ -18,51 +18,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.sandbox import confine
+from harness.sandbox import confine, syscalls
 
 ROOT = Path(__file__).resolve().parents[2]
 UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a user or a service
-MEASURES = ("uid", "capabilities", "landlock", "tcp", "scope", "seccomp", "network", "memfd", "rlimits", "oom")
-SECRET = {"harness", "problems", "leaderboard", "tests", "docs", "tools", "shared", ".git", ".build"}  # of the checkout
-SYSTEM = (
-    "/usr",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/bin",
-    "/sbin",
-    "/proc",
-    "/opt/nvidia",
-    "/usr/local",
-    "/nix/store",
-    # Of /sys all but what root's debuggers read (/sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...) and the
-    # cgroups, which tell when another runner is continued.
-    "/sys/block",
-    "/sys/bus",
-    "/sys/class",
-    "/sys/dev",
-    "/sys/devices",
-    "/sys/kernel/mm",
-    "/sys/module",
-)
-# Of /etc what programs read when they start and compile; nothing of users, hosts and services.
-ETC = (
-    "OpenCL",
-    "alternatives",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "ld.so.preload",
-    "locale.alias",
-    "locale.conf",
-    "localtime",
-    "malloc.conf",
-    "nsswitch.conf",
-    "os-release",
-    "python3*",
-    "ssl/openssl.cnf",
-    "timezone",
-)
+MEASURES = ("uid", "landlock", "tcp", "scope", "seccomp")  # that not every machine offers
+# Of the checkout.
+SECRET = {"harness", "problems", "leaderboard", "ptx_model", "tests", "docs", "tools", "shared", ".git", ".build"}
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/proc", "/opt/nvidia", "/usr/local", "/nix/store")
+# All but what root's debuggers read (/sys/kernel/debug, /sys/kernel/tracing, /sys/fs/bpf, ...), and the cgroups.
+SYS = ("block", "bus", "class", "dev", "devices", "kernel/mm", "module")
+# Of /etc what programs read when they start and compile, and where they are; nothing of users, hosts and services.
+ETC_START = ("OpenCL", "alternatives", "ld.so.*", "malloc.conf", "nsswitch.conf", "python3*", "ssl/openssl.cnf")
+ETC_PLACE = ("locale.*", "localtime", "os-release", "timezone")
 DEVICES = ("null", "zero", "full", "random", "urandom", "nvidia*", "dxg")
 COMPILERS = ("nvcc", "g++")
 IMPORTED = ("torch", "numpy", "triton", "cutlass")  # by what runs in a runner; those that are installed
@@ -78,10 +46,9 @@ class SandboxError(RuntimeError):
 class Jail:
     """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
 
-    uid: a separate user (the caller owns the lease and gives the folders to it), None: the judge's. `without`: names
-    of MEASURES to leave out, to bisect a tool that breaks; nothing judged runs with it. stopped_by: what stops it
-    between its calls, "cgroup" or "signals", None: nothing. While it is stopped, no timer of the kernel works for it,
-    and nothing that it can do continues a process that was stopped by a signal.
+    uid: a separate user (the caller owns the lease and gives the folders to it), None: the judge's. stopped: it is
+    stopped between its calls, on a CPU; then no timer of the kernel works for it, and nothing that it can do continues
+    it.
     """
 
     code: Path
@@ -89,29 +56,25 @@ class Jail:
     tmp: Path
     cache: Path
     uid: int | None = None
-    network: bool = False
-    without: frozenset[str] = frozenset()
-    stopped_by: str | None = None
+    stopped: bool = False
 
-    def measures(self) -> list[str]:
-        """Return those of MEASURES that will be in force."""
-        left_out = set(self.without) | ({"tcp", "network"} if self.network else set())
-        left_out |= {"uid"} if self.uid is None or not _user_fits(self.without) else set()
-        left_out |= {"tcp", "scope"} if "landlock" in left_out else set()
-        left_out |= {"network", "memfd"} if "seccomp" in left_out else set()
-        return [name for name, why_not in offered().items() if not why_not and name not in left_out]
-
-    def orders(self) -> dict:
-        """Return what harness/sandbox/confine.py carries out, in types that marshal knows."""
-        measures = self.measures()
+    def orders(self, reaper: int) -> dict:
+        """Return what harness/sandbox/confine.py carries out, in types that marshal knows. reaper: pid of the parent
+        that the process will have.
+        """
+        abi = 0 if offered()["landlock"] else confine.landlock_abi()
+        bounds = syscalls.Bounds(
+            stopped=self.stopped,
+            shared=self.uid is None,
+            truncation=self.uid is None and abi < 3,
+            protected=(reaper, os.getpid()) if self.uid is None and offered()["scope"] else (),
+        )
         return {
-            "measures": measures,
-            "abi": confine.landlock_abi() if "landlock" in measures else 0,
-            "uid": self.uid if "uid" in measures else None,
+            "abi": abi,
+            "uid": self.uid,
             "passing": passing(),
-            "stopped_by": self.stopped_by,
+            "filter": None if offered()["seccomp"] else syscalls.program(bounds),
             "cwd": str(self.home),
-            "parent": os.getpid(),
             "read": [str(self.code), *read_paths()],
             "write": [str(self.home), str(self.tmp), str(self.cache)],
             "devices": [str(path) for name in DEVICES for path in Path("/dev").glob(name)],
@@ -156,25 +119,17 @@ class Jail:
 def probe() -> dict[str, str]:
     """Return the measures of this machine for the record: "on", with details, or "off: " and why not."""
     details = {
-        "uid": f"{UIDS[0]} to {UIDS[-1]}, one a runner",
-        "landlock": f"ABI {confine.landlock_abi()}" if not offered()["landlock"] else "",
-        "capabilities": "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read"
-        if passing()
-        else "none",
-        "network": "no sockets but unconnected local ones",
+        "uid": f" ({UIDS[0]} to {UIDS[-1]}, one a runner)",
+        "landlock": f" (ABI {confine.landlock_abi()})" if not offered()["landlock"] else "",
     }
-    found = {
-        name: f"off: {why}" if why else "on" + (f" ({details[name]})" if details.get(name) else "")
-        for name, why in offered().items()
-    }
+    found = {name: f"off: {why}" if why else "on" + details.get(name, "") for name, why in offered().items()}
     if offered()["uid"] and not offered()["seccomp"]:
         found["uid"] += "; pinning of other threads is refused"
-    found |= {"no_new_privs": "on", "dumpable": "on (off for the judge: no process reads its memory)", "reaper": "on"}
-    if found["scope"] != "on" and not found["uid"].startswith("on"):
-        found["reaper"] = "on, but a runner of the judge's user can signal what it finds, the reaper and parent aside"
-    found["python_path"] = os.pathsep.join(python_path())
-    found["library_path"] = os.pathsep.join(library_path())
-    return found
+    if offered()["scope"] and offered()["uid"]:
+        found["scope"] += "; a runner can signal what its user runs, its reaper and the judge aside"
+    held = "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read" if passing() else "none"
+    paths = {"python_path": os.pathsep.join(python_path()), "library_path": os.pathsep.join(library_path())}
+    return found | {"capabilities": held} | paths
 
 
 @functools.cache
@@ -196,8 +151,6 @@ def offered() -> dict[str, str]:
         confine.seccomp_available()
     except OSError as error:
         found["seccomp"] = error.strerror or str(error)
-    if found["seccomp"]:
-        found["network"] = found["memfd"] = f"needs the system-call filter: {found['seccomp']}"
     return found
 
 
@@ -215,16 +168,12 @@ def _why_no_uid(passing: bool) -> str:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     if not int(status.get("CapEff", "-1"), 16) >> WATCHES & 1:
         return "root here lacks CAP_SYS_PTRACE, and could not see what another user's process holds"
-    needed = [(sys.executable, os.X_OK), *((path, os.R_OK | os.X_OK) for path in (sys.prefix, sys.base_prefix))]
-    needed += [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in _import_paths()]
-    needed += [(path, os.R_OK | os.X_OK) for path in library_path() if os.path.isdir(path)]
-    needed += [(path, os.X_OK) for path in map(shutil.which, COMPILERS) if path]
+    read = [sys.prefix, sys.base_prefix, *_import_paths(), *filter(os.path.isdir, library_path())]
+    read += [spec.origin for spec in map(importlib.util.find_spec, IMPORTED) if spec and spec.origin]
+    needed = [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in read]
+    run = [sys.executable, tempfile.gettempdir(), *map(shutil.which, COMPILERS)]
+    needed += [(path, os.X_OK) for path in run if path]
     needed += [(str(path), os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*")]
-    needed += [(tempfile.gettempdir(), os.X_OK)]
-    for name in IMPORTED:
-        with contextlib.suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name)
-            needed += [(spec.origin, os.R_OK)] if spec and spec.origin else []
     script = (
         f"import marshal, sys; sys.path.append({str(ROOT / 'harness' / 'sandbox')!r}); import confine; "
         "print(confine.closed(*marshal.loads(sys.stdin.buffer.read())))"
@@ -241,11 +190,6 @@ def _why_no_uid(passing: bool) -> str:
     return f"other users cannot use {closed}" if closed else ""
 
 
-def _user_fits(without: frozenset[str]) -> bool:
-    """Return whether runners without these measures can be separate users: none passes closed folders unfenced."""
-    return "uid" not in without and not (passing() and "landlock" in without)
-
-
 def _mapped_uids() -> list[int]:
     """Those of UIDS that exist here, as users and as groups."""
     found = set(UIDS)
@@ -256,12 +200,9 @@ def _mapped_uids() -> list[int]:
 
 
 @contextlib.contextmanager
-def user(without: frozenset[str] = frozenset()) -> Iterator[int | None]:
-    """A uid that no other living runner has, while the context is open; None where there is none to be had.
-
-    without: what the runner's jail leaves out.
-    """
-    if offered()["uid"] or not _user_fits(without):
+def user() -> Iterator[int | None]:
+    """A uid that no other living runner has, while the context is open; None where there is none to be had."""
+    if offered()["uid"]:
         yield None
         return
     folder = runtime_folder("uids")
@@ -327,8 +268,8 @@ def read_paths() -> tuple[str, ...]:
 def _read_paths(*_: tuple) -> tuple[str, ...]:
     paths = [Path(path) for path in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)))]
     paths += map(Path, (*_import_paths(), *python_path(), *library_path(), *SYSTEM))
-    paths += _entries("PATH") + _toolkits()
-    paths += [path for name in ETC for path in Path("/etc").glob(name) if _readable_by_all(path)]
+    paths += [Path("/sys", name) for name in SYS] + _entries("PATH") + _toolkits()
+    paths += [path for name in ETC_START + ETC_PLACE for path in Path("/etc").glob(name) if _readable_by_all(path)]
     found: dict[str, None] = {}
     for path in paths:
         found |= dict.fromkeys(map(str, _carved(path.resolve())))

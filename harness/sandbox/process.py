@@ -5,7 +5,6 @@ says so, and when the judge dies, however it dies.
 """
 
 import contextlib
-import functools
 import marshal
 import os
 import select
@@ -17,11 +16,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 from harness.results import text
 from harness.runner import wire
-from harness.sandbox import confine, freezer, reaper
+from harness.sandbox import confine, reaper
 from harness.sandbox.freezer import Freezer, StopError
 from harness.sandbox.policy import Jail, SandboxError
 
@@ -54,27 +54,11 @@ def harden() -> None:
 
 
 class Guarded:
-    """`argv` under a reaper. `keep`: descriptors that the process inherits under the same numbers. cgroup: the folder
-    of one that the reaper makes for it.
-    """
+    """`argv` under a reaper. `keep`: descriptors that the process inherits under the same numbers."""
 
     def __init__(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        keep: tuple[int, ...],
-        jail: Jail | None,
-        stdout: int | None,
-        cgroup: str | None = None,
+        self, argv: list[str], env: dict[str, str], keep: tuple[int, ...], jail: Jail | None, stdout: int | None
     ) -> None:
-        config = {
-            "argv": argv,
-            "env": env,
-            "cwd": str(ROOT),
-            "keep": list(keep),
-            "jail": jail.orders() if jail else None,
-            "cgroup": cgroup,
-        }
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         try:
@@ -82,13 +66,15 @@ class Guarded:
         finally:
             os.close(control)
             os.close(status)
+        orders = jail.orders(self.process.pid) if jail else None
+        config = {"argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": orders}
         body = marshal.dumps(config)
         with contextlib.suppress(BrokenPipeError):  # what became of the reaper is seen when it is asked for the pid
             data = struct.pack("=I", len(body)) + body
             while data:
                 data = data[os.write(self._control, data) :]
         self._pid: int | None = None
-        self._program, self._uid = argv[0], config["jail"]["uid"] if config["jail"] else None
+        self._program, self._uid = argv[0], jail.uid if jail else None
 
     @staticmethod
     def _start_reaper(control: int, status: int, keep: tuple[int, ...], stdout: int | None) -> subprocess.Popen:
@@ -156,8 +142,7 @@ class Child:
         environment = jail.environment(extra) if jail else _environment(extra)
         argv = [sys.executable, "-m", module, str(theirs.fileno())]
         try:
-            self._cgroup = freezer.new_cgroup() if stoppable else None
-            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE, self._cgroup)
+            self._guarded = Guarded(argv, environment, (theirs.fileno(),), jail, subprocess.PIPE)
         finally:
             theirs.close()
         self._stoppable, self._resting = stoppable, False
@@ -182,10 +167,10 @@ class Child:
         """So many bytes that it will take are needed for the judge's own work: they do not count."""
         self._memory_limit += nbytes
 
-    @functools.cached_property
+    @property
     def freezer(self) -> Freezer:
         """What stops a stoppable child. SandboxError: it could not be started as asked."""
-        return Freezer(self._process.pid, self.pid, self._cgroup)
+        return Freezer(self._process.pid, self.pid)
 
     def rest(self) -> None:
         """Stop all processes of a stoppable child until the next `send`. Died: they would not, or it is gone."""
@@ -300,8 +285,6 @@ class Child:
         self._guarded.end()
         self._drain.join(timeout=1)
         self.sock.close()
-        if "freezer" in vars(self):
-            self.freezer.close()
 
     @property
     def tail(self) -> str:
@@ -358,22 +341,6 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def run_jailed(command: list[str], jail: Jail) -> int:
-    """Run `command` (a program on PATH and its arguments) in `jail` to its end, its output on ours. -> exit status."""
-    program = Path(command[0])
-    if not program.is_absolute():
-        found = [Path(folder, program) for folder in os.get_exec_path() if os.access(Path(folder, program), os.X_OK)]
-        if not found:
-            raise FileNotFoundError(f"{program} is not on PATH")
-        program = found[0]
-    guarded = Guarded([str(program), *command[1:]], jail.environment(), (), jail, None)
-    try:
-        guarded.pid  # noqa: B018  SandboxError if it could not be started
-        return guarded.process.wait()
-    finally:
-        guarded.end()
-
-
 def available_memory() -> int:
     """Bytes of host memory that can be taken without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -402,41 +369,23 @@ def _private(pid: int) -> tuple[int, dict[tuple[int, int], int]]:
 
     Memory files and shared anonymous memory are such files.
     """
-    sizes = {}
+    total, key, files = 0, None, Counter[tuple[int, int]]()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key in ("RssAnon", "VmSwap", "RssShmem"):
-                sizes[key] = int(rest.split()[0]) * 1024
-    total = sizes.get("RssAnon", 0) + sizes.get("VmSwap", 0)
-    try:
-        files = _nameless_mappings(Path(f"/proc/{pid}/smaps").read_text(errors="replace"))
-        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-    except PermissionError:  # it has closed itself to us, for which there is no honest reason: everything counts
-        return total + sizes.get("RssShmem", 0), {}
-    except OSError:
-        return total, {}
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            found = descriptor.stat()
-            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                key = found.st_dev, found.st_ino
-                files[key] = max(files.get(key, 0), 512 * found.st_blocks)
-    return total, files
-
-
-def _nameless_mappings(smaps: str) -> dict[tuple[int, int], int]:
-    """Resident bytes by (device, inode) of the deleted files that a process maps to share, from its smaps."""
-    found: dict[tuple[int, int], int] = {}
-    key = None
-    for line in smaps.splitlines():
-        fields = line.split(maxsplit=5)
-        if fields[0] == "Rss:":
-            if key is not None:
-                found[key] = found.get(key, 0) + int(fields[1]) * 1024
-        elif not fields[0].endswith(":"):  # a mapping: range, rights, offset, device, inode, name
-            key = None
-            if fields[1].endswith("s") and line.endswith("(deleted)"):
+        for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
+            fields = line.split(maxsplit=5)
+            if not fields[0].endswith(":"):  # a mapping: range, rights, offset, device, inode, name
                 major, minor = (int(part, 16) for part in fields[3].split(":"))
-                key = os.makedev(major, minor), int(fields[4])
-    return found
+                nameless = fields[1].endswith("s") and line.endswith("(deleted)")
+                key = (os.makedev(major, minor), int(fields[4])) if nameless else None
+            elif fields[0] in ("Anonymous:", "Swap:"):
+                total += int(fields[1]) * 1024
+            elif fields[0] == "Rss:" and key:
+                files[key] += int(fields[1]) * 1024
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found = descriptor.stat()
+                if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                    key = found.st_dev, found.st_ino
+                    files[key] = max(files[key], 512 * found.st_blocks)
+    return total, files

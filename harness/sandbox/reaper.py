@@ -1,9 +1,8 @@
 """The small process between the judge and one of its children: when either is gone, everything below it goes too.
 
 Started as `python -I -S harness/sandbox/reaper.py CONTROL STATUS`. CONTROL: a pipe from the judge with one marshalled
-dict ({"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None, "cgroup": the folder of one to
-make for the child, or None}, its length in 4 bytes before it); its end means that the judge is done or dead. STATUS: a
-pipe to the judge, one line: `pid N`, or `failed WHY`.
+dict ({"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None}, its length in 4 bytes before it);
+its end means that the judge is done or dead. STATUS: a pipe to the judge, one line: `pid N`, or `failed WHY`.
 
 Descendants that fork twice and start a session of their own are handed to this process by the kernel, so they die with
 the rest. It ends as the child ended: with its exit status, or by the signal that killed it.
@@ -29,17 +28,12 @@ _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 def descendants(root: int) -> list[int]:
     """pids of the living processes below `root`, zombies left out; parents before their children."""
-    # Not every kernel lists children; then all processes are asked for their parent.
-    listed = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-    table = {} if listed else _table()
     found: list[int] = []
     todo = [root]
     while todo:
-        pid = todo.pop()
-        for child in _children(pid) if listed else table.get(pid, []):
-            todo.append(child)
-            if _state(child) not in ("Z", "X", ""):
-                found.append(child)
+        children = _children(todo.pop())
+        todo += children
+        found += [child for child in children if _state(child) not in ("Z", "X", "")]
     return found
 
 
@@ -57,27 +51,12 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _table() -> dict[int, list[int]]:
-    """Every process by its parent."""
-    table: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            fields = _stat(int(name))
-            if fields:
-                table.setdefault(int(fields[1]), []).append(int(name))
-    return table
-
-
 def _state(pid: int) -> str:
-    return (_stat(pid) or [""])[0]
-
-
-def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from its third field (the state) on; [] if there is no such process."""
+    """The letter of its state; "" if there is no such process."""
     try:
-        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
     except OSError:
-        return []
+        return ""
 
 
 def _read(path: str) -> str:
@@ -89,26 +68,6 @@ def _read(path: str) -> str:
         return b"".join(parts).decode(errors="replace")
     finally:
         os.close(fd)
-
-
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-
-
-def _remove_cgroup(path: str) -> None:
-    """Remove a cgroup, in which what was killed may take a moment to be gone. One that stays has a dead member."""
-    for _ in range(200):
-        try:
-            os.rmdir(path)
-            return
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.005)
 
 
 def end_all() -> list[int]:
@@ -136,17 +95,16 @@ def end_all() -> list[int]:
 
 
 def _start(config: dict) -> int:
-    """Fork the child, confine it, exec. -> its pid. RuntimeError: it never came to run."""
-    told, tell = os.pipe()
+    """Fork the child, confine it, exec. -> its pid. RuntimeError: it never came to run; OSError too, and where the
+    kernel does not list children (CONFIG_PROC_CHILDREN), without which nothing below it could be ended.
+    """
     reaper = os.getpid()
-    if config["cgroup"]:
-        os.mkdir(config["cgroup"], 0o755)
+    _read(f"/proc/self/task/{reaper}/children")
+    told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            if config["cgroup"]:
-                _write(f"{config['cgroup']}/cgroup.procs", "0")
             for number in (SIGHUP, SIGINT, SIGPIPE, SIGTERM, SIGXFSZ):
                 _libc.signal(number, None)  # to the default; what is ignored would stay so through exec
             for fd in config["keep"]:
@@ -177,11 +135,11 @@ def _watch(control: int, pid: int) -> int | None:
     """Wait until the child ends or the judge is done. -> the child's wait status, None if it still runs."""
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
+    pause = None
     try:
         poll.register(os.pidfd_open(pid), select.POLLIN)
-        pause = None
-    except OSError:
-        pause = 50  # ms; a kernel without such descriptors
+    except OSError:  # a kernel without such descriptors
+        pause = 50  # ms
     while True:
         ready = [fd for fd, _ in poll.poll(pause)]
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -246,8 +204,6 @@ def main() -> None:
         pid = _start(config)
     except (OSError, RuntimeError) as error:
         os.write(status, f"failed {error}\n".encode())
-        if config["cgroup"]:
-            _remove_cgroup(config["cgroup"])
         return
     # The child's connections must end with the child, so none is kept here.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -257,10 +213,7 @@ def main() -> None:
         os.close(fd)
     os.write(status, f"pid {pid}\n".encode())
     ended = _watch(control, pid)
-    left = end_all()
-    if config["cgroup"]:
-        _remove_cgroup(config["cgroup"])
-    if left:
+    if left := end_all():
         os.write(status, f"left {' '.join(map(str, left))}\n".encode())
     code = os.waitstatus_to_exitcode(ended) if ended is not None else -SIGKILL
     if code < 0:

@@ -12,7 +12,6 @@ No reference, no wrong/, no other variant, no results.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -22,20 +21,21 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.problem import scan, sources
 from harness.problem.folders import Problem
 from harness.runner import gate, native
-from harness.sandbox import freezer, policy, reaper
+from harness.sandbox import policy, reaper
 from problems.common import build, load
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_LIMIT = 2 * 2**30  # bytes of one compile step's caches
 CACHE_FILES = 50_000  # files and folders of them
 CACHE_DEPTH = 40  # folders within folders
+HALF_FILLED_S = 24 * 3600  # after which a folder that is still being filled is one that a killed process left
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
 # Whose caches are kept, or against which code is built.
 OUTSIDE = "submission"  # folder of a submission that does not lie in its problem's
@@ -71,15 +71,14 @@ class Workdir:
         built: Path | None = None,
         device: str = "cpu",
         base: Path | None = None,
-        without: frozenset[str] = frozenset(),
         tree: Path | None = None,
     ) -> "Workdir":
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
-        is made; without: see sandbox.Jail; tree: a copy of another commit's files, in which `file` lies. BuildError:
+        is made; tree: a copy of another commit's files, in which `file` lies. BuildError:
         the judge's own code does not compile here. ValueError: its closure cannot be read, or laid out.
         """
         with contextlib.ExitStack() as stack:
-            uid = stack.enter_context(policy.user(without))
+            uid = stack.enter_context(policy.user())
             place = Path(tempfile.mkdtemp(dir=base or _folder(os.getpid())))
             stack.callback(reaper.remove_tree, str(place))
             code, home, tmp, cache = (place / name for name in ("code", "home", "tmp", "cache"))
@@ -104,8 +103,7 @@ class Workdir:
                 place.chmod(0o710)
                 for path in (home, tmp, cache, *cache.rglob("*")):
                     os.chown(path, uid, uid)
-            stopped_by = None if device != "cpu" else "cgroup" if freezer.place() else "signals"
-            jail = policy.Jail(code, home, tmp, cache, uid=uid, without=without, stopped_by=stopped_by)
+            jail = policy.Jail(code, home, tmp, cache, uid=uid, stopped=device == "cpu")
             real = [(str(private), str(path)) for private, path in copied.items()]
             # Also what is missing there is named where it would have to be.
             real += [(str(folder / OUTSIDE), str(file.resolve().parent))]
@@ -141,17 +139,18 @@ class Workdir:
         if target.is_dir():
             return target
         closures.mkdir(parents=True, exist_ok=True)
-        _sweep(closures)
-        scratch = closures / f"tmp-{os.urandom(8).hex()}"
-        with _locked(scratch):  # says that somebody is at it: _sweep removes what nobody holds
-            try:
-                scratch.mkdir()
-                copy_tree(self.jail.cache, scratch, skip=("judge-", "gate-"))
-                with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
-                    os.rename(scratch, target)
-            finally:
-                if scratch.exists():
-                    reaper.remove_tree(str(scratch))
+        for path in closures.glob("tmp-*"):
+            if time.time() - path.stat().st_mtime > HALF_FILLED_S:
+                reaper.remove_tree(str(path))
+        scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=closures))
+        try:
+            copy_tree(self.jail.cache, scratch, skip=("judge-", "gate-"))
+            scratch.chmod(0o755)
+            with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
+                os.rename(scratch, target)
+        finally:
+            if scratch.exists():
+                reaper.remove_tree(str(scratch))
         return target
 
     def remove(self) -> None:
@@ -303,27 +302,6 @@ def _versions(target: str) -> tuple[str, ...]:
 def _closures(tree: Path | None) -> Path:
     """Where builds are kept: of another commit beside its files, with which they go."""
     return (tree / ".build" if tree else build.directory()) / "closures"
-
-
-@contextlib.contextmanager
-def _locked(scratch: Path) -> Iterator[None]:
-    """Hold `scratch`.lock. BlockingIOError: somebody else does."""
-    lock = scratch.with_name(f"{scratch.name}.lock")
-    with open(lock, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(held.fileno()).st_nlink:
-            raise BlockingIOError(f"{lock} was removed by another process meanwhile")
-        try:
-            yield
-        finally:
-            lock.unlink()
-
-
-def _sweep(closures: Path) -> None:
-    """Remove what killed processes left half filled."""
-    for name in {path.name.removesuffix(".lock") for path in closures.glob("tmp-*")}:
-        with contextlib.suppress(BlockingIOError), _locked(closures / name):
-            reaper.remove_tree(str(closures / name))
 
 
 def scratch() -> Path:

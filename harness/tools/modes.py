@@ -13,7 +13,7 @@ from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import text
-from harness.tools import cpu_profile, profiling
+from harness.tools import profiling
 from problems.common import build, cubins
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
@@ -61,8 +61,8 @@ def _compile(session: Session, j: Result) -> None:
 def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
-    """Print torch's profile of one call on each case, on a GPU a digest of ncu's report, and on a CPU what
-    harness/tools/cpu_profile.py finds; keep it in files, with torch's trace. Return the verdict.
+    """Print torch's profile of one call on each case, and on a GPU a digest of ncu's report; keep it in files, with
+    torch's trace. Return the verdict.
     """
     with Session(problem, device, timeout_s) as session:
         handle, kept = RunnerHandle(submission.name, submission, target), []
@@ -72,25 +72,14 @@ def profile(
             message = {"op": "profile", "baseline": submission.baseline}
             reply = session.ask_runner(handle, replies.Profiled, message, 2 * COMPILE_LIMIT_S, buffers=1)
             if isinstance(reply, Outcome):
-                return _failed(submission, reply)
-            found = cpu_profile.calls(session, handle) if device == "cpu" else []
-            if isinstance(found, Outcome):
-                return _failed(submission, found)
-            said = [reply.table, *found]
-            console.say("\n".join([str(case), *said]))
-            kept.append((case, said, reply.trace))
-        loops = cpu_profile.loops(session, handle) if device == "cpu" else []
-        for line in loops:
-            console.say(line)
+                console.say(f"{submission.name}: {reply.status}: {reply.reason}")
+                return reply.status
+            console.say(f"{case}\n{reply.table}")
+            kept.append((case, reply.table, reply.trace))
     digests = _digests(problem, submission, target, cases) if device == "cuda" else {}
-    for case, said, trace in kept:
-        console.say(profiling.keep(problem, submission, case, [*said, *digests.get(str(case), ()), *loops], trace))
+    for case, table, trace in kept:
+        console.say(profiling.keep(problem, submission, case, [table, *digests.get(str(case), ())], trace))
     return "PASSED"
-
-
-def _failed(submission: Submission, outcome: Outcome) -> str:
-    console.say(f"{submission.name}: {outcome.status}: {outcome.reason}")
-    return outcome.status
 
 
 def _digests(problem: Problem, submission: Submission, target: str, cases: list[Case]) -> dict[str, list[str]]:

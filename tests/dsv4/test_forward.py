@@ -304,7 +304,7 @@ def test_the_checker_delivers_and_judges_a_call():
     opened = said["open"]
     assert (len(opened["inout"]), len(opened["outputs"])) == (1, 2)
     judge.hold({"runner": "r"}, [])
-    own = {"reaper": os.getpid(), "pid": os.getpid(), "cgroup": None}
+    own = {"reaper": os.getpid(), "pid": os.getpid()}
     judge.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
     for stem, status in (("variants/composed", "PASSED"), ("wrong/norm_by_mean_magnitude", "INCORRECT")):
         judge.fill({"runner": "r", "buffer": 0, "key": None}, [])

@@ -14,13 +14,11 @@ import torch
 from harness import invocation, run
 from harness.judge import journal, machine
 from harness.judge.handle import CheckerLost, DeviceError
-from harness.problem import folders
 from harness.results import output, record
 from harness.sandbox.policy import SandboxError
 from problems.common import build
 from tests.support import ROOT
-from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
-from tests.support.marks import first
+from tests.support.hostile import HOSTILE, UNPRINTABLE, brief
 
 PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
 RUN = [sys.executable, str(ROOT / "harness" / "run.py")]
@@ -35,13 +33,6 @@ def custom_kernel(data):
     torch.add(data.x, data.y, out=data.z)
     return data.z
 """
-BAD = f'''"""bad."""
-TARGETS = ("cpu",)
-
-
-def custom_kernel(data):
-    raise RuntimeError({"".join(HOSTILE)!r})
-'''
 
 
 @pytest.fixture
@@ -160,24 +151,12 @@ def test_without_a_compiler_for_the_judges_own_code(tmp_path, folder):
     assert started.returncode == 2 and "g++ is not on PATH: install g++" in one_line(said)
 
 
-@pytest.mark.parametrize("variable", first(["KERNEL_BUILD_DIR", "TMPDIR"]))
-def test_a_folder_that_the_user_chose_and_cannot_be_written(tmp_path, folder, variable):
+def test_a_build_folder_that_cannot_be_written(tmp_path, folder):
     (tmp_path / "file").touch()
-    started = short(tmp_path, folder, "--variant", "good", "--mode", "test", **{variable: str(tmp_path / "file")})
+    where = {"KERNEL_BUILD_DIR": str(tmp_path / "file")}
+    started = short(tmp_path, folder, "--variant", "good", "--mode", "test", **where)
     _, said = started.communicate(timeout=120)
-    if variable == "TMPDIR":  # Python takes /tmp instead
-        assert started.returncode == 0, said
-    else:
-        assert started.returncode == 2 and "set KERNEL_BUILD_DIR to a folder that can be written" in one_line(said)
-
-
-def test_nowhere_for_temporary_files(monkeypatch, tmp_path, folder, capsys):
-    import tempfile
-
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nothing"])
-    assert run.main([str(folder), "--variant", "good", "--device", "cpu", "--mode", "test"]) == 2
-    assert "No usable temporary directory" in one_line(capsys.readouterr().err)
+    assert started.returncode == 2 and "set KERNEL_BUILD_DIR to a folder that can be written" in one_line(said)
 
 
 FULL = """import errno, runpy, sys
@@ -216,17 +195,7 @@ def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
     "command",
     [
         [*RUN, "nvfp4_gemv", "--list"],
-        *(
-            pytest.param(command, marks=pytest.mark.slow)
-            for command in (
-                REPORT,
-                [*RUN, "--list"],
-                [*RUN, "--help"],
-                [*REPORT, "--format", "csv"],
-                [*REPORT, "--format", "markdown"],
-                [*REPORT, "--check"],
-            )
-        ),
+        pytest.param(REPORT, marks=pytest.mark.slow),
     ],
     ids=lambda command: " ".join(command[1:]).rpartition("/")[2],
 )
@@ -235,18 +204,13 @@ def test_a_closed_pipe_is_no_traceback(command):
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
-    assert done.stderr == "" and done.returncode in (output.CLOSED_EXIT, *([0] if "--help" in command else []))
+    assert (done.stderr, done.returncode) == ("", output.CLOSED_EXIT)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(
-    "command",
-    first([[*RUN, "--list"], REPORT, [*REPORT, "--format", "csv"]]),
-    ids=["run", "report", "report csv"],
-)
-def test_a_full_disk_under_the_output_is_one_line(command):
+def test_a_full_disk_under_the_output_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run([*RUN, "--list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
 
 
@@ -305,41 +269,25 @@ def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
 # --- odd files of a problem or a submission
 
 
-@pytest.mark.parametrize("task", [b"OUTPUTS = (", b"\xff", b"\0", b"x = " + b"-" * 200_000 + b"1"], ids=brief)
-def test_an_odd_task_is_one_line(tmp_path, capsys, task):
-    (tmp_path / "task.py").write_bytes(task)
-    for more in (["--device", "cpu"], ["--list"]):
-        assert run.main([str(tmp_path), *more]) == 2
-        assert str(tmp_path) in one_line(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("task", [b"OUTPUTS = ()\nraise KeyError('x')", b"OUTPUTS = ()\n"], ids=brief)
-def test_a_task_that_fails_is_one_line_and_a_list_does_not_run_it(tmp_path, capsys, task):
-    (tmp_path / "task.py").write_bytes(task)
-    assert run.main([str(tmp_path), "--device", "cpu"]) == 2
-    assert str(tmp_path) in one_line(capsys.readouterr().err)
-    assert run.main([str(tmp_path), "--list"]) == 0
-
-
 @pytest.mark.parametrize(
-    "yml",
+    ("name", "content"),
     [
-        b"tests: [5]",
-        b"tests: []\nfiles: [{}]",
-        b"tests: [{n: 2026-01-01}]",
-        b"tests: [{n: .nan}]",
-        b"\xff\xfe\0",
-        b"tests: &a [*a]",
-        b"tests: [{n: 1, seed: x}]",
-        b"a: " + b"[" * 5000,
-        b"tests: [{n: !!binary aaaa}]",
+        ("task.py", b"OUTPUTS = ("),
+        ("task.py", b"\xff"),
+        ("task.py", b"x = " + b"-" * 200_000 + b"1"),
+        ("task.py", b"OUTPUTS = ()\nraise KeyError('x')"),
+        ("task.yml", b"tests: [5]"),
+        ("task.yml", b"tests: []\nfiles: [{}]"),
+        ("task.yml", b"tests: [{n: 2026-01-01}]"),
+        ("task.yml", b"tests: &a [*a]"),
+        ("task.yml", b"a: " + b"[" * 5000),
     ],
     ids=brief,
 )
-def test_an_odd_task_yml_is_one_line(tmp_path, capsys, yml):
-    for name in ("task.py", "reference.py", "submission.py"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "task.yml").write_bytes(yml)
+def test_odd_file_of_a_problem_is_one_line(tmp_path, capsys, name, content):
+    for other in ("reference.py", "submission.py"):
+        (tmp_path / other).write_text("")
+    (tmp_path / name).write_bytes(content)
     assert run.main([str(tmp_path), "--device", "cpu"]) == 2
     assert str(tmp_path) in one_line(capsys.readouterr().err)
 
@@ -348,36 +296,25 @@ def test_an_odd_task_yml_is_one_line(tmp_path, capsys, yml):
     "text",
     [
         b"\xff",
-        b"\0",
         b"(",
         b"TARGETS = 5",
-        b"TARGETS = ({},)",
-        b"REQUIRES = 5",
-        b"CPU_FLAGS = 5",
         b"CPU_FLAGS = f()",
-        b"COMPOSES = 5",
+        b"REQUIRES = ('..',)",
         b"x = " + b"-" * 200_000 + b"1",
         b"x = importlib" + b".x" * 20_000 + b"()",
     ],
     ids=brief,
 )
-def test_an_odd_submission_is_one_line(folder, results, capsys, text):
+def test_odd_submission_is_one_line(folder, results, capsys, text):
     (folder / "variants" / "odd.py").write_bytes(text)
     assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2
     assert "odd.py" in one_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", [("",), ("..",), ("a.b",), (5,)], ids=brief)
-def test_a_package_of_an_odd_name_is_refused(folder, capsys, name):
-    (folder / "variants" / "odd.py").write_text(f'TARGETS = ("cpu",)\nREQUIRES = {name!r}\n')
-    assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2
-    assert "REQUIRES must be a tuple of names" in one_line(capsys.readouterr().err)
-
-
 # --- text of a submission is data
 
 
-@pytest.mark.parametrize("name", UNPRINTABLE, ids=brief)
+@pytest.mark.parametrize("name", UNPRINTABLE[:2], ids=brief)
 def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
     (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring="x"))
     for which in (["--variant", name], ["--submission", str(folder / "variants" / f"{name}.py")], ["--all"]):
@@ -388,12 +325,6 @@ def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
     assert "plain" in one_line(capsys.readouterr().err)
 
 
-def test_a_problem_of_such_a_name_is_refused(folder, capsys):
-    other = folder.rename(folder.with_name("a\x1b[31mb"))
-    assert run.main([str(other), "--device", "cpu"]) == 2
-    assert "must have a plain name" in one_line(capsys.readouterr().err)
-
-
 def test_docstrings_are_listed_as_text(folder, capsys):
     for number, said in enumerate(HOSTILE):
         (folder / "variants" / f"v{number}.py").write_text(GOOD.format(docstring=said.replace("\ud800", "")))
@@ -401,28 +332,3 @@ def test_docstrings_are_listed_as_text(folder, capsys):
     lines = capsys.readouterr().out.split("\n")[:-1]
     assert len(lines) == len(HOSTILE) + 1 and all(line.isprintable() and len(line) < 2200 for line in lines)
     assert any("[bold]" in line for line in lines) and any(":smile:" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_a_run_and_its_boards_with_hostile_names_and_reasons(tmp_path, folder):
-    """Result for real, by names that are markup; then shown in every form."""
-    (folder / "variants" / "good.py").unlink()
-    names = [name for name in NAMES if "x" * 9 not in name]
-    for name in names[:3]:
-        (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring=name))
-    (folder / "variants" / f"{names[3]}.py").write_text(BAD)
-    found = [submission.name for submission in folders.find(str(folder)).submissions()]
-    assert sorted(names[:4]) == found
-    started = short(tmp_path, folder, "--all")
-    out, said = started.communicate(timeout=300)
-    assert started.returncode in (4, 6) and said == "", said
-    assert all(char.isprintable() or char == "\n" for char in out) and all(name in out for name in ("[/red]", *found))
-    files = list((tmp_path / "results").rglob("*.jsonl"))
-    ((records, complaints),) = [record.parse(file.read_bytes(), file.name) for file in files]
-    assert complaints == [] and {one["variant"] for one in records} == set(found)
-    for form in ("terminal", "markdown", "csv"):
-        command = [*REPORT, "--results", str(tmp_path / "results"), "--format", form, "--out", str(tmp_path / "out")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert all(char.isprintable() or char == "\n" for char in done.stdout)
-    assert len(list((tmp_path / "out").glob("*.png"))) == 2  # by variant, by case

@@ -42,13 +42,9 @@ def lines_of(folder):
     [
         (["no_such_problem"], "PROBLEM must be one of"),
         (["nvfp4_gemv", "--variant", "nothing"], "--variant must be one of nvfp4_gemv's variants (cpu_avx2"),
-        (["nvfp4_gemv", "--against", "nothing"], "--against must be one of nvfp4_gemv's variants (cpu_avx2"),
         (["nvfp4_gemv", "--submission", "nothing.py"], "--submission must be a Python file, found none at nothing.py"),
-        (["nvfp4_gemv", "--submission", "Makefile"], "--submission must be a Python file, whose name ends in .py, got"),
-        (["nvfp4_gemv", "--against", "nothing.py"], "--against must be a Python file, found none at nothing.py"),
         (["nvfp4_gemv", "--on", "a b", "--submission", "nothing.py"], "--on must be a name that ssh knows"),
         (["nvfp4_gemv", "--against", "cpu_avx2", "--mode", "test"], "--against compares times, and --mode test takes"),
-        (["nvfp4_gemv", "--against", "cpu_avx2", "--mode", "profile"], "and --mode profile takes none"),
         (["nvfp4_gemv", "--against", "cpu_avx2", "--lint"], "--against compares times, and --lint takes none"),
         (["nvfp4_gemv", "--against", "cpu_avx2", "--check-only"], "and --check-only takes none: leave one"),
         (["nvfp4_gemv", "--all", "--variant", "cpu_avx2"], "one of --variant, --submission and --all"),
@@ -57,7 +53,6 @@ def lines_of(folder):
             "--all goes with neither --against nor --mode profile: leave --all or",
         ),
         (["nvfp4_gemv", "--mod", "test"], "unrecognized arguments: --mod test"),
-        (["nvfp4_gemv", "--vari=cpu_avx2", "--mode", "test"], "unrecognized arguments: --vari=cpu_avx2"),
         (
             ["nvfp4_gemv", "--device", "cpu", "--mode", "latency"],
             "--mode latency is for whole models, and nvfp4_gemv is",
@@ -66,10 +61,7 @@ def lines_of(folder):
             ["nvfp4_gemv", "--device", "cpu", "--sanitize"],
             "--sanitize needs a GPU, the run is on a CPU: leave it out, or judge where there is a GPU (--on HOST)",
         ),
-        (["nvfp4_gemv", "--timeout", "0"], "--timeout must be positive"),
         (["nvfp4_gemv", "--timeout", "nan"], "--timeout must be positive"),
-        (["nvfp4_gemv", "--timeout", "inf"], "--timeout must be positive"),
-        (["nvfp4_gemv", "--seed", "99999999999999999999999"], "--seed must be 0 to 2^63 - 1"),
         (["nvfp4_gemv", "--seed", "-1"], "--seed must be 0 to 2^63 - 1"),
         (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no run x of nvfp4_gemv"),
         (["nvfp4_gemv", "--device", "cpu", "--resume"], "no unfinished run of nvfp4_gemv"),
@@ -84,31 +76,14 @@ def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, resu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--processes"], "--processes must be 2 to 1000, got nothing (see --help)"),
         (["--processes", "abc"], "--processes must be 2 to 1000, got 'abc' (see --help)"),
-        (["--seed", "x"], "--seed must be 0 to 2^63 - 1, got 'x' (see --help)"),
         (["--timeout"], "--timeout must be positive and finite, in seconds, got nothing (see --help)"),
-        (["--same-within", "x"], "--same-within must be over 0 and under 50, in percent, got 'x' (see --help)"),
-        (["--fail-on-regression"], "--fail-on-regression must be 0 or more, in percent, got nothing (see --help)"),
     ],
 )
 def test_what_is_no_number_gets_the_range_of_the_option(words, message, capsys):
     with pytest.raises(SystemExit):
         run.main(["nvfp4_gemv", *words])
     assert capsys.readouterr().err == f"harness/run.py: {message}\n"
-
-
-@pytest.mark.parametrize("words", [["nvfp4_gemv", "extra"], ["nvfp4_gemv", "--extra", "5"]])
-def test_words_that_nothing_takes_are_named_with_what_to_do(words, capsys):
-    assert run.main(words) == output.USAGE_EXIT
-    said = f"unrecognized arguments: {' '.join(words[1:])}: leave them out; a run takes one PROBLEM, and the options"
-    assert capsys.readouterr().err == f"harness/run.py: {said} that --help lists\n"
-
-
-def test_a_case_that_matches_nothing_names_the_cases(right, capsys):
-    arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", "m=3 "]
-    assert run.main(arguments) == output.USAGE_EXIT
-    assert "--case must match a test case" in capsys.readouterr().err
 
 
 def test_test_mode_prints_a_line_per_case_and_records_nothing(right, results, tmp_path, capsys):
@@ -173,17 +148,6 @@ def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 7
     assert "no_such_package" in capsys.readouterr().out
     assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
-
-
-@pytest.mark.parametrize("mode", ["benchmark", "leaderboard"])
-@pytest.mark.parametrize("other", ["sm90_plain", "blackwell.py"])
-def test_a_pair_that_cannot_be_compared_here_is_refused(tmp_path, results, capsys, mode, other):
-    (tmp_path / "blackwell.py").write_text(MINE.replace('"cpu", "sm90", "sm100"', '"sm100",'))
-    other = str(tmp_path / other) if other.endswith(".py") else other
-    assert run.main(["nvfp4_gemv", "--against", other, "--mode", mode, "--device", "cpu"]) == 7
-    said = capsys.readouterr().err
-    assert "this run is on cpu, where nvfp4_gemv has cpu_" in said and said.count("\n") == 1
-    assert not lines_of(results)
 
 
 def test_a_variant_for_another_machine_is_unsupported_and_the_others_are_named(capsys):
@@ -299,19 +263,6 @@ def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
     file.write_text("def custom_kernel(data):\n    return data.c\n")
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu", "--mode", "test"]) == 2
     assert "has a variant cpu_portable" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_of_two_files_of_one_name_the_output_says_once_which_is_which(tmp_path, results, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    body = "import torch\n\n\ndef custom_kernel(data):\n    torch.add(data.x, data.y, out=data.z)\n    return data.z\n"
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "x.py").write_text(body)
-    words = [str(SUPPORT / "problems" / "vector_add"), "--device", "cpu", "--mode", "benchmark", "--processes", "2"]
-    assert run.main([*words, "--submission", "a/x.py", "--against", str(tmp_path / "b" / "x.py")]) == 0
-    said = capsys.readouterr().out
-    assert said.count("x is a/x.py, x#2 is b/x.py\n") == 1 and said.count(".py") == 2 and "x / x#2 = " in said
 
 
 def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_path, results, capsys):

@@ -10,7 +10,7 @@ from harness.runner import tree
 from harness.runner.buffers import Buffer
 from tests.harness.judge.test_inout import FLAT, SPLIT, checker, content, folder
 
-OWN = {"reaper": os.getpid(), "pid": os.getpid(), "cgroup": None}
+OWN = {"reaper": os.getpid(), "pid": os.getpid()}
 STRIDED = torch.zeros(7, 9)[:, 1:6:2]  # whose holes are its own
 
 

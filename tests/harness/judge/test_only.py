@@ -4,15 +4,11 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from harness import run
-from harness.judge import console, phases, verdict
-from harness.judge.outcome import Outcome
-from harness.judge.readings import Timing
-from harness.lint import linter
+from harness.judge import phases, verdict
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import environment, record
@@ -148,26 +144,6 @@ def test_setup_belongs_to_peers_too(folder, text, refused):
     )
 
 
-@pytest.mark.parametrize("served", [[False, True], [True, True], [False, False]])
-def test_pairs_are_of_the_cases_that_both_serve(folder, capsys, served):
-    found = folders.find(str(folder))
-    whole, part = (verdict.Result(found.variant(name), "cpu") for name in ("whole", "peer_part"))
-    for j, us, called in ((whole, 10.0, [True, True]), (part, 20.0, served)):
-        for case, here in zip(found.benchmarks["cpu"], called, strict=True):
-            calls = [[Outcome("PASSED", us=us * (1 + 0.001 * i)) for i in range(3)] for _ in range(3)]
-            left_out = None if here else Outcome("UNSUPPORTED", SAYS)
-            timing = Timing(case, calls if here else [[], [], []], left_out)
-            j.times.append(verdict.CaseTime(case, timing, None, left_out))
-    verdict.pair(whole, part)
-    if not any(served):
-        assert (whole.against, whole.against_all) == ([], None)
-        return
-    assert [pair and round(pair["ratio"], 3) for pair in whole.against] == [0.5 if here else None for here in served]
-    console.against(whole)
-    text = capsys.readouterr().out
-    assert ("geomean of 1 of 2" in text) == (f"n={2**19}" + " " * 20 + " one of the two" in text) == (not all(served))
-
-
 @pytest.mark.parametrize(("mine", "other"), first([("whole", "peer_part"), ("peer_part", "whole")]))
 def test_in_a_case_that_only_one_of_a_pair_serves_that_one_has_its_time(folder, capsys, mine, other):
     words = [str(folder), "--device", "cpu", "--variant", mine, "--against", other, "--processes", "2"]
@@ -194,14 +170,6 @@ def test_without_a_case_that_it_serves_it_is_unsupported_and_not_started(folder,
         assert code == verdict.EXIT_CODES["UNSUPPORTED"] and SAYS in capsys.readouterr().out
 
 
-def test_the_linter_asks_no_more_of_it(folder, monkeypatch):
-    made = {"whole": [Outcome("PASSED")] * 2, "peer_part": [Outcome("UNSUPPORTED", SAYS), Outcome("PASSED")]}
-    monkeypatch.setattr(linter, "_judged", lambda *_: made)
-    session, said = SimpleNamespace(problem=folders.find(str(folder)), device="cpu"), []
-    assert linter.variants(session, "cpu", said.append, lambda _: None) == []
-    assert any(re.fullmatch(rf"peer_part +1/2 cases right  {SAYS}", line) for line in said), said
-
-
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
@@ -225,10 +193,3 @@ def test_what_it_serves_is_read_from_the_file(folder):
     one, whole = found.variant("peer_one"), found.variant("whole")
     assert [one.serves(case) for case in found.tests] == [False, True] and one.limits == "serves only n=1024"
     assert all(map(whole.serves, found.tests)) and whole.only == ()
-
-
-def test_humming_is_asked_for_bf16_alone():
-    found = folders.find("moe_gemm")
-    baseline = found.variant("peer_humming")
-    assert {case.params["activation"] for case in found.tests if baseline.serves(case)} == {"bf16"}
-    assert all(map(baseline.serves, found.benchmarks["cuda"])) and baseline.limits == "serves only activation=bf16"

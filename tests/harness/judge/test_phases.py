@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.judge import outcome, phases
+from harness.judge import phases
 from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Plan
-from harness.judge.session import Session
 from harness.problem import folders
 from harness.problem.folders import Case, Submission, UsageError
 from harness.runner import matmul
@@ -187,10 +186,6 @@ def test_a_case_takes_over_what_its_task_says():
         assert held == spec.weight_bytes() + 4 * 4 * spec.experts, "and four fp32 an expert, which are not counted"
 
 
-def test_a_case_that_says_nothing_has_no_weight_bytes():
-    assert {c.weight_bytes for c in folders.find(str(LINEAR)).tests} == {0}
-
-
 class Readings(Counting):
     """Of a GPU on which every reader takes 100 us and the matrix product 2000; contents move 1000 bytes, then 1002."""
 
@@ -253,50 +248,56 @@ def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
     assert all_readings(monkeypatch, flops, HOW, phases.Have(groups=part))[1].matmuls == 3
 
 
-def test_a_real_run_times_the_product_and_counts_the_bytes_of_its_contents(monkeypatch):
-    monkeypatch.setattr(matmul, "DEVICES", ("cpu",))
-    monkeypatch.setattr(outcome, "STOP_LIMIT_US", 1e9)  # or a busy machine's calls would be left out
-    found = folders.find("moe_gemm")
-    spec = next(spec for spec in load.module(found.folder, "task").BENCHMARKS_CPU if spec.tokens == 1)
-    case = next(c for c in found.benchmarks["cpu"] if c.params["tokens"] == 1)
-    how = Plan(processes=1, samples=2, warmups=1, buffers=1, audits=0)
-    with Session(found, "cpu") as session:
-        handle = RunnerHandle("torch_grouped", found.variant("torch_grouped"), "cpu")
-        cases = [dataclasses.replace(case, bytes=7, flops=10**14)]
-        timings, all_readings = phases.run_benchmarks(session, [handle], cases, lambda _: None, how=how)
-    assert all_readings[0].bytes == spec.bytes_moved(), "one token hits k experts, whatever the contents"
-    assert [o.bytes for o in timings["torch_grouped"][0].outcomes[0]] == [all_readings[0].bytes] * 2
-    assert all_readings[0].roofline_kind == "flops" and 1e9 < 10**14 / all_readings[0].roofline_us * 1e6 < 1e14
-
-
-def test_the_product_is_one_of_random_values():
-    made = matmul.Product("cpu")
-    made()
-    assert made._c.numel() == matmul.SIZE["cpu"] ** 2 and matmul.flops("cpu") == 2 * matmul.SIZE["cpu"] ** 3
-    want = made._a.double() @ made._b.double()
-    assert 20 < float(want.std()) < 25, "512 products of two normal values"
-    assert float((made._c.double() - want).abs().max()) < 1e-3
-
-
 class Late(Counting):
-    """Every second call of a process is one after which it was told too late to stop."""
+    """Of each process so many calls are ones after which it was told too late to stop."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.late = late
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         made = super().call(handle, request)
-        late = handle.name != JUDGE and self.called[handle.name] % 2 == 0
+        late = handle.name != JUDGE and 1 < self.called[handle.name] <= 1 + self.late  # the first one is not scored
         return dataclasses.replace(made, us=100.0, late=True) if late else made
 
 
 @pytest.mark.parametrize("paired", [False, True])
-def test_a_submission_cannot_choose_which_of_its_calls_count(paired):
-    """Of late calls two are repeated, all others count, and of a pair the other call too."""
+@pytest.mark.parametrize("late", [2, 3])
+def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
     made = [
         RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(1 + paired)
     ]
     how = Plan(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
-    timings, _ = phases.run_benchmarks(Late(), made, [case(0)], lambda _: None, paired, how=how)
-    for handle in made:
-        (timing,) = timings[handle.name]
-        assert not timing.failure and [len(outcomes) for outcomes in timing.outcomes] == [10, 10]
-        late = timing.flat("late")
-        assert sum(late) == 10  # of 22 calls 12 are late
+    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, paired, how=how)
+    for (timing,) in timings.values():
+        if late == 3:
+            assert (
+                timing.failure.status == "INVALID_MEASUREMENT"
+                and "over 500 us after their end" in timing.failure.reason
+            )
+        else:
+            assert not timing.failure and [len(outcomes) for outcomes in timing.outcomes] == [10, 10]
+            assert len(set(timing.flat("us"))) == 1, "no late call is among them"
+
+
+def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
+    called: list[list[str]] = [[]]
+
+    class Told(Counting):
+        def content(self, case: Case) -> str:
+            called.append([])
+            return "1"
+
+        def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
+            called[-1] += [handle.name[0]] if handle.name != JUDGE else []
+            return super().call(handle, request)
+
+    made = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in "abc"]
+    how = Plan(processes=4, samples=3, warmups=0, buffers=2, audits=0)
+    session = Told()
+    session.weights = lambda case: ""
+    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, how=how)
+    rounds = ["".join(names) for names in called if len(names) == 3]
+    assert len(rounds) == 12 and rounds[:2] == ["abc", "cba"]
+    for one, other in ("ab", "ac", "bc"):
+        assert sum(names.index(one) < names.index(other) for names in rounds) == 6, rounds

@@ -5,14 +5,13 @@ import mmap
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from harness.runner import gate
 from harness.runner.buffers import Page
-from harness.sandbox import freezer, process, reaper
+from harness.sandbox import process
 from harness.sandbox.freezer import GONE, LATE, WELL, Freezer, StopError
 from problems.common import build
 from tests.support import SUPPORT
@@ -22,16 +21,13 @@ WORK_US = 20_000  # of a call that sleeps or spins, as there
 QUIET_S = 0.05  # in which nobody may count
 START_S = 20  # for a runner to be ready
 TRIES = 10  # runners that write late: on a busy machine one may be without a processor just then
-WAYS = ("cgroup", "signals")
 BESIDE = ("thread", "threads", "child", "double_fork", "clone_vm", "vfork", "alarm")
-# What gives itself SIGCONT: without a cgroup the filter of system calls refuses that, and these runners have none.
-UNSTOPPED_BY_SIGNALS = ("continue_timer", "continuing_child")
 
 
 class Gated:
     """A runner of support/gated.py under a reaper, and its clock."""
 
-    def __init__(self, way: str, call: str, beside: str = "") -> None:
+    def __init__(self, call: str, beside: str = "") -> None:
         self.page, self.fd = Page(), os.memfd_create("shared")
         os.ftruncate(self.fd, BYTES)
         self.memory = torch.frombuffer(mmap.mmap(self.fd, BYTES), dtype=torch.uint8)
@@ -39,9 +35,8 @@ class Gated:
         libraries = (gate.artefact().path, build.cpp(SUPPORT / "spinners.cpp").path)
         words = [*map(str, libraries), str(self.page.fd), str(self.fd), beside, call]
         argv = [sys.executable, "-S", str(SUPPORT / "gated.py"), *words]
-        cgroup = freezer.new_cgroup() if way == "cgroup" else None
-        self._guarded = process.Guarded(argv, dict(os.environ), (self.page.fd, self.fd), None, None, cgroup)
-        self.freezer = Freezer(self._guarded.process.pid, self._guarded.pid, cgroup)
+        self._guarded = process.Guarded(argv, dict(os.environ), (self.page.fd, self.fd), None, None)
+        self.freezer = Freezer(self._guarded.process.pid, self._guarded.pid)
 
     def ready(self, number: int = 1) -> int:
         return gate.bindings().await_ready(self.page.address, number, self.freezer.pid, START_S)
@@ -62,21 +57,13 @@ class Gated:
 
     def close(self) -> None:
         self._guarded.end()
-        self.freezer.close()
         self.page.close()
         os.close(self.fd)
 
 
-@pytest.fixture(params=WAYS)
-def way(request):
-    if request.param == "cgroup" and freezer.place() is None:
-        pytest.skip("this machine lets nobody make cgroups that freeze")
-    return request.param
-
-
 @contextlib.contextmanager
-def gated(way, call="nothing", beside=""):
-    runner = Gated(way, call, beside)
+def gated(call="nothing", beside=""):
+    runner = Gated(call, beside)
     try:
         yield runner
     finally:
@@ -93,11 +80,9 @@ def counts_on(runner):
     return True
 
 
-@pytest.mark.parametrize("beside", (*BESIDE, *UNSTOPPED_BY_SIGNALS))
-def test_what_is_stopped_stays_so_until_it_is_let_go(way, beside):
-    if way == "signals" and beside in UNSTOPPED_BY_SIGNALS:
-        pytest.skip("the filter of system calls is what refuses this")
-    with gated(way, beside=beside) as runner:
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_is_stopped_stays_so_until_it_is_let_go(beside):
+    with gated(beside=beside) as runner:
         assert runner.ready() == WELL and counts_on(runner)
         for _ in range(3):
             runner.freezer.stop()
@@ -109,8 +94,8 @@ def test_what_is_stopped_stays_so_until_it_is_let_go(way, beside):
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_after_a_call_all_is_stopped(way, beside):
-    with gated(way, beside=beside) as runner:
+def test_after_a_call_all_is_stopped(beside):
+    with gated(beside=beside) as runner:
         for _ in range(3):
             assert runner.time().code == WELL
             before = runner.counted()
@@ -120,15 +105,15 @@ def test_after_a_call_all_is_stopped(way, beside):
 
 
 @pytest.mark.parametrize(("beside", "count"), [("", 0), ("thread", 0), ("child", 1), ("double_fork", 1), ("vfork", 1)])
-def test_processes_left_behind_are_listed(way, beside, count):
-    with gated(way, beside=beside) as runner:
+def test_processes_left_behind_are_listed(beside, count):
+    with gated(beside=beside) as runner:
         assert runner.ready() == WELL and (not beside or counts_on(runner))
         runner.time()
         assert len(runner.freezer.processes()) == count
 
 
-def test_a_call_that_does_nothing_takes_little(way):
-    with gated(way) as runner:
+def test_a_call_that_does_nothing_takes_little():
+    with gated() as runner:
         times = []
         for _ in range(15):
             times.append(runner.time().call_us)
@@ -137,8 +122,8 @@ def test_a_call_that_does_nothing_takes_little(way):
 
 
 @pytest.mark.parametrize("call", ["sleeps", "spins"])
-def test_a_call_is_read_from_outside(way, call):
-    with gated(way, call) as runner:
+def test_a_call_is_read_from_outside(call):
+    with gated(call) as runner:
         times = []
         for _ in range(5):
             times.append(runner.time().call_us)
@@ -146,16 +131,16 @@ def test_a_call_is_read_from_outside(way, call):
     assert WORK_US <= min(times) < 1.5 * WORK_US
 
 
-def test_time_while_it_is_stopped_is_not_counted(way):
-    with gated(way, "nothing") as runner:
+def test_time_while_it_is_stopped_is_not_counted():
+    with gated("nothing") as runner:
         runner.ready()
         runner.freezer.stop()
         time.sleep(0.2)
         assert runner.time().call_us < 100_000
 
 
-def test_what_was_written_in_time_is_no_change(way):
-    with gated(way, "writes") as runner:
+def test_what_was_written_in_time_is_no_change():
+    with gated("writes") as runner:
         for _ in range(5):
             runner.memory.zero_()
             assert runner.time(outputs=[runner.memory]).changed == 0
@@ -163,31 +148,31 @@ def test_what_was_written_in_time_is_no_change(way):
             runner.freezer.resume()
 
 
-def test_what_is_written_late_is_a_change(way):
-    with gated(way, "late") as runner:
+def test_what_is_written_late_is_a_change():
+    with gated("late") as runner:
         reading = runner.time(outputs=[runner.memory[BYTES // 2 :]])
         before = runner.memory.clone()
         time.sleep(QUIET_S)
         assert reading.code == WELL and torch.equal(runner.memory, before)
-    assert any(changed(way, "late", slice(BYTES // 2, None)) for _ in range(TRIES))
+    assert any(changed("late", slice(BYTES // 2, None)) for _ in range(TRIES))
 
 
-def test_late_writes_are_seen_in_an_output_of_less_than_a_word(way):
-    assert any(changed(way, "late_tail", slice(-4, None)) for _ in range(TRIES))
+def test_late_writes_are_seen_in_an_output_of_less_than_a_word():
+    assert any(changed("late_tail", slice(-4, None)) for _ in range(TRIES))
 
 
-def test_late_writes_are_seen_in_a_small_output_behind_a_large_one(way):
+def test_late_writes_are_seen_in_a_small_output_behind_a_large_one():
     """Each output gets as many looks: of words taken from all of them alike, one of 8192 is seen once in 128 calls."""
-    assert any(changed(way, "late_tail", slice(None, -8), slice(-8, None)) for _ in range(TRIES))
+    assert any(changed("late_tail", slice(None, -8), slice(-8, None)) for _ in range(TRIES))
 
 
-def test_late_writes_are_seen_beside_a_tensor_that_is_not_there(way):
-    assert any(changed(way, "late_beside_nowhere") for _ in range(TRIES))
+def test_late_writes_are_seen_beside_a_tensor_that_is_not_there():
+    assert any(changed("late_beside_nowhere") for _ in range(TRIES))
 
 
-def test_what_is_fetched_is_what_was_looked_at(way):
+def test_what_is_fetched_is_what_was_looked_at():
     """Addresses that the runner notes after the judge has woken are of no use: the judge asks for them once."""
-    with gated(way, "late_elsewhere") as runner:
+    with gated("late_elsewhere") as runner:
         runner.time()
         before = list(runner.noted)
         runner.freezer.resume()
@@ -195,14 +180,14 @@ def test_what_is_fetched_is_what_was_looked_at(way):
         assert runner.noted == before and before[0][1] == BYTES // 2
 
 
-def changed(way, call, *parts):
+def changed(call, *parts):
     """Words that changed after "done", of parts of the memory, or of what the runner notes. Judge and runner have a
     processor each: a judge that is woken on that of the runner ends what it writes.
     """
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < 2:
         pytest.skip("with one processor nothing is written while the judge looks")
-    with gated(way, call) as runner:
+    with gated(call) as runner:
         assert runner.ready() == WELL
         os.sched_setaffinity(runner.freezer.pid, processors[1:2])
         os.sched_setaffinity(0, processors[:1])
@@ -212,14 +197,14 @@ def changed(way, call, *parts):
             os.sched_setaffinity(0, processors)
 
 
-def test_a_call_that_does_not_end_is_late(way):
-    with gated(way, "hangs") as runner:
+def test_a_call_that_does_not_end_is_late():
+    with gated("hangs") as runner:
         reading = runner.time(limit_s=0.3)
         assert reading.code == LATE
 
 
-def test_a_process_that_ends_is_gone(way):
-    with gated(way, "dies") as runner:
+def test_a_process_that_ends_is_gone():
+    with gated("dies") as runner:
         before = time.monotonic()
         assert runner.time(limit_s=20).code == GONE
         assert time.monotonic() - before < 10
@@ -227,8 +212,8 @@ def test_a_process_that_ends_is_gone(way):
             runner.freezer.stop()
 
 
-def test_nobody_is_waited_for_who_is_not_ready(way):
-    with gated(way, "nothing") as runner:
+def test_nobody_is_waited_for_who_is_not_ready():
+    with gated("nothing") as runner:
         runner.ready()
         assert gate.bindings().await_ready(runner.page.address, 7, runner.freezer.pid, 0.2) == LATE
 
@@ -238,18 +223,3 @@ def test_a_page_and_its_memory_cannot_shrink():
     with pytest.raises(PermissionError):
         os.ftruncate(page.fd, 0)
     page.close()
-
-
-def test_nothing_is_left_of_a_cgroup():
-    if freezer.place() is None:
-        pytest.skip("this machine lets nobody make cgroups that freeze")
-    with gated("cgroup", beside="double_fork") as runner:
-        runner.time()
-        folder, pids = Path(runner.freezer.cgroup), runner.freezer.processes()
-        assert folder.is_dir() and pids
-    assert not folder.exists() and not any(reaper._state(pid) not in ("", "Z") for pid in pids)
-
-
-def test_the_clock_has_a_name_for_the_record(monkeypatch):
-    monkeypatch.setattr(freezer, "place", lambda: None)
-    assert freezer.clock_name() == freezer.SIGNALS and freezer.new_cgroup() is None

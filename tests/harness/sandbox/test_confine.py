@@ -1,10 +1,7 @@
 """What a jailed child cannot do, each attempt by what stops it, and what a kernel author needs and can do."""
 
-import fcntl
 import os
 import socket
-import struct
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,18 +26,10 @@ ATTEMPTS = {
     "read the judge": ("landlock", f"open({str(ROOT / 'harness' / 'run.py')!r}).read()"),
     "read a reference": ("landlock", f"open({str(ROOT / 'problems/nvfp4_gemv/reference.py')!r}).read()"),
     "write into the checkout": ("landlock", f"open({str(ROOT / 'planted')!r}, 'w')"),
-    "append to a record": ("landlock", f"open({str(ROOT / 'README.md')!r}, 'a')"),
     "write beside its folder": ("landlock", "open({home!r} + '/../planted', 'w')"),
-    "write in the common temporary folder": ("landlock", "open('/tmp/planted-by-a-test', 'w')"),
     "leave shared memory": ("landlock", "open('/dev/shm/planted-by-a-test', 'w')"),
     "change its own code": ("landlock", "open({code!r} + '/harness/wire.py', 'a')"),
-    "replace its own code": ("landlock", "import os; os.rename({code!r} + '/harness', {tmp!r} + '/harness')"),
     "read root's password file": ("landlock", "open('/etc/shadow').read()"),
-    "read the users' file": ("landlock", "open('/etc/passwd').read()"),
-    "read the file of hosts": ("landlock", "open('/etc/hosts').read()"),
-    "read a wrong submission": ("landlock", f"open({str(WRONG)!r}).read()"),
-    "read a test": ("landlock", f"open({str(ROOT / 'tests' / 'conftest.py')!r}).read()"),
-    "list the records": ("landlock", f"import os; os.listdir({str(ROOT / 'leaderboard')!r})"),
     "list what lies beside the checkout": ("landlock", f"import os; os.listdir({str(ROOT.parent)!r})"),
     "list the judge's home": ("landlock", f"import os; os.listdir({str(Path.home())!r})"),
     "list the common temporary folder": ("landlock", "import os; os.listdir('/tmp')"),
@@ -48,13 +37,7 @@ ATTEMPTS = {
     "list the kernel's traces": ("landlock", "import os; os.listdir('/sys/kernel/debug')"),
     "read the parent's memory": ("landlock", "open('/proc/{parent}/mem', 'rb').read(1)"),
     "read the parent's environment": ("landlock", "open('/proc/{parent}/environ', 'rb').read()"),
-    "map the parent": ("landlock", "open('/proc/{parent}/maps').read()"),
-    "read the first process's environment": ("landlock", "open('/proc/1/environ', 'rb').read()"),
-    "map the first process": ("landlock", "open('/proc/1/maps').read()"),
-    "look at the parent's files": ("landlock", "import os; os.readlink('/proc/{parent}/fd/0')"),
     "read the checker's memory": ("landlock", "open('/proc/{checker}/mem', 'rb').read(1)"),
-    "read the checker's environment": ("landlock", "open('/proc/{checker}/environ', 'rb').read()"),
-    "map the checker": ("landlock", "open('/proc/{checker}/maps').read()"),
     "enter by the parent's root": ("landlock", "import os; os.listdir('/proc/{parent}/root/')"),
     "signal the parent": ("", "import os; os.kill({parent}, 0)"),
     "signal its reaper": ("", "import os; os.kill(os.getppid(), 0)"),
@@ -65,58 +48,25 @@ ATTEMPTS = {
         "import os, signal; signal.pidfd_send_signal(os.pidfd_open({checker}), 0)",
     ),
     "trace the parent": ("seccomp", "syscall(101, 16, {parent}, 0, 0)"),
-    "be traced": ("seccomp", "syscall(101, 0, 0, 0, 0)"),
     "read memory across": ("seccomp", "syscall(310, {checker}, 0, 0, 0, 0, 0)"),
-    "take a descriptor across": ("seccomp", "import os; syscall(438, os.pidfd_open({checker}), 0, 0)"),
-    "open an internet socket": ("network", "import socket; socket.socket()"),
-    "open an internet socket of the sixth version": (
-        "network",
-        "import socket; socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)",
-    ),
-    "open a packet socket": ("network", "import socket; socket.socket(17, socket.SOCK_RAW)"),
-    "open a netlink socket between processes": ("network", "import socket; socket.socket(16, socket.SOCK_RAW, 2)"),
-    "open a socket to the host": ("network", "import socket; socket.socket(40, socket.SOCK_STREAM)"),
+    "open an internet socket": ("seccomp", "import socket; socket.socket()"),
+    "open a netlink socket between processes": ("seccomp", "import socket; socket.socket(16, socket.SOCK_RAW, 2)"),
     "connect to a service by its path": (
-        "network",
+        "seccomp",
         "import socket; socket.socket(socket.AF_UNIX).connect({listening!r})",
     ),
     "connect to a service by its name": (
-        "network",
+        "seccomp",
         "import socket; socket.socket(socket.AF_UNIX).connect('\\0kernel-judge-test-{parent}')",
     ),
-    "hold memory that nobody counts": ("memfd", "import os; os.memfd_create('x')"),
+    "hold memory that nobody counts": ("seccomp", "import os; os.memfd_create('x')"),
     "take System V shared memory": ("seccomp", "syscall(29, 0, 4096, 0o1600)"),
-    "open a message queue": ("seccomp", "syscall(240, b'/x', 0o102, 0o600, 0)"),
-    "set up a ring of calls": ("seccomp", "syscall(425, 8, bytes(120))"),
-    "count events": ("seccomp", "syscall(298, bytes(128), 0, -1, -1, 0)"),
-    "load a program into the kernel": ("seccomp", "syscall(321, 0, bytes(128), 128)"),
-    "use the kernel's keys": ("seccomp", "syscall(250, 0, -3, 0, 0, 0)"),
-    "catch page faults": ("seccomp", "syscall(323, 1)"),
-    "leave its namespaces": ("seccomp", "syscall(272, 0x10000000)"),
     "fork into another namespace": ("seccomp", "syscall(56, 0x10000011, 0, 0, 0, 0)"),
-    "fork a child of its parent": ("seccomp", "syscall(56, 0x8011, 0, 0, 0, 0)"),
-    "mount": ("seccomp", "syscall(165, b'none', b'/tmp', b'tmpfs', 0, 0)"),
-    "change its root": ("seccomp", "import os; os.chroot('/')"),
     "set the parent's limits": ("seccomp", "syscall(302, {parent}, 7, 0, bytes(16))"),
     "set the checker's priority": ("seccomp", "import os; os.setpriority(os.PRIO_PROCESS, {checker}, 19)"),
-    "read the checker's priority": ("seccomp", "import os; os.getpriority(os.PRIO_PROCESS, {checker})"),
-    "watch who opens a file": ("seccomp", "syscall(253)"),
-    "watch a folder": ("seccomp", "import fcntl, os; fcntl.fcntl(os.open({home!r}, 0), fcntl.F_NOTIFY, 1)"),
-    "ask who holds a lock": (
-        "seccomp",
-        "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_GETLK, bytes(32))",
-    ),
-    "ask who holds a lock of an open file": (
-        "seccomp",
-        "import fcntl, os; fcntl.fcntl(os.open(os.__file__, 0), 36, bytes(32))",
-    ),
     "pin the checker": ("seccomp", "import os; os.sched_setaffinity({checker}, [0])"),
-    "pin the parent": ("seccomp", "import os; os.sched_setaffinity({parent}, [0])"),
-    "make the checker a background process": ("seccomp", "syscall(144, {checker}, 5, bytes(4))"),
     "change who may read a file of the checkout": ("seccomp", f"import os; os.chmod({MAKEFILE!r}, 0o644)"),
     "change a time in the checkout": ("seccomp", f"import os; os.utime({MAKEFILE!r})"),
-    "give a file away": ("seccomp", f"import os; os.chown({MAKEFILE!r}, 1, 1)"),
-    "mark a file": ("seccomp", f"import os; os.setxattr({MAKEFILE!r}, 'user.x', b'1')"),
     "become root": ("", "import os; os.setgroups([0])"),
     "set the clock": ("", "import time; time.clock_settime(time.CLOCK_REALTIME, time.time())"),
 }
@@ -148,37 +98,12 @@ def test_a_jailed_child_cannot(jailed, open_child, tmp_path, what):
     assert reply.get("errno") in REFUSED, reply
 
 
-OPEN_TOO = (
-    "list the checkout",
-    "read the judge",
-    "open an internet socket",
-    "connect to a service by its path",
-    "hold memory that nobody counts",
-    "signal the parent",
-    "change a time in the checkout",
-    "set the checker's priority",
-    "pin the checker",
-    "read the users' file",
-    "read a temporary file of another process",
-    "list what lies beside the checkout",
-    "list the judge's home",
+@pytest.mark.parametrize(
+    "what", ["list the checkout", "open an internet socket", "hold memory that nobody counts", "signal the parent"]
 )
-
-
-@pytest.mark.parametrize("what", OPEN_TOO)
-def test_an_unjailed_child_can(open_child, tmp_path, what):
+def test_an_unjailed_child_can(open_child, what):
     """So that the refusals above are the jail's."""
-    path = str(tmp_path / "listening")
-    Path(f"{path}.txt").write_text(SECRET)
-    with socket.socket(socket.AF_UNIX) as by_path:
-        by_path.bind(path)
-        by_path.listen()
-        other = subprocess.Popen(["sleep", "60"])
-        try:
-            reply = ask(open_child, ATTEMPTS[what][1].format(parent=os.getpid(), checker=other.pid, listening=path))
-        finally:
-            other.kill()
-            other.wait()
+    reply = ask(open_child, ATTEMPTS[what][1].format(parent=os.getpid()))
     assert "answer" in reply, reply
 
 
@@ -256,40 +181,8 @@ def test_a_compiler_in_the_jail_reads_no_more_than_the_jail(jailed, tmp_path, wa
         assert "held" not in said and HELD[path] not in said, (path, said)
 
 
-LOCKS = {
-    "flock": "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-    "a range": "fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 100, 7)",
-    "a range of the open file": "fcntl.fcntl(fd, 37, struct.pack('hhqqi', fcntl.F_RDLCK, 0, 7, 100, 0))",
-}
-
-
-@pytest.mark.parametrize("way", LOCKS)
-def test_a_lock_is_taken_and_tells_other_processes_nothing(jailed, way):
-    """Of a file that all may read, whoever locks it says something to who asks."""
-    needs("seccomp")
-    with open(os.__file__, "rb") as file:
-        code = f"import fcntl, os, struct; fd = os.open({os.__file__!r}, 0); {LOCKS[way]}; answer = 1"
-        assert answer(jailed, code) == 1
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        asked = struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0)
-        kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
-        assert kind == fcntl.F_UNLCK
-        assert answer(jailed, code) == 1, "nor does it hear that another process holds one"
-
-
-def test_sqlite_works_without_locks(jailed):
-    code = """
-        import sqlite3
-        with sqlite3.connect("kept.db") as kept:
-            kept.execute("create table t (x)")
-            kept.execute("insert into t values (3)")
-        answer = sqlite3.connect("kept.db").execute("select x from t").fetchall()
-        """
-    assert answer(jailed, code) == [[3]]
-
-
 def test_privileges_are_gone(jailed):
-    needs("capabilities", "seccomp")
+    needs("seccomp")
     status = dict(
         line.split(":\t", 1) for line in Path(f"/proc/{jailed.pid}/status").read_text().splitlines() if ":\t" in line
     )
@@ -313,31 +206,15 @@ def test_no_other_descriptor_is_inherited(tmp_path):
     assert seen == [[0, 1, 2, *sorted([3, seen[1]])], seen[1]]
 
 
-@pytest.mark.parametrize(
-    ("left_out", "lifts"),
-    [
-        ("landlock", "read the judge"),
-        ("seccomp", "open an internet socket"),
-        ("network", "open an internet socket"),
-        ("memfd", "hold memory that nobody counts"),
-    ],
-)
-def test_a_measure_left_out_lifts_what_it_stopped(tmp_path, left_out, lifts):
-    needs(left_out)
-    jail = jail_in(tmp_path, without=frozenset({left_out}))
-    assert left_out not in jail.measures()
-    child = Child("jailed", jail=jail)
-    reply = ask(child, ATTEMPTS[lifts][1])
-    child.close()
-    assert "answer" in reply, reply
-
-
 @pytest.mark.parametrize("target", ["parent", "reaper"])
 @pytest.mark.parametrize("call", ["os.kill(pid, 0)", "os.kill(-os.getpgid(pid), 0)", "syscall(234, pid, pid, 0)"])
-def test_without_scopes_the_judge_is_protected_by_name(tmp_path, target, call):
+def test_without_scopes_the_judge_is_protected_by_name(tmp_path, monkeypatch, target, call):
     """As on a kernel whose Landlock does not govern signals."""
     needs("seccomp")
-    child = Child("jailed", jail=jail_in(tmp_path, without=frozenset({"scope"})))
+    found, abi = {**policy.offered(), "scope": "not here"}, min(5, confine.landlock_abi())
+    monkeypatch.setattr(policy, "offered", lambda: found)
+    monkeypatch.setattr(confine, "landlock_abi", lambda: abi)
+    child = Child("jailed", jail=jail_in(tmp_path))
     pid = os.getpid() if target == "parent" else child._process.pid
     reply = ask(child, f"import os; pid = {pid}; {call}")
     child.close()

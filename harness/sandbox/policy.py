@@ -82,8 +82,8 @@ class Jail:
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
         """Return the whole environment of the process. extra: what the judge adds."""
-        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith("CUDA_")}
-        library = os.pathsep.join(library_path())
+        same = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith("CUDA_")}
+        library = os.pathsep.join(kept("LD_LIBRARY_PATH"))
         user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
         cache = {
             "KERNEL_BUILD_DIR": "build",
@@ -97,11 +97,11 @@ class Jail:
             "HUMMING_CACHE_DIR": "humming",
         }
         return {
-            **kept,
+            **same,
             **({"LD_LIBRARY_PATH": library} if library else {}),
             **({"PYTHONUSERBASE": site.getuserbase()} if user_site else {}),
             **{key: str(self.cache / name) for key, name in cache.items()},
-            "PYTHONPATH": os.pathsep.join([str(self.code), *python_path()]),
+            "PYTHONPATH": os.pathsep.join([str(self.code), *kept("PYTHONPATH")]),
             "HOME": str(self.home),
             "TMPDIR": str(self.tmp),
             "USER": USER,
@@ -128,7 +128,10 @@ def probe() -> dict[str, str]:
     if offered()["scope"] and offered()["uid"]:
         found["scope"] += "; a runner can signal what its user runs, its reaper and the judge aside"
     held = "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read" if passing() else "none"
-    paths = {"python_path": os.pathsep.join(python_path()), "library_path": os.pathsep.join(library_path())}
+    paths = {
+        "python_path": os.pathsep.join(kept("PYTHONPATH")),
+        "library_path": os.pathsep.join(kept("LD_LIBRARY_PATH")),
+    }
     return found | {"capabilities": held} | paths
 
 
@@ -168,7 +171,7 @@ def _why_no_uid(passing: bool) -> str:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     if not int(status.get("CapEff", "-1"), 16) >> WATCHES & 1:
         return "root here lacks CAP_SYS_PTRACE, and could not see what another user's process holds"
-    read = [sys.prefix, sys.base_prefix, *_import_paths(), *filter(os.path.isdir, library_path())]
+    read = [sys.prefix, sys.base_prefix, *_import_paths(), *filter(os.path.isdir, kept("LD_LIBRARY_PATH"))]
     read += [spec.origin for spec in map(importlib.util.find_spec, IMPORTED) if spec and spec.origin]
     needed = [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in read]
     run = [sys.executable, tempfile.gettempdir(), *map(shutil.which, COMPILERS)]
@@ -237,19 +240,10 @@ def runtime_folder(name: str) -> Path:
     return folder / name
 
 
-def python_path() -> list[str]:
-    """The parent's PYTHONPATH entries that a runner keeps, see _narrow."""
-    return [str(path) for path in _entries("PYTHONPATH")]
-
-
-def library_path() -> list[str]:
-    """The parent's LD_LIBRARY_PATH entries that a runner keeps, see _narrow."""
-    return [str(path) for path in _entries("LD_LIBRARY_PATH")]
-
-
-def _entries(variable: str) -> list[Path]:
+def kept(variable: str) -> list[str]:
+    """The entries of the judge's PATH, PYTHONPATH or LD_LIBRARY_PATH that a runner keeps, see _narrow."""
     entries = [Path(entry).resolve() for entry in os.environ.get(variable, "").split(os.pathsep) if entry]
-    return [path for path in entries if _narrow(path)]
+    return [str(path) for path in entries if _narrow(path)]
 
 
 def _import_paths() -> list[str]:
@@ -258,57 +252,32 @@ def _import_paths() -> list[str]:
     return [str(path) for path in paths if path.exists() and _narrow(path)]
 
 
-def read_paths() -> tuple[str, ...]:
+def read_paths() -> list[str]:
     """Return the existing paths that a jailed process may read and execute from, without the checkout."""
-    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "HOME")
-    return _read_paths(tuple(map(os.environ.get, names)), tuple(sys.path))
-
-
-@functools.cache
-def _read_paths(*_: tuple) -> tuple[str, ...]:
-    paths = [Path(path) for path in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)))]
-    paths += map(Path, (*_import_paths(), *python_path(), *library_path(), *SYSTEM))
-    paths += [Path("/sys", name) for name in SYS] + _entries("PATH") + _toolkits()
-    paths += [path for name in ETC_START + ETC_PLACE for path in Path("/etc").glob(name) if _readable_by_all(path)]
-    found: dict[str, None] = {}
-    for path in paths:
-        found |= dict.fromkeys(map(str, _carved(path.resolve())))
+    paths = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *_import_paths(), *SYSTEM]
+    paths += [path for variable in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH") for path in kept(variable)]
+    paths += [f"/sys/{name}" for name in SYS] + _toolkits()
+    paths += [str(path) for name in ETC_START + ETC_PLACE for path in Path("/etc").glob(name)]
+    found = list(dict.fromkeys(str(part) for path in paths for part in _carved(Path(path).resolve())))
     # A path within another one needs no separate rule.
-    return tuple(path for path in found if not any(str(parent) in found for parent in Path(path).parents))
+    return [path for path in found if not any(str(parent) in found for parent in Path(path).parents)]
 
 
-def _toolkits() -> list[Path]:
+def _toolkits() -> list[str]:
     """The CUDA toolkits that the environment or nvcc on PATH point to."""
-    found = [Path(os.environ[key]) for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
+    found = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     if nvcc := shutil.which("nvcc"):
-        found.append(Path(nvcc).resolve().parent.parent)
-    return [folder for folder in found if (folder / "nvvm").is_dir()]
-
-
-def _readable_by_all(path: Path) -> bool:
-    """Whether any user may read it: a jailed process that keeps root's uid must not read root's files."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    wanted = 0o005 if stat.S_ISDIR(mode) else 0o004
-    return mode & wanted == wanted
+        found.append(str(Path(nvcc).resolve().parent.parent))
+    return [folder for folder in found if os.path.isdir(f"{folder}/nvvm")]
 
 
 def _narrow(path: Path) -> bool:
     """Whether a folder that a variable or the interpreter names may be read: not the checkout or a project's folder in
     it, not a home folder, and nothing above these.
     """
-    homes = {Path(os.path.realpath(os.path.expanduser(home))) for home in ("~", f"~{_user_name()}")}
+    listed = [user.pw_dir for user in pwd.getpwall() if user.pw_uid == os.geteuid()]
+    homes = {Path(os.path.realpath(home)) for home in (os.path.expanduser("~"), *listed)}
     return _shown(path) and not any(path == home or path in home.parents for home in homes)
-
-
-def _user_name() -> str:
-    """Of this process's user, as the password file has it; "" where it does not."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return ""
 
 
 def _shown(path: Path) -> bool:

@@ -35,8 +35,6 @@ REAPER_LIMIT_S = 30  # until the reaper has started the child; and beyond its ow
 SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
 CLOSE_S = 0.1  # for a child to end by itself; what a torch process does beyond that is of no use to anybody
 MEMORY_SHARE = 0.6  # of the memory that is available when a child starts; beyond that it is killed
-KEPT_ENVIRONMENT = ("PATH", "LANG", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "KERNEL_BUILD_DIR")
-KEPT_PREFIXES = ("CUDA_", "OMP_", "TRITON_", "NVIDIA_")
 
 
 class Died(RuntimeError):
@@ -351,9 +349,8 @@ def available_memory() -> int:
 
 def _environment(extra: dict[str, str] | None) -> dict[str, str]:
     """Of a child that is not jailed: the judge's own code."""
-    kept = {k: v for k, v in os.environ.items() if k in KEPT_ENVIRONMENT or k.startswith(KEPT_PREFIXES)}
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **(extra or {})}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **(extra or {})}
 
 
 def _resident(pid: int, private: bool = False) -> int:

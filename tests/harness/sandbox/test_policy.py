@@ -88,7 +88,7 @@ def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypa
     monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(above))
     monkeypatch.setattr(sys, "path", [*above, *sys.path])
     paths = [Path(path) for path in policy.read_paths()]
-    assert policy.python_path() == [str(home / "modules")] and policy.library_path() == []
+    assert policy.kept("PYTHONPATH") == [str(home / "modules")] and policy.kept("LD_LIBRARY_PATH") == []
     assert [path for path in paths if tmp_path in path.parents] == [home / "modules", home / "bin"]
     readable = [*above[:2], str(home / ".ssh"), str(ROOT.parent), str(Path("~root/.ssh").expanduser())]
     assert not [path for path in paths if any(path == Path(x) or path in Path(x).parents for x in readable)]

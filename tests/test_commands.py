@@ -17,10 +17,10 @@ import pytest
 from harness import run
 from harness.judge import phases
 from harness.results import environment, gpu, record
-from harness.tools import model_outputs
 from leaderboard import code_table, compare, pack, report
 from problems.common import load
 from problems.dsv4_forward.generate import generate
+from ptx_model.tools import outputs
 from tests.exploits import exploit_table
 from tests.support import ROOT, pages
 
@@ -57,7 +57,7 @@ REPEATS = re.compile(
     r"|--kernels linear|--html|report\.py --out"
 )
 HOURS = (f"{PYTHON}-m tests.exploits.exploit_table",)
-NEED_GPU = {"harness/tools/bringup_sm100.py": 7, "harness.tools.model_outputs compare": 1}  # else they return this
+NEED_GPU = {"ptx_model/tools/bringup_sm100.py": 7, "ptx_model.tools.outputs compare": 1}  # else they return this
 
 pytestmark = pytest.mark.skipif(gpu.visible(), reason="says what happens without a GPU")
 
@@ -188,14 +188,14 @@ def run_short(command: str, there: Path, monkeypatch, capsys) -> None:
         assert subprocess.run([sys.executable, "-m", words[0], "--help"], cwd=ROOT, capture_output=True).returncode == 0
     elif program == "-m" and words[0] == "tests.exploits.exploit_table":
         shows_help(exploit_table.main, ["--help"])
-    elif program == "-m" and words[0] == "harness.tools.model_outputs":
+    elif program == "-m" and words[0] == "ptx_model.tools.outputs":
         if words[1] == "table":
             for name in ("PAGE", "RESULTS"):
-                monkeypatch.setattr(model_outputs, name, there / getattr(model_outputs, name).relative_to(ROOT))
-            assert model_outputs.main(words[1:]) == 0
+                monkeypatch.setattr(outputs, name, there / getattr(outputs, name).relative_to(ROOT))
+            assert outputs.main(words[1:]) == 0
         else:
-            shows_help(model_outputs.main, [words[1], "--help"])
-    elif program == "harness/tools/bringup_sm100.py":
+            shows_help(outputs.main, [words[1], "--help"])
+    elif program == "ptx_model/tools/bringup_sm100.py":
         assert subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True).returncode == 0
     elif program == "-m" and words[0] == "harness.problem.task_yml":
         assert subprocess.run([sys.executable, "-m", *words, "--check"], cwd=ROOT).returncode == 0

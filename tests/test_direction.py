@@ -1,4 +1,7 @@
-"""Imports go one way: problems/common <- problems/<p> <- (as folders) harness <- leaderboard <- tests."""
+"""Imports go one way: problems/common <- problems/<p> <- (as folders) harness <- leaderboard <- tests.
+
+ptx_model/ imports problems/common only, and one file of the harness imports it.
+"""
 
 import ast
 import sys
@@ -9,12 +12,14 @@ import pytest
 from problems.common import load
 from tests.support import ROOT
 
-OURS = {"problems", "harness", "leaderboard", "tests", "tools", "task", "reference", "submission", "utils"}
+OURS = {"problems", "harness", "leaderboard", "ptx_model", "tests", "tools"}
+OURS |= {"task", "reference", "submission", "utils"}  # of a problem, by their bare names
 KERNEL_LANGUAGES = {"torch", "triton", "cutlass"}
 COMPUTED = "a name that is put together at run time"
 LAUNCHER = "harness/tools/check_launcher.py"  # it calls the check that it receives, in a separate process
 COMMANDS = ("problems.common.load", "problems.common.venv")  # what the leaderboard's commands need of problems/
 COMPOSITION = "dsv4_forward"  # the one folder that may name other problems
+MODEL_CHECK = "harness/tools/model_check.py"  # the one file of the harness that calls the model of a GPU
 
 
 def imports(source: str) -> list[tuple[int, str]]:
@@ -53,9 +58,10 @@ def admitted(path: str, source: str, name: str) -> bool:
     if parts[0] == "leaderboard":
         return root not in OURS or root in ("leaderboard", "harness") or name.startswith(COMMANDS)
     if parts[0] == "harness":
-        return root not in OURS or root == "harness" or common
-    if parts[:3] == ["problems", "common", "ptx_model"]:
-        return root not in OURS or common
+        return root not in OURS or root == "harness" or common or (root == "ptx_model" and path == MODEL_CHECK)
+    if parts[0] == "ptx_model":
+        beside = parts[1] in ("tools", "tests") and root == "harness"
+        return root not in OURS or root == "ptx_model" or common or beside
     if parts[:2] == ["problems", "common"]:  # all that is compiled or read there goes through build.py
         return root not in OURS or name == "problems.common.build"
     if parts[1] == COMPOSITION:
@@ -83,7 +89,7 @@ def broken(path: str, source: str) -> list[str]:
 
 
 def files() -> list[Path]:
-    areas = ("problems", "harness", "leaderboard", "tools", "tests")
+    areas = ("problems", "harness", "leaderboard", "ptx_model", "tools", "tests")
     return [file for area in areas for file in sorted((ROOT / area).rglob("*.py"))]
 
 
@@ -96,7 +102,7 @@ def test_the_scan_reaches_every_area():
     seen = {str(f.relative_to(ROOT).parent) for f in files()}
     problems = {p.parent for p in load.PROBLEMS.glob("*/task.py")}
     assert problems
-    wanted = {"problems/common", "harness", "leaderboard", "tools", "tests"}
+    wanted = {"problems/common", "harness", "leaderboard", "ptx_model", "ptx_model/tools", "tools", "tests"}
     wanted |= {str((p / part).relative_to(ROOT)) for p in problems for part in ("", "wrong")}
     wanted |= {str((p / "variants").relative_to(ROOT)) for p in problems if p.name != COMPOSITION}
     assert wanted <= seen, f"no Python file seen in {sorted(wanted - seen)}"
@@ -147,6 +153,10 @@ def test_the_folders_of_the_composition_import_each_other_without_a_circle():
         ("harness/run.py", "from problems.nvfp4_gemv import task"),
         ("harness/run.py", "import importlib\nimportlib.import_module('problems.nvfp4_gemv.task')"),
         ("harness/results/stats.py", "from leaderboard import board"),
+        ("harness/invocation.py", "from ptx_model import driver"),
+        ("ptx_model/machine.py", "from harness.results import stats"),
+        ("ptx_model/tools/mutants.py", "from problems.nvfp4_gemv import task"),
+        ("problems/nvfp4_gemv/variants/sm90_a.py", "import ptx_model"),
         ("leaderboard/report.py", "from problems.common import nvfp4"),
         ("leaderboard/report.py", "import problems.nvfp4_gemv.task"),
         ("leaderboard/report.py", "from tests import support"),
@@ -169,6 +179,9 @@ def test_a_wrong_import_is_seen(path, line):
         ("problems/nvfp4_gemv/variants/peer_x.py", 'REQUIRES = ("humming",)\nfrom humming.layer import HummingLayer'),
         ("problems/dsv4_forward/model.py", "import problems.nvfp4_gemv"),
         ("harness/run.py", "from problems.common import load\nimport yaml"),
+        (MODEL_CHECK, "def f():\n    from ptx_model import driver"),
+        ("ptx_model/machine.py", "from ptx_model import parse\nfrom problems.common import build"),
+        ("ptx_model/tools/mutants.py", "from harness.tools import model_check\nfrom ptx_model import driver"),
         ("leaderboard/report.py", "from harness.results import stats\nfrom problems.common import load\nimport pandas"),
     ],
 )

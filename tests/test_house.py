@@ -24,7 +24,7 @@ from tools import setup, setup_system
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = setup.read_pins((ROOT / "constraints.txt").read_text())
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "ptx_model/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CPU_NEEDS, GPU_NEEDS = (setup.wanted(PROJECT, gpu) for gpu in (False, True))
 # A python3 with torch for CUDA and everything that nothing works without.
 GPU_PACKAGES = {

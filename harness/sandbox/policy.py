@@ -23,7 +23,8 @@ from harness.sandbox import confine
 ROOT = Path(__file__).resolve().parents[2]
 UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a user or a service
 MEASURES = ("uid", "capabilities", "landlock", "tcp", "scope", "seccomp", "network", "memfd", "rlimits", "oom")
-SECRET = {"harness", "problems", "leaderboard", "tests", "docs", "tools", "shared", ".git", ".build"}  # of the checkout
+# Of the checkout.
+SECRET = {"harness", "problems", "leaderboard", "ptx_model", "tests", "docs", "tools", "shared", ".git", ".build"}
 SYSTEM = (
     "/usr",
     "/lib",

@@ -1,6 +1,6 @@
 """`--device model`: run GPU variants on the CPU in a model that executes their PTX, and compare what they write.
 
-Each case runs under every order of asynchronous work that the model has, on new outputs. docs/blackwell.md says what
+Each case runs under every order of asynchronous work that the model has, on new outputs. ptx_model/README.md says what
 the model checks and what it cannot see. It takes no time, so nothing of it ranks.
 
 It runs as a separate process, `python -m harness.tools.model_check PROBLEM VARIANT TARGET`, with the cases as JSON on
@@ -163,7 +163,7 @@ def records(recorder: Recorder, judged: Result) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     """Check one variant. argv: the problem's folder, the variant's file, the target."""
-    from problems.common.ptx_model import driver
+    from ptx_model import driver
 
     folder, file, target = Path(argv[0]), Path(argv[1]), argv[2]
     cases = json.loads(sys.stdin.read())
@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
 
 def set_order(model: Any, order: Order) -> None:
     """Let the driver's next launches run in this order."""
-    from problems.common.ptx_model import driver
+    from ptx_model import driver
 
     model.policy, model.poison = order.policy, order.poison
     model.multiprocessors = order.multiprocessors or driver.MULTIPROCESSORS[model.target]
@@ -230,7 +230,7 @@ def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, 
     except Exception as error:
         fault = model.faults[0] if model.faults else error
         if named := re.search(r"undefined symbol: (\w+)", str(fault)):
-            return "RUNTIME_ERROR", f"the model has no {named[1]}: docs/blackwell.md says what host code may call"
+            return "RUNTIME_ERROR", f"the model has no {named[1]}: ptx_model/README.md says what host code may call"
         return "RUNTIME_ERROR", f"{type(fault).__name__}: {fault}"
     if changed := _changed(task, pristine, data):
         return "INCORRECT", f"input {changed} was changed by the call"

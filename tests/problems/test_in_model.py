@@ -1,7 +1,7 @@
 """Our GPU variants in the model of their GPU, on small cases under every order of asynchronous work.
 
 The cases are not square, end inside of tiles, leave experts without tokens and lists with holes, and turn a ring of
-shared memory more than once. They make up what docs/blackwell.md says was checked.
+shared memory more than once. They make up what ptx_model/README.md says was checked.
 """
 
 import importlib.util
@@ -136,7 +136,7 @@ EXPERT = """
 import torch
 from harness.tools import model_check
 from problems.common import load
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm90")
 folder = load.PROBLEMS / "linear_decode"

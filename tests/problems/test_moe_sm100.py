@@ -20,7 +20,7 @@ FOLDER = PROBLEMS / "moe_gemm"
 # through several tiles, and its ring of stages turn more than once.
 SCRIPT = """
 import json, sys
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm100")
 from harness.tools.model_check import ORDERS, _checked, _inputs
@@ -37,7 +37,7 @@ for multiprocessors, orders, case in json.loads(sys.stdin.read()):
 # Ids that are no experts: what their tokens get is free; nothing is written out of bounds, and the others are right.
 BAD_IDS = """
 import json, sys, torch
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm100")
 from harness.tools.model_check import _inputs

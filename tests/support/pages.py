@@ -10,7 +10,7 @@ from harness.tools import scaffold
 from tests.support import ROOT, SUPPORT, tiny_checkpoint
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md", "ptx_model/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("problems/*/README.md")),
 ]

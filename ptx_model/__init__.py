@@ -7,8 +7,8 @@ It executes the text that ptxas receives: warps, shared memory, mbarriers, bulk 
 tensor memory and tcgen05, clusters. README.md says what it checks and what it cannot see. No time is modelled.
 """
 
+from ptx_model.execute import run, run_launch
 from ptx_model.faults import KINDS, Fault
-from ptx_model.launch import run, run_launch
 from ptx_model.policies import NAMES as POLICIES
 from ptx_model.tensor_map import TensorMap
 

@@ -1,20 +1,16 @@
 """Barriers: mbarriers in shared memory, the numbered barriers of a block, the barrier of a cluster; and fences."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptx_model import warps
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
+from ptx_model.machine import LANES, Apart, Block, Mask, Warps, join, joinable
 from ptx_model.memory import RANK_SHIFT, SHARED_WINDOW
 from ptx_model.parse import Sink
 from ptx_model.races import joined
-from ptx_model.warps import LANES, Apart, Mask, Warps
-
-if TYPE_CHECKING:
-    from ptx_model.machine import Block, Machine
 
 MOST_TX = 2**20 - 1  # bytes that one phase may expect
 MOST_ARRIVALS = 2**20 - 1
@@ -25,7 +21,7 @@ _SCOPES = ("relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys")
 class MBarrier:
     """An mbarrier. completed: phases that are over, so that its parity is completed % 2."""
 
-    def __init__(self, block: "Block", offset: int, count: int, agent: int) -> None:
+    def __init__(self, block: Block, offset: int, count: int, agent: int) -> None:
         self.block, self.offset, self.count = block, offset, count
         self.pending, self.tx, self.completed = count, 0, 0
         self.past: Any = None  # what its arrivals of this phase know
@@ -76,7 +72,7 @@ class MBarrier:
             self.released = self.past
 
 
-def find(block: "Block", address: int) -> MBarrier:
+def find(block: Block, address: int) -> MBarrier:
     """The mbarrier at a shared address of a block's cluster. Fault("barrier"): there is none."""
     owner = block.cluster.blocks[address >> RANK_SHIFT] if address >> RANK_SHIFT < len(block.cluster.blocks) else None
     offset = address & (1 << RANK_SHIFT) - 1
@@ -118,11 +114,6 @@ def _addresses(d: Decoder, operand: int):
     return addresses
 
 
-def lanes_of(w: Warps, m: Mask) -> np.ndarray:
-    """The numbers of the threads that execute."""
-    return np.arange(w.count) if m is None else np.flatnonzero(m)
-
-
 @opcode("mbarrier")
 def mbarrier(d: Decoder) -> Execute:
     what = d.left.pop(0)
@@ -147,7 +138,7 @@ def _init(d: Decoder, what: str) -> Execute:
 
     def execute(w: Warps, m: Mask) -> None:
         at, counts = address(w), count(w)
-        for lane in lanes_of(w, m):
+        for lane in w.lanes(m):
             block, offset, n = w.block, int(at[lane]) & (1 << RANK_SHIFT) - 1, int(counts[lane])
             if int(at[lane]) >> RANK_SHIFT != block.rank or offset % 8 or offset + 8 > block.shared.size:
                 raise Fault("bounds", f"an mbarrier at {int(at[lane]):#x}")
@@ -166,7 +157,7 @@ def _inval(d: Decoder, what: str) -> Execute:
 
     def execute(w: Warps, m: Mask) -> None:
         at = address(w)
-        for lane in lanes_of(w, m):
+        for lane in w.lanes(m):
             w.block.barriers.pop(find(w.block, int(at[lane])).offset)
 
     return execute
@@ -176,7 +167,7 @@ def _grouped(
     w: Warps, m: Mask, at: np.ndarray, amount: np.ndarray | None
 ) -> list[tuple[MBarrier, int, int, np.ndarray]]:
     """-> (barrier, threads, sum of their amounts, their warps' agents) for each barrier that the threads name."""
-    lanes = lanes_of(w, m)
+    lanes = w.lanes(m)
     found = []
     for address in np.unique(at[lanes]):
         those = lanes[at[lanes] == address]
@@ -254,7 +245,7 @@ def _wait(d: Decoder, what: str) -> Execute:
 
     def execute(w: Warps, m: Mask) -> None:
         at, phases = address(w), phase(w)
-        lanes = lanes_of(w, m)
+        lanes = w.lanes(m)
         over = np.zeros(w.count, bool)
         clocks = w.block.cluster.clocks
         missed = []
@@ -363,12 +354,12 @@ def _at_named(w: Warps, number: int, count: int | None, waits: bool) -> None:
         w.state = ("named", named, named.phase, what)
     if named.arrived == expected:
         if waits:
-            w.block.machine.after_turn.append(lambda: _pass(w.block.machine, named))
+            w.block.machine.after_turn.append(lambda: _pass(w.block, named))
         else:
-            _pass(w.block.machine, named)
+            _pass(w.block, named)
 
 
-def _pass(machine: "Machine", named: Named) -> None:
+def _pass(block: Block, named: Named) -> None:
     """All have arrived: those that wait go on, together where they stand at the same place."""
     waiting, past = named.waiting, named.past
     yes, threads = (sum(vote[i] for vote in named.votes) for i in (0, 1))
@@ -377,25 +368,25 @@ def _pass(machine: "Machine", named: Named) -> None:
     named.votes, named.answers = [], []
     named.phase += 1
     named.arrived, named.past, named.waiting = 0, None, []
-    machine.events += 1
+    block.machine.events += 1
     places: dict[int, list[Warps]] = {}
     for group in waiting:
-        group.block.cluster.clocks.acquire(group.agents, past)
+        block.cluster.clocks.acquire(group.agents, past)
         group.state = None
-        if machine.policy.lockstep and warps.joinable(group):
+        if block.machine.policy.lockstep and joinable(group):
             places.setdefault(group.pc, []).append(group)
     for together in places.values():
         if len(together) > 1:
-            machine.replace(together, warps.join(together))
+            block.cluster.replace(together, join(together))
 
 
-def after_exit(machine: "Machine", w: Warps) -> None:
+def after_exit(w: Warps) -> None:
     """Warps have ended: what waits for all threads that live may have all of them now."""
     for named in w.block.named.values():
         if named.arrived and named.all_threads:
             named.expected = -(-w.block.live_threads // LANES) * LANES
             if named.arrived >= named.expected > 0:
-                _pass(machine, named)
+                _pass(w.block, named)
     _settle_cluster(w)
 
 

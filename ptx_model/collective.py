@@ -7,7 +7,8 @@ import numpy as np
 
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
-from ptx_model.warps import LANES, NUMPY, Mask, Missing, Warps
+from ptx_model.formats import NUMPY
+from ptx_model.machine import LANES, Mask, Missing, Warps
 
 _LANE = np.arange(LANES)
 _BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from ptx_model import formats
-from ptx_model.decode import Decoder, Execute, opcode
+from ptx_model.decode import Decoder, Execute, opcode, simple
+from ptx_model.formats import NUMPY
+from ptx_model.machine import Mask, Warps
 from ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW
 from ptx_model.parse import SIZE
-from ptx_model.scalar import simple
-from ptx_model.warps import NUMPY, Mask, Warps
 
 _PACKED = ("e2m1x2", "e4m3x2", "e5m2x2", "ue8m0x2", "e2m1x4", "e4m3x4")
 _ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}

@@ -1,23 +1,22 @@
 """Asynchronous copies: cp.async, cp.async.bulk with and without tensor maps, st.async; their groups and barriers."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ptx_model import formats
-from ptx_model.barrier import find, lanes_of, used_by
+from ptx_model.barrier import find, used_by
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
-from ptx_model.loads import shared_blocks
+from ptx_model.formats import NUMPY
+from ptx_model.machine import Block, Mask, Warps
 from ptx_model.memory import PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from ptx_model.parse import SIZE, Address, Vector
+from ptx_model.policies import Work
 from ptx_model.races import Past, joined
+from ptx_model.spaces import shared_blocks
 from ptx_model.tensor_map import BYTES, TensorMap, swizzled
-from ptx_model.warps import NUMPY, Mask, Warps
-
-if TYPE_CHECKING:
-    from ptx_model.machine import Block, Work
 
 _OFFSET = (1 << RANK_SHIFT) - 1
 _TENSOR_ALIGN = 128  # bytes, of a box in shared memory
@@ -34,16 +33,11 @@ class Groups:
         self.closed.append(self.open)
         self.open = []
 
-    def wait(self, left: int) -> list[Past]:
-        """Complete all groups but the last `left`. Return what they know."""
-        done = self.closed[: max(0, len(self.closed) - left)]
-        self.closed = self.closed[len(done) :]
-        pasts = []
-        for group in done:
-            for work, past in group:
-                work.complete()
-                pasts.append(past)
-        return pasts
+    def take(self, left: int) -> list[tuple[Work, Past]]:
+        """Return the work of all groups but the last `left`, which are no longer waited for."""
+        count = max(0, len(self.closed) - left)
+        taken, self.closed = self.closed[:count], self.closed[count:]
+        return [item for group in taken for item in group]
 
 
 def groups_of(w: Warps, kind: str, warp: int) -> Groups:
@@ -55,7 +49,10 @@ def wait_groups(w: Warps, kind: str, left: int, ids: np.ndarray) -> None:
     """Wait for all but `left` groups of these warps."""
     clocks = w.block.cluster.clocks
     for warp in ids:
-        for past in groups_of(w, kind, warp).wait(left):
+        done = groups_of(w, kind, warp).take(left)
+        for work, _ in done:
+            w.block.machine.complete(work)
+        for _, past in done:
             clocks.acquire(np.array([w.block.first_agent + warp]), clocks.finish(past))
 
 
@@ -120,7 +117,7 @@ def _small(d: Decoder) -> Execute:
         raise d.refuse(f"{size} bytes")
 
     def execute(w: Warps, m: Mask) -> None:
-        lanes = lanes_of(w, m)
+        lanes = w.lanes(m)
         at, start = to(w)[lanes], source(w)[lanes]
         at = np.where(at >= SHARED_WINDOW, at - SHARED_WINDOW, at)
         taken = np.full(len(lanes), size) if read is None else read(w)[lanes].astype(np.int64)
@@ -147,7 +144,7 @@ def _small(d: Decoder) -> Execute:
                 those = warp_of == warp
                 block.shared.write_bytes(offsets[those][:, None] + np.arange(size), data[those], past)
 
-        work = block.machine.issue("cp.async", object(), run)
+        work = w.issue("cp.async", object(), run)
         for warp, past in pasts.items():
             groups_of(w, "cp.async", warp).open.append((work, past))
 
@@ -161,7 +158,7 @@ def _copies_arrive(d: Decoder) -> Execute:
     address = d.address(0, False)
 
     def execute(w: Warps, m: Mask) -> None:
-        lanes, at = lanes_of(w, m), address(w)
+        lanes, at = w.lanes(m), address(w)
         clocks = w.block.cluster.clocks
         for where in np.unique(at[lanes]):
             those = lanes[at[lanes] == where]
@@ -180,11 +177,11 @@ def _copies_arrive(d: Decoder) -> Execute:
 
             def run(barrier=barrier, before=before, past=past, count=count) -> None:
                 for work, own in before:
-                    work.complete()
+                    w.block.machine.complete(work)
                     past = joined(past, clocks.finish(own))
                 barrier.arrive(count, past)
 
-            w.block.machine.issue("cp.async", object(), run)
+            w.issue("cp.async", object(), run)
 
     return execute
 
@@ -192,11 +189,7 @@ def _copies_arrive(d: Decoder) -> Execute:
 # ---- bulk copies
 
 
-def _one_thread(w: Warps, m: Mask) -> np.ndarray:
-    return lanes_of(w, m)
-
-
-def _targets(w: Warps, to: int, barrier: int, mask: int | None, pair: bool) -> list[tuple["Block", int, int]]:
+def _targets(w: Warps, to: int, barrier: int, mask: int | None, pair: bool) -> list[tuple[Block, int, int]]:
     """-> (block, offset, address of its barrier) for each block that a load writes to."""
     blocks = w.block.cluster.blocks
     if mask is None:
@@ -239,7 +232,7 @@ def _load(
             target.shared.write_bytes(swizzled(offset + np.arange(size), swizzle), content, past)
             barrier.complete_bytes(size, clocks.finish(past))
 
-    block.machine.issue("tma", object(), run)
+    w.issue("tma", object(), run)
 
 
 def _store(w: Warps, source: int, size: int, swizzle: int, put: Callable[[np.ndarray], None], lane: int) -> None:
@@ -255,7 +248,7 @@ def _store(w: Warps, source: int, size: int, swizzle: int, put: Callable[[np.nda
     def run() -> None:
         put(block.shared.read_bytes(swizzled(offset + np.arange(size), swizzle), past, True))
 
-    work = block.machine.issue("tma", object(), run)
+    work = w.issue("tma", object(), run)
     groups_of(w, "bulk", warp).open.append((work, past))
 
 
@@ -299,7 +292,7 @@ def _bulk(d: Decoder, reduces: str) -> Execute:
     def execute(w: Warps, m: Mask) -> None:
         to_all, from_all, sizes = to(w), source(w), size(w)
         memory = w.block.launch.memory
-        for lane in _one_thread(w, m):
+        for lane in w.lanes(m):
             n, start, at = int(sizes[lane]), int(from_all[lane]), int(to_all[lane])
             if n % 16 or (start if loads else at) % 16:
                 raise Fault("bounds", f"a bulk copy of {n} bytes, from or to {start:#x}: both must be multiples of 16")
@@ -369,7 +362,7 @@ def _bulk_tensor(d: Decoder, reduces: str) -> Execute:
         maps, places = where(w), smem(w)
         at = [c(w) for c in coordinates]
         memory = w.block.launch.memory
-        for lane in _one_thread(w, m):
+        for lane in w.lanes(m):
             tensor = tensor_map_at(w, int(maps[lane]))
             corner = tuple(int(c[lane]) for c in at)
             to = int(places[lane])
@@ -417,7 +410,7 @@ def store_async(d: Decoder) -> Execute:
     reads = [d.get(item, bits) for item in d.items(1)]
 
     def execute(w: Warps, m: Mask) -> None:
-        lanes = lanes_of(w, m)
+        lanes = w.lanes(m)
         values = np.empty((w.count, count), NUMPY[bits])
         for i, get in enumerate(reads):
             values[:, i] = get(w)
@@ -440,6 +433,6 @@ def store_async(d: Decoder) -> Execute:
                 block.shared.write_bytes(index, content, past)
                 barrier.complete_bytes(content.size, clocks.finish(past))
 
-            w.block.machine.issue("tma", object(), run)
+            w.issue("tma", object(), run)
 
     return execute

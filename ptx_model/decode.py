@@ -12,9 +12,10 @@ import numpy as np
 
 from ptx_model import parse
 from ptx_model.faults import Fault
+from ptx_model.formats import NUMPY
+from ptx_model.machine import LANES, Mask, Warps
 from ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, RANK_SHIFT
 from ptx_model.parse import SIZE, Address, Immediate, Predicate, Register, Sink, Special, Symbol, Vector
-from ptx_model.warps import LANES, NUMPY, Mask, Warps
 
 Execute = Callable[[Warps, Mask], None]
 Get = Callable[[Warps], Any]
@@ -194,6 +195,19 @@ class Decoder:
         return operand.items if isinstance(operand, Vector) else (operand,)
 
 
+def simple(d: Decoder, type_: str, function: Callable, result: str = "", first: int = 1) -> Execute:
+    """The destination gets `function` of the operands behind it, all read as `type_`."""
+    reads = [d.get(i, type_) for i in range(first, len(d.operands))]
+    put = d.put(0, result or type_)
+    if len(reads) == 1:
+        one = reads[0]
+        return lambda w, m: put(w, function(one(w)), m)
+    if len(reads) == 2:
+        left, right = reads
+        return lambda w, m: put(w, function(left(w), right(w)), m)
+    return lambda w, m: put(w, function(*(read(w) for read in reads)), m)
+
+
 def _constant(operand: Immediate, type_: str) -> Any:
     kind = NUMPY[type_]
     if type_ in ("f32", "f64"):
@@ -244,7 +258,7 @@ def _special(w: Warps, name: str) -> Any:
         "%smid": block.number,
         "%nsmid": block.launch.multiprocessors,
         "%dynamic_smem_size": block.launch.shared_bytes,
-        "%total_smem_size": block.launch.shared_bytes + block.static_bytes,
+        "%total_smem_size": block.launch.shared_bytes + block.layout.static_bytes,
         "%clock": block.machine.tick,
         "%clock64": block.machine.tick,
         "%globaltimer": block.machine.tick,

@@ -24,10 +24,10 @@ import torch
 
 from problems.common import build, load
 from ptx_model import parse
+from ptx_model.execute import extent, place_globals, run_launch, variable_array
 from ptx_model.faults import Fault
-from ptx_model.launch import extent, place_globals, run_launch, variable_array
-from ptx_model.machine import Launch, layout
-from ptx_model.memory import LARGEST_SHARED, SHARED_START, GlobalMemory
+from ptx_model.launch import Launch, layout
+from ptx_model.memory import LARGEST_SHARED, GlobalMemory
 from ptx_model.tensor_map import BYTES, TensorMap
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -230,7 +230,7 @@ class Driver:
         if threads < 1:
             return INVALID_VALUE
         launch = Launch(code, (1, 1, 1), (threads, 1, 1), b"", GlobalMemory([]), shared, multiprocessors=1)
-        blocks[0] = launch.resident(layout(launch)[1] - SHARED_START)
+        blocks[0] = launch.resident(layout(launch).bytes)
         return 0
 
     # ---- CUDA sources

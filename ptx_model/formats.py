@@ -2,6 +2,29 @@
 
 import numpy as np
 
+# PTX type -> that of its bits or values in numpy.
+NUMPY = {
+    "b8": np.uint8,
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b16": np.uint16,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b32": np.uint32,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "f32": np.float32,
+    "b64": np.uint64,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "f64": np.float64,
+    "f16": np.uint16,
+    "bf16": np.uint16,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "f32x2": np.uint64,
+}
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
 
 

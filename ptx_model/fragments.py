@@ -8,10 +8,10 @@ import numpy as np
 from ptx_model import formats
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
-from ptx_model.loads import shared_blocks
+from ptx_model.machine import LANES, Mask, Warps
 from ptx_model.memory import SHARED_WINDOW
 from ptx_model.parse import Register
-from ptx_model.warps import LANES, Mask, Warps
+from ptx_model.spaces import shared_blocks
 
 HALVES = {"bf16": formats.from_bf16, "f16": lambda bits: bits.view(np.float16).astype(np.float32)}
 _TF32 = np.uint32(0xFFFFE000)  # the bits of fp32 that a product of tf32 looks at

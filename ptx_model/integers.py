@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from ptx_model.decode import Decoder, Execute, opcode
+from ptx_model.decode import Decoder, Execute, opcode, simple
+from ptx_model.formats import NUMPY
+from ptx_model.machine import Mask, Warps
 from ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW
 from ptx_model.parse import SIZE
-from ptx_model.scalar import NUMPY, simple
-from ptx_model.warps import Mask, Warps
 
 _UNSIGNED = {4: np.uint32, 8: np.uint64}
 

@@ -1,160 +1,108 @@
-"""Launch a kernel of a PTX text on arrays of the host."""
+"""A launch: the kernel, its grid and parameters, and where its variables in shared memory lie."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import math
+from dataclasses import dataclass, field
 
-import numpy as np
+from ptx_model.faults import Fault
+from ptx_model.memory import LARGEST_SHARED, SHARED_START, GlobalMemory
+from ptx_model.parse import Address, Kernel, Symbol, Vector
 
-from ptx_model import (
-    barrier,
-    collective,
-    convert,
-    copies,
-    fragments,
-    integers,
-    loads,
-    parse,
-    policies,
-    scalar,
-    tcgen05,
-    wgmma,
-)
-from ptx_model.machine import INSTRUCTIONS, Launch, Machine
-from ptx_model.memory import GlobalMemory
-from ptx_model.tensor_map import TensorMap
-
-# Each of these files registers the instructions that it decodes when it is imported.
-INSTRUCTION_FILES = (barrier, collective, convert, copies, fragments, integers, loads, scalar, tcgen05, wgmma)
-
-Axes = int | Sequence[int]
+# Of one multiprocessor; a grid whose blocks wait for each other must fit on all of them. Registers, which may allow
+# fewer, are chosen by ptxas, whose choice the model does not see.
+MOST_BLOCKS, MOST_THREADS, SHARED_OF_BLOCKS, SHARED_RESERVED = 32, 2048, 228 * 1024, 1024
 
 
-def run(
-    ptx: str,
-    kernel: str,
-    grid: Axes,
-    block: Axes,
-    arguments: Sequence[Any],
-    shared_bytes: int = 0,
-    *,
-    policy: str = "eager",
-    cluster: Axes | None = None,
-    memory: Iterable[Any] = (),
-    poison: int | None = None,
-    multiprocessors: int = 132,
-    limit: int = INSTRUCTIONS,
-) -> Machine:
-    """Execute one kernel launch; arrays among the arguments are read and written in place. Return the machine, whose
-    `executed` is the number of instructions of groups of warps.
+@dataclass
+class Launch:
+    """One kernel launch. grid, block, cluster: x, y, z. shared_bytes: dynamic. parameters: the bytes of all of them.
 
-    ptx: the text of a module; kernel: the name of an .entry in it, or a part that only one name has. grid, block,
-    cluster: x or (x, y, z); cluster: by default what the kernel says, else one block. arguments: numpy arrays and torch
-    CPU tensors (their address is passed), TensorMap, bytes (a struct), int, float, numpy scalars: each must have the
-    size of its parameter, and a plain int or float takes it. shared_bytes: of dynamic shared memory.
-    policy: one of POLICIES, "random:SEED" too. memory: further arrays that the kernel may touch, such as those whose
-    addresses lie in tensor maps. poison: None, and a read of shared memory that was never written is a fault, or the
-    byte that it gets. multiprocessors: on which blocks that wait for each other must fit. limit: instructions of groups
-    of warps, then the run counts as endless.
-
-    ValueError: an argument does not fit. Fault: the kernel broke a rule, or uses what is not modelled.
+    poison: None, and a read of shared memory that nothing has written is a fault; or the byte that such a read gets.
+    Right kernels do read such bytes, of rows past the end, and drop what comes of them: runs with different bytes must
+    then agree.
     """
-    found = parse.kernels(ptx)
-    names = [kernel] if kernel in found else [name for name in found if kernel in name]
-    if len(names) != 1:
-        raise ValueError(f"kernel must name one of {sorted(found)}, got {kernel!r}, which is in {len(names)} of them")
-    code = found[names[0]].kernel
-    arrays = [*memory, *(a for a in arguments if hasattr(a, "__array_interface__") or hasattr(a, "data_ptr"))]
-    wanted = cluster or code.cluster or 1
-    launch = Launch(
-        code,
-        _axes("grid", grid),
-        _axes("block", block),
-        pack(code, arguments),
-        GlobalMemory([extent(a) for a in arrays if np.ndim(a)]),
-        shared_bytes,
-        _axes("cluster", wanted),
-        multiprocessors=multiprocessors,
-        poison=poison,
-    )
-    counted = np.zeros(64, np.uint8)
-    launch.meeting = counted.ctypes.data
-    keep = place_globals(launch, [extent(a) for a in (*arrays, counted) if np.ndim(a)], {})
-    machine = run_launch(launch, policy, limit)
-    del keep
-    return machine
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    parameters: bytes
+    memory: GlobalMemory
+    shared_bytes: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    globals: dict[str, int] = field(default_factory=dict)  # variables in global memory -> address
+    multiprocessors: int = 132
+    races: bool = True
+    poison: int | None = None
+    meeting: int = 0  # address of what a cooperative grid counts at; 0: the launch is not cooperative
+
+    @property
+    def threads(self) -> int:
+        return math.prod(self.block)
+
+    def resident(self, shared: int) -> int:
+        """Return how many clusters may be under way together, at least one. shared: bytes of a block, all in all."""
+        each = min(MOST_BLOCKS, MOST_THREADS // self.threads, SHARED_OF_BLOCKS // (shared + SHARED_RESERVED))
+        return max(1, self.multiprocessors * max(each, 1) // math.prod(self.cluster))
+
+    def check(self) -> None:
+        """Fault("bounds"): a launch that the driver would refuse."""
+        if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
+            raise Fault("bounds", f"the grid {self.grid} is no multiple of the cluster {self.cluster}")
+        if not 1 <= self.threads <= 1024 or min(self.grid) < 1:
+            raise Fault("bounds", f"a grid of {self.grid} blocks of {self.threads} threads cannot be launched")
+        limit = self.kernel.threads
+        if limit and (self.threads != limit if self.kernel.exact_threads else self.threads > limit):
+            raise Fault("bounds", f"{self.threads} threads a block, but the kernel is made for {limit}")
+        if len(self.parameters) < self.kernel.parameter_bytes:
+            raise Fault("bounds", f"{len(self.parameters)} bytes of parameters for {self.kernel.parameter_bytes}")
 
 
-def run_launch(launch: Launch, policy: str = "eager", limit: int = INSTRUCTIONS) -> Machine:
-    """Execute a launch whose parameters are bytes. See `run`."""
-    machine = Machine(launch, policies.make(policy), limit)
-    machine.run()
-    return machine
-
-
-def place_globals(launch: Launch, regions: list[tuple[int, int]], held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Give the kernel's variables in global memory a place, and the launch `regions` and these as its memory. held: the
-    arrays that hold the variables of the module, by name, as earlier launches left them; those that lack are added.
-    Return it: it must live as long as the launch.
+@dataclass(frozen=True)
+class Layout:
+    """A block's shared memory. symbols: address of each variable; end: the first address behind all; static_bytes: of
+    variables whose size the kernel knows.
     """
-    for name, variable in launch.kernel.globals.items():
-        if name not in held:
-            held[name] = variable_array(variable)
-        launch.globals[name] = held[name].ctypes.data
-    launch.memory = GlobalMemory([*regions, *(extent(a) for a in held.values())])
-    return held
+
+    symbols: dict[str, int]
+    end: int
+    static_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """What the block takes, without what the hardware keeps for itself."""
+        return self.end - SHARED_START
 
 
-def variable_array(variable: parse.Variable) -> np.ndarray:
-    """uint8: a variable in global memory, with its first content."""
-    array = np.zeros(max(16, -(-variable.size // 16) * 16), np.uint8)
-    array[: len(variable.content)] = np.frombuffer(variable.content, np.uint8)
-    return array
+def layout(launch: Launch) -> Layout:
+    """Lay out the variables that the kernel's instructions name. Fault("bounds"): more than a block has."""
+    used = set()
+    for instruction in launch.kernel.code:
+        used.update(_symbols(instruction.operands))
+    symbols: dict[str, int] = {}
+    at = SHARED_START
+    for variable in launch.kernel.shared:
+        if variable.size and variable.name in used:
+            at = -(-at // variable.align) * variable.align
+            symbols[variable.name] = at
+            at += variable.size
+    static = at - SHARED_START
+    dynamic = [v for v in launch.kernel.shared if not v.size and v.name in used]
+    align = max((v.align for v in dynamic), default=1)
+    at = -(-at // max(align, 16)) * max(align, 16)
+    for variable in dynamic:
+        symbols[variable.name] = at
+    found = Layout(symbols, at + launch.shared_bytes, static)
+    if found.bytes > LARGEST_SHARED:
+        raise Fault("bounds", f"{found.bytes} bytes of shared memory, but a block has {LARGEST_SHARED}")
+    return found
 
 
-def extent(array: Any) -> tuple[int, int]:
-    """-> (address, bytes) from the first to the last element of an array or tensor."""
-    if hasattr(array, "data_ptr"):
-        if array.device.type != "cpu" and not getattr(array, "is_cpu", False):
-            raise ValueError(f"tensors must be on the CPU, got {array.device}")
-        size = array.element_size()
-        span = sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True))
-        return array.data_ptr(), 0 if not array.numel() else (span + 1) * size
-    low, high = np.lib.array_utils.byte_bounds(array)
-    return low, high - low
-
-
-def _axes(name: str, value: Axes) -> tuple[int, int, int]:
-    axes = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
-    if not 1 <= len(axes) <= 3 or min(axes) < 1:
-        raise ValueError(f"{name} must be x or (x, y, z), all of them positive, got {value}")
-    x, y, z = (*axes, *(1,) * (3 - len(axes)))
-    return x, y, z
-
-
-def pack(kernel: parse.Kernel, arguments: Sequence[Any]) -> bytes:
-    """The bytes of the kernel's parameters. ValueError: an argument does not fit its parameter."""
-    if len(arguments) != len(kernel.parameters):
-        raise ValueError(f"arguments must be {len(kernel.parameters)}, one for each parameter, got {len(arguments)}")
-    raw = bytearray(kernel.parameter_bytes)
-    for i, (argument, (offset, size)) in enumerate(zip(arguments, kernel.parameters.values(), strict=True)):
-        packed = _packed(argument, size)
-        if len(packed) != size:
-            raise ValueError(f"argument {i} must have {size} bytes, got {len(packed)} of {argument!r}")
-        raw[offset : offset + size] = packed
-    return bytes(raw)
-
-
-def _packed(argument: Any, size: int) -> bytes:
-    if isinstance(argument, TensorMap):
-        return argument.encode()
-    if isinstance(argument, (bytes, bytearray)):
-        return bytes(argument)
-    if hasattr(argument, "data_ptr"):
-        return int(argument.data_ptr()).to_bytes(8, "little")
-    if isinstance(argument, np.ndarray) and argument.ndim:
-        return int(argument.ctypes.data).to_bytes(8, "little")
-    if isinstance(argument, (np.generic, np.ndarray)):
-        return argument.tobytes()
-    if isinstance(argument, float):
-        return np.array(argument, {4: np.float32, 8: np.float64}.get(size, np.float32)).tobytes()
-    return (int(argument) % 2 ** (8 * size)).to_bytes(size, "little")
+def _symbols(operands: tuple) -> set[str]:
+    found = set()
+    for operand in operands:
+        if isinstance(operand, Symbol):
+            found.add(operand.name)
+        elif isinstance(operand, Address):
+            found |= _symbols((operand.base, *operand.more))
+        elif isinstance(operand, Vector):
+            found |= _symbols(operand.items)
+    return found

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from ptx_model import formats
-from ptx_model.barrier import lanes_of
+from ptx_model.copies import store_async
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
-from ptx_model.memory import LOCAL_WINDOW, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW, UNSIGNED
-from ptx_model.parse import LOCAL_START, PARAMETER_SPACE, SIZE, Address, Symbol
-from ptx_model.warps import LOCAL, NUMPY, Mask, Warps
+from ptx_model.formats import NUMPY
+from ptx_model.machine import Mask, Warps
+from ptx_model.memory import UNSIGNED
+from ptx_model.parse import SIZE, Address, Symbol
+from ptx_model.spaces import read, write
 
 _SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "const", "local")
 _HINTS = (
@@ -37,116 +39,11 @@ _HINTS = (
     "L2::evict_normal",
 )
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-_OFFSET = (1 << RANK_SHIFT) - 1
 
 
 def _space(d: Decoder) -> str:
     space = d.take(*_SPACES)
     return "param" if space == "param::entry" else space
-
-
-def _resolve(space: str, address: np.ndarray) -> str:
-    """The space of generic addresses; "" if they are of several."""
-    if space:
-        return "global" if space == "const" else space
-    shared = (address >= SHARED_WINDOW) & (address < PARAMETER_WINDOW)
-    parameters = (address >= PARAMETER_WINDOW) & (address < LOCAL_WINDOW)
-    for name, those in (("shared::cluster", shared), ("param", parameters), ("local", address >= LOCAL_WINDOW)):
-        if those.all():
-            return name
-        if those.any():
-            return ""
-    return "global"
-
-
-def _parts(address: np.ndarray) -> list[np.ndarray]:
-    """Which generic addresses are of which space."""
-    edges = np.array([SHARED_WINDOW, PARAMETER_WINDOW, LOCAL_WINDOW])
-    space = np.searchsorted(edges, address, side="right")
-    return [np.flatnonzero(space == n) for n in np.unique(space)]
-
-
-def shared_blocks(w: Warps, address: np.ndarray, own: bool) -> list[tuple[Any, np.ndarray, np.ndarray]]:
-    """-> (block, which of `address`, their offsets) for each block that shared addresses belong to. own: `address` may
-    be of the warps' block only.
-    """
-    rank = address >> RANK_SHIFT
-    found = []
-    for r in np.unique(rank):
-        blocks = w.block.cluster.blocks
-        if not 0 <= r < len(blocks):
-            raise Fault("bounds", f"a shared address {int(address[0]):#x} of no block of the cluster")
-        block = blocks[r]
-        if own and block is not w.block:
-            raise Fault(
-                "bounds", f"{w.block.name} uses {int(address[0]):#x}, of {block.name}, as an address within itself"
-            )
-        if block.ended:
-            raise Fault("bounds", f"an access to the shared memory of {block.name}, which has ended")
-        which = np.flatnonzero(rank == r)
-        found.append((block, which, address[which] & _OFFSET))
-    return found
-
-
-def _local(w: Warps, address: np.ndarray, lanes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """-> (bytes, threads) that index local memory. address: of `size` bytes, one of each of the threads `lanes`."""
-    offset = address & (LOCAL_WINDOW - 1)
-    if (offset & size - 1).any() or (offset < LOCAL_START).any() or (offset + size > len(w.files[LOCAL])).any():
-        worst = int(offset[np.argmax((offset & size - 1 != 0) | (offset + size > len(w.files[LOCAL])))])
-        raise Fault("bounds", f"an access of {size} bytes to local memory, byte {worst} of {len(w.files[LOCAL])}")
-    return offset[:, None] + np.arange(size), lanes[:, None]
-
-
-def read(
-    w: Warps, space: str, address: np.ndarray, lanes: np.ndarray, unit: int, count: int, atomic: bool
-) -> np.ndarray:
-    """uint (n, count) of `unit` bytes each. lanes: int (n,), the threads that read."""
-    if space == "param" and (address >= LOCAL_WINDOW).all():
-        space = "local"  # a parameter of a call
-    space, agents = _resolve(space, address), w.lane_agents[lanes]
-    if not space:
-        found = np.empty((len(address), count), UNSIGNED[unit])
-        for part in _parts(address):
-            found[part] = read(w, "", address[part], lanes[part], unit, count, atomic)
-        return found
-    if space == "local":
-        return np.ascontiguousarray(w.files[LOCAL][_local(w, address, lanes, unit * count)]).view(UNSIGNED[unit])
-    if space == "global":
-        return w.block.launch.memory.load(address, unit, count)
-    if space == "param":
-        offset = address & (PARAMETER_WINDOW - 1)
-        raw = np.frombuffer(w.block.launch.parameters.ljust(PARAMETER_SPACE, b"\0"), np.uint8)
-        at = offset[:, None] + np.arange(unit * count)
-        if at.max() >= len(w.block.launch.parameters):
-            raise Fault("bounds", f"a read of parameters at byte {int(offset.max())}")
-        return raw[at].view(UNSIGNED[unit])
-    address = np.where(address >= SHARED_WINDOW, address - SHARED_WINDOW, address)
-    out = np.empty((len(address), count), UNSIGNED[unit])
-    for block, which, offset in shared_blocks(w, address, space != "shared::cluster"):
-        out[which] = block.shared.load(offset, unit, count, agents[which], atomic)
-    return out
-
-
-def write(w: Warps, space: str, address: np.ndarray, lanes: np.ndarray, values: np.ndarray, atomic: bool) -> None:
-    """values: uint (n, count). lanes: int (n,), the threads that write."""
-    space, agents = _resolve(space, address), w.lane_agents[lanes]
-    if not space:
-        for part in _parts(address):
-            write(w, "", address[part], lanes[part], values[part], atomic)
-        return
-    if space == "local":
-        raw = np.ascontiguousarray(values).view(np.uint8)
-        w.files[LOCAL][_local(w, address, lanes, raw.shape[1])] = raw
-        return
-    w.block.machine.events += 1
-    if space == "global":
-        w.block.launch.memory.store(address, values)
-        return
-    if space == "param":
-        raise Fault("bounds", "a store to the parameters")
-    address = np.where(address >= SHARED_WINDOW, address - SHARED_WINDOW, address)
-    for block, which, offset in shared_blocks(w, address, space != "shared::cluster"):
-        block.shared.store(offset, values[which], agents[which], atomic)
 
 
 def _count(d: Decoder) -> int:
@@ -185,7 +82,7 @@ def load(d: Decoder) -> Execute:
             values = read(w, space, at, np.arange(w.count), unit, count, strong)
         else:
             values = np.zeros((w.count, count), UNSIGNED[unit])
-            values[m] = read(w, space, at[m], lanes_of(w, m), unit, count, strong)
+            values[m] = read(w, space, at[m], w.lanes(m), unit, count, strong)
         for i, put in enumerate(puts):
             put(w, np.ascontiguousarray(values[:, i]).view(kind), m)
         w.stop_here = w.stop_here or polls
@@ -196,8 +93,6 @@ def load(d: Decoder) -> Execute:
 @opcode("st")
 def store(d: Decoder) -> Execute:
     if d.take("async"):
-        from ptx_model.copies import store_async
-
         return store_async(d)
     type_ = d.type()
     count = _count(d)
@@ -216,7 +111,7 @@ def store(d: Decoder) -> Execute:
         values = np.empty((w.count, count), kind)
         for i, get in enumerate(reads):
             values[:, i] = get(w)
-        at, lanes = address(w), lanes_of(w, m)
+        at, lanes = address(w), w.lanes(m)
         if m is not None:
             at, values = at[m], values[m]
         write(w, space, at, lanes, values, strong)
@@ -275,7 +170,7 @@ def atomic(d: Decoder) -> Execute:
         values = np.stack([np.broadcast_to(o(w), (w.count,)) for o in operands], 1)
         swapped: Any = other(w) if other else None
         old = np.zeros((w.count, count), UNSIGNED[unit])
-        for lane in lanes_of(w, m):
+        for lane in w.lanes(m):
             one = np.array([lane])
             present = read(w, space, at[one], one, unit, count, True)
             old[lane] = present[0]

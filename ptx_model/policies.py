@@ -1,17 +1,28 @@
-"""Orders of asynchronous work. A kernel that is right gives the same bits under all of them.
+"""Asynchronous work, and the orders in which it is done. A kernel that is right gives the same bits under all of them.
 
 Copies, tensor core products and tensor copies are done some time between the instruction that asks for them and the
 wait that needs them. A policy says when.
 """
 
 import random
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ptx_model.machine import Machine, Work
+from collections.abc import Callable
+from dataclasses import dataclass
 
 COPIES = ("tma", "cp.async")
 TENSOR_CORE = ("tcgen05", "wgmma")
+
+
+@dataclass(eq=False)
+class Work:
+    """Asynchronous work that an instruction asked for. lane: work of one lane is done in the order of the requests.
+    where: the instruction, for people.
+    """
+
+    kind: str  # "tma", "cp.async", "tcgen05", "wgmma"
+    lane: object
+    run: Callable[[], None]
+    where: str
+    done: bool = False
 
 
 class Policy:
@@ -22,7 +33,7 @@ class Policy:
     def __init__(self, name: str, now: tuple[str, ...]) -> None:
         self.name, self._now = name, now
 
-    def at_once(self, work: "Work") -> bool:
+    def at_once(self, work: Work) -> bool:
         """Whether to do `work` when it is asked for."""
         return work.kind in self._now
 
@@ -34,10 +45,11 @@ class Policy:
         """How many instructions a group may execute in its turn."""
         return 1 << 30
 
-    def between(self, machine: "Machine") -> None:
-        """Between two turns: do some of the pending work, or none."""
+    def between(self, pending: list[Work]) -> Work | None:
+        """What to do between two turns; asked again until it is None."""
+        return None
 
-    def choose(self, pending: list["Work"]) -> "Work":
+    def choose(self, pending: list[Work]) -> Work:
         """What to do first when every warp waits."""
         return pending[0]
 
@@ -51,7 +63,7 @@ class Random(Policy):
         super().__init__(f"random:{seed}", ())
         self._random = random.Random(seed)
 
-    def at_once(self, work: "Work") -> bool:
+    def at_once(self, work: Work) -> bool:
         return self._random.random() < 0.2
 
     def order(self, groups: list) -> list:
@@ -60,11 +72,10 @@ class Random(Policy):
     def budget(self) -> int:
         return self._random.choice((3, 30, 300, 3000))
 
-    def between(self, machine: "Machine") -> None:
-        while machine.pending and self._random.random() < 0.3:
-            machine.complete(self.choose(machine.pending))
+    def between(self, pending: list[Work]) -> Work | None:
+        return self.choose(pending) if pending and self._random.random() < 0.3 else None
 
-    def choose(self, pending: list["Work"]) -> "Work":
+    def choose(self, pending: list[Work]) -> Work:
         return self._random.choice(pending)
 
 

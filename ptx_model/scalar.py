@@ -10,26 +10,15 @@ from typing import Any
 import numpy as np
 
 from ptx_model import formats
-from ptx_model.decode import Decoder, Execute, opcode
+from ptx_model.decode import Decoder, Execute, opcode, simple
 from ptx_model.faults import Fault
+from ptx_model.formats import NUMPY
+from ptx_model.integers import carried
+from ptx_model.machine import Mask, Warps
 from ptx_model.parse import SIZE, Immediate, Predicate, Vector
-from ptx_model.warps import NUMPY, Mask, Warps
 
 _WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 _PAIRS = {"f16x2": 1, "bf16x2": 1}
-
-
-def simple(d: Decoder, type_: str, function: Callable, result: str = "", first: int = 1) -> Execute:
-    """The destination gets `function` of the operands behind it, all read as `type_`."""
-    reads = [d.get(i, type_) for i in range(first, len(d.operands))]
-    put = d.put(0, result or type_)
-    if len(reads) == 1:
-        one = reads[0]
-        return lambda w, m: put(w, function(one(w)), m)
-    if len(reads) == 2:
-        left, right = reads
-        return lambda w, m: put(w, function(left(w), right(w)), m)
-    return lambda w, m: put(w, function(*(read(w) for read in reads)), m)
 
 
 def _halves(function: Callable, type_: str) -> Callable:
@@ -131,8 +120,6 @@ def _double(op: str, mode: str) -> Callable:
 @opcode("add", "sub", "min", "max", "mul")
 def arithmetic(d: Decoder) -> Execute:
     if "cc" in d.left:
-        from ptx_model.integers import carried
-
         return carried(d, d.instruction.op, False)
     type_, op = d.type(), d.instruction.op
     if _is_float(type_):
@@ -237,8 +224,6 @@ _FMA.restype, _FMA.argtypes = ctypes.c_double, [ctypes.c_double] * 3
 @opcode("mad", "fma")
 def multiply_add(d: Decoder) -> Execute:
     if "cc" in d.left:
-        from ptx_model.integers import carried
-
         return carried(d, "mad", False)
     type_ = d.type()
     if _is_float(type_):

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ptx_model import descriptors, formats
-from ptx_model.barrier import find, lanes_of, used_by
+from ptx_model.barrier import find, used_by
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
+from ptx_model.machine import LANES, Mask, Warps
 from ptx_model.memory import RANK_SHIFT, SHARED_WINDOW
 from ptx_model.parse import Address, Immediate, Predicate, Register, Vector
 from ptx_model.races import Past
 from ptx_model.tensor_map import swizzled
-from ptx_model.warps import LANES, Mask, Warps
 
 _QUARTER = 32
 
@@ -116,7 +116,7 @@ def _start(w: Warps, lane: int) -> Past:
 
 
 def _issue(w: Warps, run: Callable[[], None]) -> None:
-    w.block.machine.issue("tcgen05", ("tcgen05", id(w.block)), run)
+    w.issue("tcgen05", ("tcgen05", id(w.block)), run)
 
 
 def _peers(w: Warps, pair: bool) -> list:
@@ -137,7 +137,7 @@ def _commit(d: Decoder) -> Execute:
     mask = d.lanes(1, "u16") if multicast else None
 
     def execute(w: Warps, m: Mask) -> None:
-        for lane in lanes_of(w, m):
+        for lane in w.lanes(m):
             at, past = int(address(w)[lane]), _start(w, lane)
             at = at - SHARED_WINDOW if at >= SHARED_WINDOW else at
             ranks = [at >> RANK_SHIFT]
@@ -166,7 +166,7 @@ def _copy(d: Decoder) -> Execute:
     to, source = d.address(0, False), d.lanes(1, "b64")
 
     def execute(w: Warps, m: Mask) -> None:
-        for lane in lanes_of(w, m):
+        for lane in w.lanes(m):
             target, name, past = int(to(w)[lane]), int(source(w)[lane]), _start(w, lane)
             blocks = _peers(w, pair)
 
@@ -327,7 +327,7 @@ def _mma(d: Decoder) -> Execute:
     adds = d.lanes(rest[0], "pred")
 
     def execute(w: Warps, m: Mask) -> None:
-        lanes = lanes_of(w, m)
+        lanes = w.lanes(m)
         if len(lanes) != 1:
             raise Fault("divergence", f"tcgen05.mma issued by {len(lanes)} threads, which makes as many products")
         lane = lanes[0]

@@ -9,9 +9,9 @@ from ptx_model.copies import groups_of, wait_groups
 from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
 from ptx_model.fragments import ELEMENTS, HALVES, Sums, a_fragment, numbers
+from ptx_model.machine import LANES, Mask, Warps
 from ptx_model.parse import Immediate, Vector
 from ptx_model.races import Past
-from ptx_model.warps import LANES, Mask, Warps
 
 _GROUP = 4  # warps of a warpgroup
 _BYTES = 32  # along k of one instruction, in every type
@@ -101,7 +101,7 @@ def _product(d: Decoder) -> Execute:
                     _from_shared(w, those, a_names, a_k_major, a_type, block, past, b, total)
             accumulated.put(w, total + np.where(adding[:, None, None], accumulated.get(w), 0.0), mask)
 
-        work = block.machine.issue("wgmma", ("wgmma", id(w)), run)
+        work = w.issue("wgmma", ("wgmma", id(w)), run)
         if not work.done:
             w.pending.append(work)
         for warp in w.ids[some]:

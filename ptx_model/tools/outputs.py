@@ -307,16 +307,18 @@ def differences(got: Any, want: Any) -> tuple[int, float | None]:
 
 
 def table(lines: list[dict]) -> str:
-    """The table of ptx_model/README.md: the last line of each output."""
-    rows = ["| variant | case | output | equal bits | largest difference | GPU |", "|---|---|---|---|---|---|"]
+    """The table of ptx_model/README.md: of each output the last line of each case, added up."""
+    rows = ["| variant | output | cases | equal bits | largest difference | GPU |", "|---|---|---|---|---|---|"]
     last = {(one["variant"], one["problem"], str(one["case"]), one["exact"], one["output"]): one for one in lines}
+    groups: dict[tuple[str, str, str], list[dict]] = {}
     for one in last.values():
-        case = {name: value for name, value in one["case"].items() if name != "seed"}
-        rows.append(
-            f"| {one['problem']}/{one['variant']} | {folders.label(case)}{', exact sums' * one['exact']} "
-            f"| {one['output']} | {one['equal']:,} of {one['elements']:,} | {_distance(one['max_ulp'])} "
-            f"| {one['device']} |"
-        )
+        name = f"{one['problem']}/{one['variant']}{', exact sums' * one['exact']}"
+        groups.setdefault((name, one["output"], one["device"]), []).append(one)
+    for (name, what, device), cases in groups.items():
+        equal, elements = (sum(one[key] for one in cases) for key in ("equal", "elements"))
+        ulps = [one["max_ulp"] for one in cases]
+        worst = _distance(None if None in ulps else max(ulps))
+        rows.append(f"| {name} | {what} | {len(cases)} | {equal:,} of {elements:,} | {worst} | {device} |")
     return "\n".join(rows)
 
 

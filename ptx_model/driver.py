@@ -76,6 +76,11 @@ class Driver:
     _callbacks: list[Any] = field(default_factory=list)
     _library: Any = None
 
+    def set_order(self, policy: str, poison: int | None, multiprocessors: int = 0) -> None:
+        """Let the launches that follow run in this order. multiprocessors: 0 for as many as the GPU has."""
+        self.policy, self.poison = policy, poison
+        self.multiprocessors = multiprocessors or MULTIPROCESSORS[self.target]
+
     def check(self) -> None:
         """Raise the first fault of the launches so far."""
         if self.faults:

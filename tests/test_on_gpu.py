@@ -21,10 +21,9 @@ def test_what_a_part_names_exists(name):
 
 def test_every_gpu_test_is_in_a_part():
     asked = [word for part in on_gpu.PARTS.values() for command in part.commands for word in command.split()]
-    places = [ROOT / word for word in asked if word.startswith("tests/")]
-    marked = [
-        file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"pytest\.mark\.gpu\b", file.read_text())
-    ]
+    places = [ROOT / word for word in asked if word.startswith(("tests/", "ptx_model/"))]
+    files = [file for folder in ("tests", "ptx_model") for file in (ROOT / folder).rglob("test_*.py")]
+    marked = [file for file in files if re.search(r"pytest\.mark\.gpu\b", file.read_text())]
     assert len(marked) > 20
     missing = [file for file in marked if not any(file.is_relative_to(place) for place in places)]
     assert missing == [], "no part runs these"

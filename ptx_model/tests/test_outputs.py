@@ -28,7 +28,7 @@ CASE = {
 
 def attention(case):
     task, reference = load.module(ATTENTION, "task"), load.module(ATTENTION, "reference")
-    return model_check._inputs(task, reference, case), reference
+    return model_check.make_inputs(task, reference, case), reference
 
 
 def test_a_difference_is_counted_in_last_places_of_what_is_not_nearly_zero():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import output
-from harness.tools.model_check import ORDERS, _checked, _inputs, set_order
+from harness.tools.model_check import ORDERS, check_call, make_inputs, set_order
 from problems.common import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -444,7 +444,7 @@ def _run(target: str, keys: list[str]) -> int:
         folder = ROOT / "problems" / kernel.problem
         task, reference = load.module(folder, "task"), load.module(folder, "reference")
         module = load.module(folder, f"variants/{kernel.variant}")
-        pristine = _inputs(task, reference, kernel.case)
+        pristine = make_inputs(task, reference, kernel.case)
         want = reference.ref_kernel(pristine)
         right = Mutant(key, "none: the kernel as it is", "", "")
         for mutant in (right, *(m for m in mutants() if m.kernel == key)):
@@ -454,11 +454,12 @@ def _run(target: str, keys: list[str]) -> int:
             for order in ORDERS:
                 set_order(model, order)
                 model.multiprocessors = MULTIPROCESSORS
-                status, said = _checked(model, module, task, reference, pristine, want)
-                found["said"][order.policy] = "right" if status == "MODEL_CHECKED" else _short(f"{status}: {said}")
-                if "LookupError" in said:
-                    raise SystemExit(f"{mutant.what}: {said}")
-                if status != "MODEL_CHECKED" and mutant is not right:
+                outcome = check_call(model, module, task, reference, pristine, want)
+                ok, words = outcome.status == "MODEL_CHECKED", f"{outcome.status}: {outcome.reason}"
+                found["said"][order.policy] = "right" if ok else _short(words)
+                if "LookupError" in words:
+                    raise SystemExit(f"{mutant.what}: {words}")
+                if not ok and mutant is not right:
                     break
             print(json.dumps(found), flush=True)
     return 0

@@ -139,7 +139,7 @@ def _run(problem: str, variant: str, case: dict, exact: bool, device: str) -> li
     folder = load.PROBLEMS / problem
     task, reference = load.module(folder, "task"), load.module(folder, "reference")
     module = load.module(folder, f"variants/{variant}")
-    data = tree.clone(model_check._inputs(task, reference, case))
+    data = tree.clone(model_check.make_inputs(task, reference, case))
     if exact:
         data = EXACT[problem](data, case["seed"])
     if device != "cpu":

@@ -184,7 +184,7 @@ def check(problem, variant, target, cases):
     assert not wrong, wrong[0]
 
 
-# CUDA C++ for sm100 runs in the model in every run of tests/harness/tools/test_bringup.py too.
+# CUDA C++ for sm100 runs in the model in every run of ptx_model/tests/test_bringup.py too.
 @pytest.mark.parametrize(("problem", "variant", "target", "cases"), first(QUICK), ids=lambda one: str(one)[:12])
 def test_a_variant_for_sm100_is_right_in_the_model(problem, variant, target, cases):
     check(problem, variant, target, cases)

@@ -9,7 +9,7 @@ from ptx_model.decode import Decoder, Execute, opcode
 from ptx_model.faults import Fault
 from ptx_model.machine import LANES, Apart, Block, Mask, Warps, join, joinable
 from ptx_model.memory import RANK_SHIFT, SHARED_WINDOW
-from ptx_model.parse import Sink
+from ptx_model.parse import Register, Sink
 from ptx_model.races import joined
 
 MOST_TX = 2**20 - 1  # bytes that one phase may expect
@@ -183,8 +183,7 @@ def _arrive(d: Decoder, what: str) -> Execute:
     expects, drops = d.take("expect_tx"), what == "arrive_drop"
     early = bool(d.take("noComplete"))  # such an arrival may not end the phase
     _space(d)
-    has_state = not isinstance(d.operands[0], type(d.operands[-1])) or len(d.operands) > 1
-    has_state = has_state and d.operands[0].__class__.__name__ in ("Register", "Sink")
+    has_state = isinstance(d.operands[0], (Register, Sink))
     first = 1 if has_state else 0
     address = _addresses(d, first)
     amount = d.lanes(first + 1, "u32") if len(d.operands) > first + 1 else None

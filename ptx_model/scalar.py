@@ -341,7 +341,7 @@ def extract(d: Decoder) -> Execute:
         whole = np.asarray(value(w)).astype(np.int64 if type_[0] == "s" else np.uint64)
         field = np.where(first >= bits, 0, whole >> np.minimum(first, bits - 1).astype(whole.dtype))
         keep = np.minimum(count, 63).astype(np.uint64)
-        field = field.astype(np.uint64) & ((np.uint64(1) << keep) - np.uint64(1)) if True else field
+        field = field.astype(np.uint64) & ((np.uint64(1) << keep) - np.uint64(1))
         if type_[0] == "s":
             last = np.minimum(first + count - 1, bits - 1)
             negative = (whole >> np.maximum(last, 0)) & 1

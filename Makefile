@@ -64,4 +64,4 @@ size:
 
 clean:
 	rm -rf .venv .build .pytest_cache .ruff_cache .hypothesis
-	find harness leaderboard problems tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find harness leaderboard problems ptx_model tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ from problems.common import load
 from tests.support import ROOT
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md", "ptx_model/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("problems/*/README.md")),
 ]

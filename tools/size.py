@@ -15,15 +15,16 @@ GENERATED = {"leaderboard/README.md", "docs/exploits.md"}
 PARTS = {
     "harness": (("harness",), 21371),
     "leaderboard": (("leaderboard",), 6313),
-    "problems/common": (("problems/common",), 9715),
+    "problems/common": (("problems/common",), 3500),
     "problems, without the model": (("problems",), 35932),
     "problems/dsv4_forward": (("problems/dsv4_forward",), 17385),
+    "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 22029),
     "tests of attacks": (("tests/exploits",), 11152),
     "other tests": (("tests",), 23220),
     "docs": (("docs",), 2860),
-    "tools": (("tools",), 620),
-    "root": (("",), 385),
+    "tools": (("tools",), 621),
+    "root": (("",), 393),
 }
 
 

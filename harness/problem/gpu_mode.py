@@ -16,7 +16,7 @@ from harness.problem.folders import Case, Problem, UsageError
 from problems.common import build, load
 
 _UNUSED = ("submission.py", "eval.py")  # of the files that a task.yml lists: a place, and the judge's part
-_OURS = ("harness", "problems", "leaderboard")
+_OURS = ("harness", "problems", "leaderboard", "ptx_model")
 _DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
 MOST_VALUES = 1_000_000  # of a task.yml
 

@@ -211,7 +211,7 @@ class Record(_Checked):
         "hash of the machine code of the submission's GPU kernels; null where there is no cubin to look at"
     )
     problem_hash: str | None = _field("hash of what defines the problem: cases, tolerances, task and reference")
-    harness_hash: str | None = _field("hash of the judge and of problems/common")
+    harness_hash: str | None = _field("hash of the judge, of problems/common and of ptx_model")
     commit: str | None = _field("the checkout's commit")
     dirty: bool | None = _field("whether the checkout had uncommitted changes, other than new records; null: not known")
     environment: dict[str, str | None] | None = _field("versions and names of what ran: gpu, cpu, driver, torch, ...")

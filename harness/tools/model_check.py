@@ -1,6 +1,6 @@
 """`--device model`: run GPU variants on the CPU in a model that executes their PTX, and compare what they write.
 
-Each case runs under every order of asynchronous work that the model has, on new outputs. docs/blackwell.md says what
+Each case runs under every order of asynchronous work that the model has, on new outputs. ptx_model/README.md says what
 the model checks and what it cannot see. It takes no time, so nothing of it ranks.
 
 It runs as a separate process, `python -m harness.tools.model_check PROBLEM VARIANT TARGET`, with the cases as JSON on
@@ -163,7 +163,7 @@ def records(recorder: Recorder, judged: Result) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     """Check one variant. argv: the problem's folder, the variant's file, the target."""
-    from problems.common.ptx_model import driver
+    from ptx_model import driver
 
     folder, file, target = Path(argv[0]), Path(argv[1]), argv[2]
     cases = json.loads(sys.stdin.read())
@@ -175,13 +175,13 @@ def main(argv: list[str]) -> int:
     task, reference = load.module(folder, "task"), load.module(folder, "reference")
     module = load.from_file(folder, file)
     for number, case in enumerate(cases):
-        pristine = _inputs(task, reference, case)
+        pristine = make_inputs(task, reference, case)
         want = reference.ref_kernel(pristine)
         for order in ORDERS:
             set_order(model, order)
-            status, said = _checked(model, module, task, reference, pristine, want)
-            last = order == ORDERS[-1] or status != "MODEL_CHECKED"  # the first error of a case is enough
-            reply = {"case": number, "order": order.policy, "status": status, "said": said, "last": last}
+            found = check_call(model, module, task, reference, pristine, want)
+            last = order == ORDERS[-1] or found.status != "MODEL_CHECKED"  # the first error of a case is enough
+            reply = {"case": number, "order": order.policy, "status": found.status, "said": found.reason, "last": last}
             out.write(json.dumps(reply) + "\n")
             out.flush()
             if last:
@@ -192,14 +192,12 @@ def main(argv: list[str]) -> int:
 
 
 def set_order(model: Any, order: Order) -> None:
-    """Let the driver's next launches run in this order."""
-    from problems.common.ptx_model import driver
-
-    model.policy, model.poison = order.policy, order.poison
-    model.multiprocessors = order.multiprocessors or driver.MULTIPROCESSORS[model.target]
+    """Let the launches that follow run in this order. model: the driver that ptx_model.driver.install returned."""
+    model.set_order(order.policy, order.poison, order.multiprocessors)
 
 
-def _inputs(task: Any, reference: Any, case: dict) -> Any:
+def make_inputs(task: Any, reference: Any, case: dict) -> Any:
+    """Make the problem's Data of a case, on the CPU. task, reference: the problem's modules."""
     import inspect
 
     from harness.checker import inputs
@@ -212,8 +210,11 @@ def _inputs(task: Any, reference: Any, case: dict) -> Any:
     return inputs.make(reference, task, case, "cpu", True, weights)
 
 
-def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, want: Any) -> tuple[str, str]:
-    """-> (status, what there is to say) of one call on a copy of the inputs."""
+def check_call(model: Any, module: Any, task: Any, reference: Any, pristine: Any, want: Any) -> Outcome:
+    """Call a submission once on a copy of the inputs. Return MODEL_CHECKED with what ran, or what went wrong.
+
+    module: the submission's. pristine: the problem's Data. want: the reference's answer to it.
+    """
     from harness.runner import failure, tree
     from problems.common.build import BuildError
 
@@ -226,24 +227,26 @@ def _checked(model: Any, module: Any, task: Any, reference: Any, pristine: Any, 
         output = module.custom_kernel(data)
         model.check()
     except BuildError as error:
-        return "COMPILE_ERROR", f"{failure.compiler_said(str(error))}\n{error}".lstrip()
+        return Outcome("COMPILE_ERROR", f"{failure.compiler_said(str(error))}\n{error}".lstrip())
     except Exception as error:
         fault = model.faults[0] if model.faults else error
         if named := re.search(r"undefined symbol: (\w+)", str(fault)):
-            return "RUNTIME_ERROR", f"the model has no {named[1]}: docs/blackwell.md says what host code may call"
-        return "RUNTIME_ERROR", f"{type(fault).__name__}: {fault}"
-    if changed := _changed(task, pristine, data):
-        return "INCORRECT", f"input {changed} was changed by the call"
+            words = f"the model has no {named[1]}: ptx_model/README.md says what host code may call"
+            return Outcome("RUNTIME_ERROR", words)
+        return Outcome("RUNTIME_ERROR", f"{type(fault).__name__}: {fault}")
+    if changed := changed_input(task, pristine, data):
+        return Outcome("INCORRECT", f"input {changed} was changed by the call")
     result = inputs.compared(reference, pristine, want, output, False)
     launches, executed = model.launches - before[0], model.executed - before[1]
     if not launches:
-        return "RUNTIME_ERROR", "it launched no kernel of CUDA C++ or CuTe DSL, so the model checked nothing"
+        return Outcome("RUNTIME_ERROR", "it launched no kernel of CUDA C++ or CuTe DSL, so the model checked nothing")
     if not result.ok:
-        return "INCORRECT", result.message
-    return "MODEL_CHECKED", f"{launches} launch{'es' if launches > 1 else ''}, {executed} group instructions"
+        return Outcome("INCORRECT", result.message)
+    ran = f"{launches} launch{'es' if launches > 1 else ''}, {executed} group instructions"
+    return Outcome("MODEL_CHECKED", ran)
 
 
-def _changed(task: Any, before: Any, after: Any) -> str:
+def changed_input(task: Any, before: Any, after: Any) -> str:
     """Return which input a call changed that is no output and not INOUT, "" if none."""
     from harness.checker import memory
     from harness.runner import tree

@@ -1,4 +1,4 @@
-"""Run tests of kernels that are for a GPU in the model that executes PTX on the CPU (problems/common/ptx_model)."""
+"""Run tests of kernels that are for a GPU in the model that executes PTX on the CPU (ptx_model)."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from problems.common.ptx_model import driver
+from ptx_model import driver
 from tests.support import forked
 
 TARGET = "sm90"

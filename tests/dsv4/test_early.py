@@ -22,7 +22,7 @@ import sys
 import torch
 
 from problems.common import early
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 driver.MULTIPROCESSORS["sm90"] = 2
 model = driver.install("sm90")
@@ -89,7 +89,7 @@ import sys
 
 from harness.tools import model_check
 from problems.common import early
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 EARLY = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 plain, late = driver.Driver.launch, set()

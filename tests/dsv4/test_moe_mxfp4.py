@@ -238,7 +238,7 @@ def right(found: dict) -> None:
 CODE = """
 import json, sys
 from problems.common import load
-from problems.common.ptx_model import driver
+from ptx_model import driver
 from tests.dsv4 import in_model, test_moe_mxfp4 as tests
 
 driver.MULTIPROCESSORS["sm90"] = 2

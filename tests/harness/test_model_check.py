@@ -1,5 +1,6 @@
 """--device model: the verdict on a right and on a wrong variant, and what is refused."""
 
+import functools
 import json
 import math
 import shutil
@@ -128,10 +129,11 @@ def test_an_input_that_a_call_changed_is_named():
     """The outputs, and what INOUT names, may change."""
     task = SimpleNamespace(OUTPUTS=("y",), INOUT=("state",))
     kind = namedtuple("Data", "x state y")
+    changed = functools.partial(model_check.changed_input, task)
     before = kind(torch.zeros(3), torch.zeros(2), torch.zeros(1))
-    assert model_check._changed(task, before, kind(torch.zeros(3), torch.ones(2), torch.ones(1))) == ""
-    assert model_check._changed(task, before, kind(torch.tensor([0, -0.0, 0]), torch.zeros(2), torch.zeros(1))) == "x"
+    assert changed(before, kind(torch.zeros(3), torch.ones(2), torch.ones(1))) == ""
+    assert changed(before, kind(torch.tensor([0, -0.0, 0]), torch.zeros(2), torch.zeros(1))) == "x"
     whole = namedtuple("Whole", "weights inputs outputs")
     parts = (whole(None, kind(torch.full((3,), x), *before[1:]), None) for x in (math.nan, math.nan, 1.0))
     was, same, other = parts
-    assert (model_check._changed(task, was, same), model_check._changed(task, was, other)) == ("", "x")
+    assert (changed(was, same), changed(was, other)) == ("", "x")

@@ -14,7 +14,7 @@ IN_MODEL = """
 import sys
 
 from harness.tools import model_check
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm90")
 from problems.common import load

@@ -1,7 +1,7 @@
 """Our GPU variants in the model of their GPU, on small cases under every order of asynchronous work.
 
 The cases are not square, end inside of tiles, leave experts without tokens and lists with holes, and turn a ring of
-shared memory more than once. They make up what docs/blackwell.md says was checked.
+shared memory more than once. They make up what ptx_model/README.md says was checked.
 """
 
 import importlib.util
@@ -136,7 +136,7 @@ EXPERT = """
 import torch
 from harness.tools import model_check
 from problems.common import load
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm90")
 folder = load.PROBLEMS / "linear_decode"
@@ -184,7 +184,7 @@ def check(problem, variant, target, cases):
     assert not wrong, wrong[0]
 
 
-# CUDA C++ for sm100 runs in the model in every run of tests/harness/tools/test_bringup.py too.
+# CUDA C++ for sm100 runs in the model in every run of ptx_model/tests/test_bringup.py too.
 @pytest.mark.parametrize(("problem", "variant", "target", "cases"), first(QUICK), ids=lambda one: str(one)[:12])
 def test_a_variant_for_sm100_is_right_in_the_model(problem, variant, target, cases):
     check(problem, variant, target, cases)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from problems.common import fp8, load, ptx_model
+import ptx_model
+from problems.common import fp8, load
 
 SOURCE = """
 #include "sm90_decode_fp8.cuh"

@@ -15,7 +15,7 @@ CODE = """
 import json, sys
 import torch
 from problems.common import load
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 driver.MULTIPROCESSORS["sm90"] = {multiprocessors}
 model = driver.install("sm90")

@@ -20,31 +20,32 @@ FOLDER = PROBLEMS / "moe_gemm"
 # through several tiles, and its ring of stages turn more than once.
 SCRIPT = """
 import json, sys
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm100")
-from harness.tools.model_check import ORDERS, _checked, _inputs
+from harness.tools.model_check import ORDERS, check_call, make_inputs
 from problems.common import load
 
 task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
 for multiprocessors, orders, case in json.loads(sys.stdin.read()):
-    pristine = _inputs(task, reference, case)
+    pristine = make_inputs(task, reference, case)
     want = reference.ref_kernel(pristine)
     for order in (one for one in ORDERS if one.policy in orders or not orders):
-        model.multiprocessors, model.policy, model.poison = multiprocessors, order.policy, order.poison
-        print(json.dumps([order.policy, *_checked(model, variant, task, reference, pristine, want)]), flush=True)
+        model.set_order(order.policy, order.poison, multiprocessors)
+        found = check_call(model, variant, task, reference, pristine, want)
+        print(json.dumps([order.policy, found.status, found.reason]), flush=True)
 """
 # Ids that are no experts: what their tokens get is free; nothing is written out of bounds, and the others are right.
 BAD_IDS = """
 import json, sys, torch
-from problems.common.ptx_model import driver
+from ptx_model import driver
 
 model = driver.install("sm100")
-from harness.tools.model_check import _inputs
+from harness.tools.model_check import make_inputs
 from problems.common import load
 
 task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
-data = _inputs(task, reference, json.loads(sys.stdin.read()))
+data = make_inputs(task, reference, json.loads(sys.stdin.read()))
 want = reference.ref_kernel(data)
 model.multiprocessors = 2
 data.inputs.topk_ids[0, 0], data.inputs.topk_ids[1, 1] = -1, len(data.weights.w13)

@@ -1,0 +1,158 @@
+"""Bring a B200 up in stages, from words through tensor memory to the tests of our variants, and write one JSON file.
+
+    .venv/bin/python ptx_model/tools/bringup_sm100.py       # under 2 minutes; writes leaderboard/out/bringup_sm100.json
+
+Each stage is a kernel with one piece of the hardware more than the one before (bringup_sm100.cu). It runs in the model
+of ptx_model, then on the GPU, each time in a separate process, and both outputs are compared with
+numpy's bit by bit. A wait that lasts too long writes role, barrier, phase and tile, and traps; these are in the file
+too. Behind the stages the variants for sm100 are tested as harness/run.py --mode test does.
+
+Without a GPU of compute capability 10.x the stages run in the model only, and the exit code is 7. It is 0 if all is
+equal, else 1. --out FILE: where the JSON goes; --stage NAME: that stage only; --no-tests: no tests of variants.
+"""
+
+from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
+
+from problems.common import terminal, venv  # noqa: E402
+
+NAME = "ptx_model/tools/bringup_sm100.py"
+SOURCE = Path(__file__).with_suffix(".cu")
+OUT = ROOT / "leaderboard" / "out" / "bringup_sm100.json"
+# Limits of all stages in the model, of a stage on the GPU, and of all tests of variants together.
+MODEL_S, GPU_S, TESTS_S = 120, 30, 60
+# What is tested behind the stages: (problem, variant), the surest first.
+TESTS = (
+    ("nvfp4_gemv", "sm100_native"),
+    ("nvfp4_gemv", "sm100_cute"),
+    ("moe_gemm", "sm90_grouped"),
+    ("moe_gemm", "sm90_cute"),
+    ("moe_gemm", "sm100_cute"),
+    ("fmha_decode", "sm100_cute"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the top of this file. Return the exit code."""
+    parser = terminal.Parser(prog=NAME, description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help=f"default: {OUT.relative_to(ROOT)}")
+    parser.add_argument("--stage", metavar="NAME", help="only this stage")
+    parser.add_argument("--no-tests", action="store_true", help="no tests of the variants")
+    parser.add_argument("--run", nargs=2, metavar=("WHERE", "FILE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    venv.enter(NAME)
+    from ptx_model.tools import bringup_stages
+
+    if options.stage and options.stage not in bringup_stages.STAGES:
+        parser.error(f"--stage must be one of {', '.join(bringup_stages.STAGES)}, got {options.stage!r}")
+    stages = [options.stage] if options.stage else list(bringup_stages.STAGES)
+    if options.run:
+        return bringup_stages.run(stages, *options.run)
+    if not shutil.which("nvcc"):
+        print(f"{NAME}: nvcc must be on PATH: install the CUDA toolkit, 12.8 or newer", file=sys.stderr)
+        return 2
+    return _bring_up(stages, options)
+
+
+def _bring_up(stages: list[str], options: argparse.Namespace) -> int:
+    from harness.results import environment, output
+
+    gpu = _gpu()
+    commit, dirty = environment.commit()
+    found: dict = {
+        "gpu": gpu,
+        "environment": environment.describe(),
+        "nvcc": _nvcc(),
+        "commit": commit,
+        "dirty": dirty,
+        "stages": [],
+        "tests": [],
+    }
+    if gpu is None:
+        print("no GPU of compute capability 10.x: the stages run in the model only")
+    models = _process(options.stage, "model", MODEL_S)
+    for name in stages:
+        one = {"name": name, "model": models.get(name, models), "gpu": {"status": "not run"}}
+        if gpu is not None:
+            said = _process(name, "gpu", GPU_S)
+            one["gpu"] = said.get(name, said)
+        found["stages"].append(one)
+        print(f"{name:12} model: {one['model']['status']:10} gpu: {one['gpu']['status']}", flush=True)
+        for line in one["gpu"].get("report", []):
+            print(f"    waited in vain: {line}")
+        # Kept after each stage: a machine may hang.
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        output.write_whole(options.out, json.dumps(found, indent=1) + "\n")
+    if gpu is not None and not options.no_tests:
+        found["tests"] = _tests()
+    output.write_whole(options.out, json.dumps(found, indent=1) + "\n")
+    print(f"wrote {options.out}: send this file back")
+    right = all(one["model"]["status"] == "equal" for one in found["stages"])
+    if gpu is None:
+        return 7 if right else 1
+    right &= all(one["gpu"]["status"] == "equal" for one in found["stages"])
+    return 0 if right and all(one["exit_code"] == 0 for one in found["tests"]) else 1
+
+
+def _gpu() -> str | None:
+    """The name of a GPU with compute capability 10.x, or None."""
+    from harness.results import gpu
+
+    found = gpu.current()
+    return found.name if found and found.capability.startswith("10.") else None
+
+
+def _nvcc() -> str:
+    said = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    return next((line.strip() for line in said.splitlines() if "release" in line), "")
+
+
+def _process(name: str | None, where: str, limit_s: int) -> dict:
+    """Run a stage, or all of them, in one process. Return {stage: what it found}, or how the process ended."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "result.json")
+        command = [sys.executable, str(Path(__file__)), *(["--stage", name] if name else [])]
+        begin = time.monotonic()
+        try:
+            ran = subprocess.run(
+                [*command, "--run", where, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=limit_s
+            )
+            ended = {"status": "failed", "said": (ran.stdout + ran.stderr)[-2000:]}
+        except subprocess.TimeoutExpired:
+            ended = {"status": "timeout", "said": f"killed after {limit_s} s"}
+        found = json.loads(file.read_text()) if file.is_file() else ended
+        return found | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def _tests() -> list[dict]:
+    """Test the variants with what is left of their time."""
+    found, end = [], time.monotonic() + TESTS_S
+    for problem, variant in TESTS:
+        command = [sys.executable, "harness/run.py", problem, "--variant", variant, "--mode", "test", "--quiet"]
+        left = end - time.monotonic()
+        if left < 1:
+            found.append({"command": " ".join(command[1:]), "exit_code": None, "said": "no time was left"})
+            continue
+        try:
+            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
+            code, said = ran.returncode, (ran.stdout + ran.stderr)[-4000:]
+        except subprocess.TimeoutExpired:
+            code, said = None, f"killed after {left:.0f} s"
+        found.append({"command": " ".join(command[1:]), "exit_code": code, "said": said})
+        print(f"{problem} {variant}: exit code {code}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -298,7 +298,7 @@ def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> 
         folders.variant_file(folder, args.variant, "--variant")
     if args.against and not args.all and not args.against.endswith(".py"):
         if other := commits.split(args.against):
-            commits.see_there(folder, *other)
+            commits.find(folder, *other)
         else:
             folders.variant_file(folder, args.against, "--against")
     if further and not (folder / "check.py").is_file():

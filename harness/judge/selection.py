@@ -77,13 +77,7 @@ class Selection:
 
     def _of_commit(self, rev: str, variant: str) -> Submission:
         """Return the variant of another commit, and say what is compared."""
-
-        def place() -> Path:
-            folder = workdir.scratch()
-            self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            return folder
-
-        found = commits.opponent(self.problem, rev, variant, place)
+        found = self.stack.enter_context(commits.opponent(self.problem, rev, variant, workdir.scratch().resolve()))
         console.say(
             f"{found.name} is the variant of {rev} ({found.commit}), built with that commit's problems/common; judge, "
             "task and reference are those of this checkout"

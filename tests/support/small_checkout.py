@@ -1,22 +1,24 @@
 """A small checkout: the judge, and one problem, "tiny", whose runs on a CPU take seconds."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.support import ROOT
 
-# A set-up that finds all packages: those of this checkout's .venv. With "fail" in the checkout it fails; with "wait" it
-# starts a process that leaves it, and waits for a file "go" beside the tree.
+# A set-up that finds all packages: those of this interpreter. With "fail" in the checkout it fails; with "wait" it
+# waits until somebody removes that file, and with "stray" it starts a process that leaves it.
 SETUP = f"""import os, subprocess, sys, time
 print("looking for packages", flush=True)
 if os.path.exists("fail"):
     sys.exit("ERROR: no matching distribution for a package")
-if os.path.exists("wait"):
+if os.path.exists("stray"):
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    while not os.path.exists("../go"):
+if os.path.exists("wait"):
+    while os.path.exists("wait"):
         time.sleep(0.1)
 if not os.path.lexists(".venv"):
-    os.symlink({str(ROOT / ".venv")!r}, ".venv")
+    os.symlink({sys.prefix!r}, ".venv")
 """
 SMALL = {"PROCESSES": 1, "SAMPLES": 1}  # of harness/judge/phases.py, on a CPU
 
@@ -44,7 +46,7 @@ def make(folder: Path) -> Path:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_bytes((ROOT / name).read_bytes())
         (here / name).chmod((ROOT / name).stat().st_mode)
-    (here / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
+    (here / ".venv").symlink_to(sys.prefix, target_is_directory=True)
     (here / "tools" / "setup.py").write_text(SETUP)
     phases = here / "harness" / "judge" / "phases.py"
     lines = phases.read_text().splitlines(keepends=True)

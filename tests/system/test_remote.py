@@ -1,9 +1,9 @@
 """Runs on another machine, which here is this one behind an sshd of the test: what breaks loses and doubles nothing."""
 
-import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from tests.support import loopback, small_checkout
 
 pytestmark = pytest.mark.system
 LIMIT_S = 240  # of anything that is waited for; a machine under load may take a while
+TINY = ("tiny", "--device", "cpu")
 
 
 @dataclass(frozen=True)
@@ -28,27 +29,23 @@ class Place:
     server: loopback.Server
     folder: Path
 
-    def command(self, *words: str) -> tuple[list[str], dict]:
-        env = {**os.environ, "KERNEL_SSH": self.server.ssh, "KERNEL_REMOTE_FOLDER": str(self.folder)}
-        python = str(self.checkout / ".venv" / "bin" / "python")
-        return [python, *words], {"cwd": self.checkout, "env": env, "text": True}
+    @property
+    def tree(self) -> Path:
+        return Path(f"{self.folder}/root{self.checkout}")
 
     def begin(self, *words: str) -> subprocess.Popen:
-        command, how = self.command("harness/tools/remote.py", *words)
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
+        env = {**os.environ, "KERNEL_SSH": self.server.ssh, "KERNEL_REMOTE_FOLDER": str(self.folder)}
+        pipe, command = subprocess.PIPE, [".venv/bin/python", *words]
+        return subprocess.Popen(command, cwd=self.checkout, env=env, stdout=pipe, stderr=pipe, text=True)
 
-    def run(self, *words: str) -> subprocess.CompletedProcess:
-        command, how = self.command("harness/tools/remote.py", *words)
-        return subprocess.run(command, capture_output=True, timeout=LIMIT_S, **how)
+    def judging(self, *words: str) -> subprocess.Popen:
+        return self.begin("harness/run.py", "--on", "there", *words)
 
-    def state(self) -> dict:
-        """The state of the newest job there."""
-        states = sorted((self.folder / "jobs").glob("*/state.json"))
-        return json.loads(states[-1].read_text()) if states else {}
+    def stopping(self) -> subprocess.Popen:
+        return self.begin("-m", "harness.tools.remote", "there", "--stop")
 
     def log(self) -> str:
-        logs = sorted((self.folder / "jobs").glob("*/log"))
-        return logs[-1].read_text() if logs else ""
+        return (self.folder / "job" / "log").read_text() if (self.folder / "job" / "log").exists() else ""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +62,9 @@ def server(tmp_path_factory) -> Iterator[loopback.Server]:
 @pytest.fixture
 def place(checkout, server, tmp_path) -> Iterator[Place]:
     yield Place(checkout, server, tmp_path / "a folder")
-    for name in ("wait", "fail"):
+    for name in ("wait", "stray", "fail"):
         (checkout / name).unlink(missing_ok=True)
+    shutil.rmtree(checkout / "leaderboard" / "results", ignore_errors=True)
 
 
 def until(what: Callable[[], object]) -> None:
@@ -76,114 +74,117 @@ def until(what: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def connected(server: loopback.Server) -> bool:
-    return any(reaper.descendants(server.process.pid))
+def ended(client: subprocess.Popen) -> tuple[int, str, str]:
+    """Return exit code, standard output, standard error."""
+    out, err = client.communicate(timeout=LIMIT_S)
+    return client.returncode, out, err
 
 
-def lines_of(results: Path) -> list[str]:
-    return [line for file in results.glob("*/*.jsonl") for line in file.read_text().splitlines()]
-
-
-def test_a_run_survives_dropped_connections_and_a_killed_client(place, server, tmp_path):
-    """Every record comes back once, in the form of records, with a submission in a folder of an awkward name."""
+def test_run_survives_dropped_connection_killed_client_and_ctrl_c(place, server, tmp_path):
+    """Its records come back once, with a submission in a folder of an awkward name."""
     awkward = tmp_path / 'it\'s "$HOME" `id` \\ *'
     awkward.mkdir()
     for suffix in ("py", "cpp"):
         shutil.copy(place.checkout / f"problems/tiny/variants/cpu_plain.{suffix}", awkward / f"mine.{suffix}")
     (place.checkout / "wait").touch()
-    first = place.begin("there", "tiny", "--submission", str(awkward / "mine.py"), "--device", "cpu")
+    words = ("tiny", "--submission", str(awkward / "mine.py"), "--device", "cpu", "--json", "-")
+    first = place.judging(*words)
     until(lambda: "looking for packages" in place.log())
-    until(lambda: server.drop_connections())
-    said = ""
-    while "trying again" not in said:
-        said = first.stderr.readline()
-        assert said, "the client gave up"
-    until(lambda: connected(server))
-    first.kill()
-    first.communicate()
-    until(lambda: not connected(server))
+    until(server.drop_connections)
+    code, _, err = ended(first)
+    assert code == 2 and "the same command follows it" in err
 
-    both = [place.begin("there", "--attach") for _ in range(2)]
-    begun = [client.stdout.readline() for client in both]
-    assert server.drop_connections() >= 2
-    (place.folder / "go").touch()
-    results = place.checkout / "leaderboard" / "results"
-    for client, line in zip(both, begun, strict=True):
-        out, err = client.communicate(timeout=LIMIT_S)
-        assert client.returncode == 0 and "trying again" in err, out + err
-        out = line + out
-        assert out.count("looking for packages") == 1 and out.count(" records of ") == 1, "each line of the log once"
-    here, there = lines_of(results), lines_of(place.folder / "tree" / "leaderboard" / "results")
-    assert sorted(here) == sorted(there) and len(set(here)) == len(here) == 4
-    (file,) = results.glob("*/tiny.jsonl")
-    records, complaints = record.reading(file.parent.name, "tiny", results)
-    assert len(records) == 4 and not complaints and len({one["run_id"] for one in records}) == 1
-    assert {(one["variant"], one["status"]) for one in records} == {("mine", "PASSED")}
+    for end in (signal.SIGKILL, signal.SIGINT):
+        client = place.judging(*words)
+        assert "which has begun on there before" in client.stderr.readline()
+        until(lambda client=client: "looking for packages" in client.stderr.readline())
+        client.send_signal(end)
+        assert client.wait(LIMIT_S) == (130 if end == signal.SIGINT else -end)
+
+    both = [place.judging(*words) for _ in range(2)]
+    for client in both:
+        until(lambda client=client: "looking for packages" in client.stderr.readline())
+    (place.tree / "wait").unlink()
+    for client in both:
+        code, out, err = ended(client)
+        assert code == 0 and err.count(" records of ") == 1, out + err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert {(one["variant"], one["status"]) for one in records} == {("mine", "PASSED")} and len(records) == 4
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=place.checkout, capture_output=True, text=True).stdout
     assert {(one["commit"], one["dirty"]) for one in records} == {(head.strip(), True)}  # "wait" is not committed
-
-    again = place.run("there", "--attach")
-    assert again.returncode == 0 and "0 new records" in again.stdout
-    assert lines_of(results) == here
-    assert "exit code 0" in place.run("there", "--status").stdout
+    results = place.checkout / "leaderboard" / "results"
+    (machine,) = {file.relative_to(results).parts[0] for file in results.rglob("*.jsonl")}
+    assert record.reading(machine, "tiny", results) == (records, [])
 
 
-def test_a_stopped_run_leaves_no_process(place, tmp_path):
-    """Neither the judge and its runners nor what had left the set-up; and the folder is free for the next run."""
+def test_stop_ends_a_hung_run_with_all_its_processes(place, tmp_path):
+    """Neither the judge and its runners are left, nor what had left the set-up; the next command begins anew."""
     endless = tmp_path / "endless.py"
     endless.write_text('TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    while True:\n        pass\n')
-    (place.checkout / "wait").touch()
-    client = place.begin("there", "tiny", "--submission", str(endless), "--device", "cpu", "--timeout", "3000")
+    for name in ("wait", "stray"):
+        (place.checkout / name).touch()
+    client = place.judging("tiny", "--submission", str(endless), "--device", "cpu", "--timeout", "3000")
     until(lambda: "looking for packages" in place.log())
-    (place.folder / "go").touch()
-    until(lambda: place.state().get("state") == "running")
-    supervisor = place.state()["pid"]
-    until(lambda: len(reaper.descendants(supervisor)) >= 4)  # the sleeping one, the judge, its checker and a runner
-    below = reaper.descendants(supervisor)
-    busy = place.run("there", "tiny")
-    assert busy.returncode == 2 and "is running in this folder" in busy.stderr
-    stopped = place.run("there", "--stop")
-    assert stopped.returncode == 0 and "stopped" in stopped.stdout, stopped.stderr
-    assert client.wait(LIMIT_S) == 130
-    client.communicate()
+    (place.tree / "wait").unlink()
+    pid = int((place.folder / "job" / "pid").read_text())
+    until(lambda: len(reaper.descendants(pid)) >= 4)  # make or the judge, its checker, the reaper and a runner
+    below = reaper.descendants(pid)
+    code, _, err = ended(place.judging("tiny"))
+    assert code == 2 and "runs `tiny --submission=" in err and "--stop" in err
+    for process in (below[0], pid):  # a judge that does not answer to SIGINT
+        os.kill(process, signal.SIGSTOP)
+    code, _, err = ended(place.stopping())
+    assert code == 0, err
+    assert ended(client)[0] == 130
+    strays = subprocess.run(
+        ["grep", "-lF", f"KERNEL_JOB={place.folder}", *map(str, Path("/proc").glob("[0-9]*/environ"))]
+    )
+    assert strays.returncode != 0
     for pid in below:
         until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or reaper._state(pid) in ("Z", "X", ""))
-    assert place.state()["state"] == "stopped"
-    again = place.run("there", "--stop")
-    assert again.returncode == 0, "what has ended stays as it is"
+    assert ended(place.judging("nowhere"))[0] == 2
 
 
-def test_a_set_up_that_fails_shows_its_last_lines(place):
-    (place.checkout / "fail").touch()
-    done = place.run("there", "tiny", "--device", "cpu")
-    assert done.returncode == 2
-    assert "set-up failed: make setup: exit code 2" in done.stderr
-    assert "no matching distribution for a package" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("host", "said"), [("nowhere.invalid", "no such host"), ("refused", "no ssh server answers there")]
-)
-def test_a_host_that_cannot_be_reached(place, host, said):
-    done = place.run(host, "tiny")
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-    assert not (place.checkout / "leaderboard" / "out" / "remote" / host).exists()
-
-
-def test_what_a_checkout_no_longer_has_does_not_run(place):
-    """A second run there sends the present files; the output goes where --json and --events say."""
+def test_mirror_has_no_deleted_variant_and_outputs_go_where_they_are_asked_for(place):
     variant = place.checkout / "problems" / "tiny" / "variants" / "cpu_other.py"
     shutil.copy(variant.with_name("cpu_plain.py"), variant)
     shutil.copy(variant.with_name("cpu_plain.cpp"), variant.with_suffix(".cpp"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [variant.with_suffix(s).unlink(missing_ok=True) for s in (".py", ".cpp")])
-        assert place.run("there", "tiny", "--lint", "--device", "gpu").returncode == 2
-        listed = ["there", "tiny", "--mode", "test", "--device", "cpu", "--case", "m=16 k=64", "--all", "--quiet"]
-        first = place.run(*listed, "--json", "-")
-        assert first.returncode == 0, first.stderr
-        assert {json.loads(line)["variant"] for line in first.stdout.splitlines()} >= {"cpu_plain", "cpu_other"}
-    second = place.run(*listed, "--json", "-", "--events", str(place.folder / "events"))
-    assert {json.loads(line)["variant"] for line in second.stdout.splitlines()} & {"cpu_plain", "cpu_other"} == {
-        "cpu_plain"
-    }
-    assert "cpu_plain" in (place.folder / "events").read_text()
+    events = place.folder / "events"
+    words = (*TINY, "--mode", "test", "--case", "m=16 k=64", "--all", "--quiet", "--json", "-", "--events", str(events))
+    for variants in ({"cpu_plain", "cpu_other"}, {"cpu_plain"}):
+        code, out, err = ended(place.judging(*words))
+        assert code == 0, err
+        assert {json.loads(line)["variant"] for line in out.splitlines()} & {"cpu_plain", "cpu_other"} == variants
+        for suffix in (".py", ".cpp"):
+            variant.with_suffix(suffix).unlink(missing_ok=True)
+    assert {line["event"] for line in map(json.loads, events.read_text().splitlines())} >= {"start", "verdict", "end"}
+
+
+def test_stopped_run_is_resumed_there(place, tmp_path):
+    """Its file comes back unfinished, and once more when it is complete."""
+    for suffix in (".py", ".cpp"):
+        shutil.copy(place.checkout / f"problems/tiny/variants/cpu_plain{suffix}", tmp_path / f"slow{suffix}")
+    slow = tmp_path / "slow.py"
+    slow.write_text(slow.read_text().replace("    m, k = unpack(data)", "    time.sleep(1)\n    m, k = unpack(data)"))
+    slow.write_text(slow.read_text().replace("\nfrom", "\nimport time\nfrom", 1))
+    client = place.judging("tiny", "--submission", str(slow), "--device", "cpu")
+    files = "leaderboard/results/*/tiny/*.jsonl"
+    until(lambda: [file for file in place.tree.glob(files) if file.read_bytes().count(b"\n") > 2])
+    assert ended(place.stopping())[0] == 0 and ended(client)[0] == 130
+    (file,) = place.checkout.glob(files)
+    assert b'"kind": "end"' not in file.read_bytes()
+    code, out, err = ended(place.judging("tiny", "--device", "cpu", "--resume", file.stem, "--json", "-"))
+    assert code == 0 and len(out.splitlines()) == 4, err
+    assert json.loads(file.read_text().splitlines()[-1])["kind"] == "end"
+
+
+def test_set_up_that_fails_ends_with_its_last_lines_and_exit_code_2(place):
+    (place.checkout / "fail").touch()
+    code, out, _ = ended(place.judging(*TINY))
+    assert code == 2 and "no matching distribution for a package" in out
+
+
+@pytest.mark.parametrize(("host", "reason"), [("nowhere.invalid", "resolve"), ("refused", "Connection refused")])
+def test_unreachable_host_is_named_in_one_line(place, host, reason):
+    code, _, err = ended(place.begin("harness/run.py", "--on", host, "tiny"))
+    assert code == 2 and f"`ssh {host}` must work" in err and reason in err and err.count("\n") == 1

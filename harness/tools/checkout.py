@@ -1,0 +1,82 @@
+"""What another machine gets of this checkout to judge as here: files, arguments, and the commit that they are of.
+
+In a folder there, root/ mirrors this machine's file system as far as files are sent, so that every path from the
+checkout to another file is the same; job/ is for what a run writes besides its records.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.problem import folders, sources
+from harness.problem.folders import UsageError
+from harness.results import environment
+from problems.common import load
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = f"root{ROOT}"  # where the checkout lies in the folder there
+RUNS = "leaderboard/results/*/*/*.jsonl"  # the files of runs
+
+
+@dataclass(frozen=True)
+class Request:
+    """arguments: of harness/run.py there; files: those that the arguments name, also outside the checkout."""
+
+    arguments: list[str]
+    files: list[Path]
+
+
+def request(args: argparse.Namespace, further: list[str], defaults: argparse.Namespace) -> Request:
+    """Translate arguments of harness/run.py: args, those that it does not know, and its defaults. UsageError: a file
+    that they name is missing.
+    """
+    values, files = dict(vars(args)), []
+    for name in ("submission", "against"):
+        if values[name] and (name == "submission" or values[name].endswith(".py")):
+            file = Path(values[name]).resolve()
+            if not file.is_file():
+                raise UsageError(f"--{name} must be a Python file, found none at {values[name]}")
+            with folders.reading(file.name):
+                files += sources.own(file)
+            values[name] = os.path.relpath(file, ROOT)
+    folder = folders.place(args.problem)
+    if folder.parent != load.PROBLEMS:
+        files += [*folder.rglob("*"), *([] if folders.is_own(folder) else folders.find(args.problem).others)]
+    values["problem"] = folder.name if folder.parent == load.PROBLEMS else os.path.relpath(folder, ROOT)
+    values |= {name: os.path.relpath(f"/job/{name}", f"/{TREE}") for name in ("json", "events") if values[name]}
+    arguments = [values.pop("problem"), *further]
+    for name, value in values.items():
+        if name not in ("on", "ray") and value != getattr(defaults, name):
+            option = f"--{name.replace('_', '-')}"
+            arguments.append(option if value is True or value == "" else f"{option}={value}")
+    return Request(arguments, files)
+
+
+def commit() -> dict[str, str]:
+    """The environment that says there which commit the files are of (harness/results/environment.py)."""
+    name, dirty = environment.commit()
+    return {"GIT_COMMIT": name or "", "GIT_DIRTY": "" if dirty is None else str(int(dirty))}
+
+
+@contextlib.contextmanager
+def copied(files: Iterable[Path]) -> Iterator[Path]:
+    """A temporary folder with root/: what git knows or does not ignore, the files of runs, and `files`. UsageError:
+    this is no git checkout.
+    """
+    listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True)
+    if listed.returncode:
+        raise UsageError(f"{ROOT} must be a git checkout, since git says which files are sent")
+    known = [ROOT / name for name in os.fsdecode(listed.stdout).split("\0")]
+    with tempfile.TemporaryDirectory() as folder:
+        for path in {*known, *ROOT.glob(RUNS), *files}:
+            if path.is_file() and "__pycache__" not in path.parts:
+                target = Path(f"{folder}/root{path}")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+        yield Path(folder)

@@ -1,0 +1,80 @@
+"""What is sent to another machine: the arguments as they mean the same there, and the files."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness import run
+from harness.problem.folders import UsageError
+from harness.tools import checkout, remote
+from tests.support import ROOT, SUPPORT
+
+
+def request(*argv):
+    args, further = run.parser().parse_known_args(["--on", "x", *argv])
+    return checkout.request(args, further, run.parser().parse_args([]))
+
+
+def test_arguments_are_sent_as_they_were_given():
+    argv = [
+        "nvfp4_gemv",
+        "--case",
+        "m=16 k='$HOME' \"x\" *",
+        "--same-within",
+        "2.5",
+        "--seed",
+        "0",
+        "--quiet",
+        "--resume",
+    ]
+    sent = request(*argv, "--json", "x", "--events", "y")
+    args, further = run.parser().parse_known_args(sent.arguments)
+    outputs = {name: str(Path("..", *[".."] * len(ROOT.parts[1:]), "job", name)) for name in ("json", "events")}
+    assert vars(args) == vars(run.parser().parse_args(argv)) | outputs and not further and not sent.files
+
+
+def test_arguments_of_a_problems_own_check_are_kept():
+    argv = ["--config", "tiny", "--steps", "-1"]
+    assert run.parser().parse_known_args(request("dsv4_forward", "--check-only", *argv).arguments)[1] == argv
+
+
+def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
+    inside = ROOT / "problems" / "nvfp4_gemv" / "variants" / "cpu_portable.py"
+    assert f"--submission={inside.relative_to(ROOT)}" in request("nvfp4_gemv", "--submission", str(inside)).arguments
+    awkward = tmp_path / "it's here"
+    awkward.mkdir()
+    for suffix in ("py", "cpp"):
+        shutil.copy(inside.with_suffix(f".{suffix}"), awkward / f"mine.{suffix}")
+    (awkward / "mine.cpp").write_text('#include "part.h"\n' + (awkward / "mine.cpp").read_text())
+    (awkward / "part.h").write_text("\n")
+    sent = request("nvfp4_gemv", "--against", str(awkward / "mine.py"))
+    (path,) = (word.partition("=")[2] for word in sent.arguments if word.startswith("--against="))
+    with checkout.copied(sent.files) as copy:
+        tree = copy / checkout.TREE
+        assert sorted(file.name for file in (tree / path).resolve().parent.iterdir()) == [
+            "mine.cpp",
+            "mine.py",
+            "part.h",
+        ]
+        assert (tree / "harness" / "run.py").stat().st_mode & 0o100 and (tree / inside.relative_to(ROOT)).is_file()
+        assert not (tree / ".venv").exists() and not (tree / ".git").exists()
+
+
+def test_foreign_problem_is_sent_with_the_files_beside_it(tmp_path):
+    shutil.copytree(SUPPORT / "gpu_mode", tmp_path / "set")
+    folder = tmp_path / "set" / "vectoradd"
+    sent = request(str(folder), "--submission", str(folder / "submission.py"))
+    assert (ROOT / sent.arguments[0]).resolve() == folder
+    assert {folder / "task.yml", folder / "reference.py", tmp_path / "set" / "utils.py"} <= {*sent.files}
+
+
+def test_missing_submission_is_refused():
+    with pytest.raises(UsageError, match=r"--submission must be a Python file, found none at nothing\.py"):
+        request("nvfp4_gemv", "--submission", "nothing.py")
+
+
+@pytest.mark.parametrize("name", ["", "-oProxyCommand=x", "a:b", "a b", "a\nb"])
+def test_host_must_be_a_name(name):
+    with pytest.raises(UsageError, match="--on must be a name that ssh knows"):
+        remote.Host(name)

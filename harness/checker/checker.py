@@ -17,7 +17,7 @@ import torch
 
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
-from harness.runner import claims, failure, flush, gate, native, tree, wire
+from harness.runner import claims, failure, flush, gate, native, objects, tree, wire
 from harness.runner.batch import WAKE_S, GatePage, written
 from harness.runner.buffers import Buffer, Page
 from harness.sandbox import process
@@ -53,7 +53,7 @@ class Checker:
         if not self.own:
             load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
         self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.own else None
-        self.reference: ModuleType = load.from_file(self.folder, _reference(start))
+        self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
         if not self.own:
             foreign.see_complete(self.reference)
         self.split: bool = self.own and hasattr(self.reference, "generate_weights")
@@ -74,7 +74,7 @@ class Checker:
         self.want: Any = None
         self.spec: dict = {}
         self.answer: dict = {}  # how a folder's answer is put together: the claim of the reference's own
-        self.nans: list[bool] = []  # of the parts of a folder's answer, which have any
+        self.nans: list[bool] = []  # of the leaves of a folder's answer, which have any
         self.values: dict | None = None  # the data's numbers and texts: "bytes" (uint8, flat) and where, "leaf"
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
@@ -125,16 +125,18 @@ class Checker:
         self.pristine = self.want = None  # before the next ones are made: they may be large
         case = {**message["case"], "seed": message["seed"]}
         self.pristine = inputs.make(self.reference, self.task, case, self.device, self.own, self.weights)
-        layout = tree.Layout()
+        # On a CPU a folder's numbers and texts are contents like its tensors: a runner that got them with the layout
+        # could work ahead.
+        layout = tree.Layout(values=None if self.own or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
-        self.values = self._take_values(layout)
+        self.values = _said(layout)
         # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
         copies = layout if self.device == "cuda" else tree.Layout()
         if self.own:
             self.inout = self._inout()
             self.want = self.reference.ref_kernel(self._for_reference())
             outputs = self.spec["items"][2] if self.split else self.spec
-            names = outputs.get("fields", [])
+            names = outputs.get("keys", [])
             if not self.outputs_named or not set(self.outputs_named) <= set(names):
                 raise failure.RefusedError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
             leaves = tree.leaves(self.spec)
@@ -153,9 +155,9 @@ class Checker:
             self.outputs, self.inout = [], list(range(len(tree.leaves(self.spec))))
             given = tree.tensors(self.pristine)
             answer = self.reference.ref_kernel(tree.clone(self.pristine))
-            parts = foreign.parts_of(answer, self.device)
-            self.classes, self.nans = forms.classes_of(answer), foreign.nans(answer)
-            self.answer = claims.structure(answer)
+            foreign.see_answer(answer, self.device)
+            self.answer, parts = claims.told(answer)
+            self.classes, self.nans = forms.classes_of(self.answer), foreign.nans(answer)
             self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         return {
@@ -171,21 +173,9 @@ class Checker:
                 "own": self.own,
                 "split": self.split,
                 "values": self.values and self.values["leaf"],
+                "definitions": {} if self.own else objects.needed(self.reference, self.spec),
             },
         }
-
-    def _take_values(self, layout: tree.Layout) -> dict | None:
-        """Take the numbers and texts of a folder from elsewhere out of the specification, on a CPU: they are contents
-        like its tensors, and a runner that got them with the layout could work ahead. Return their bytes and place.
-        """
-        if self.own or self.device == "cuda":
-            return None
-        values: list = []
-        self.spec = tree.take_values(self.spec, values)
-        if not values:
-            return None
-        said = torch.frombuffer(bytearray(tree.packed(values)), dtype=torch.uint8)
-        return {"bytes": said, "leaf": tree.describe(said, layout)}
 
     def memory(self, message: dict, _: list[int]) -> dict:
         """Return "total", the bytes of all memory, of the device or else of the host."""
@@ -438,7 +428,7 @@ class Checker:
         """Return the verdict of a GPU MODE folder's own check. claim: what the runner says that came back; taken: the
         tensors' bytes on a CPU.
         """
-        returned = forms.tensors_of(claim)
+        returned = tree.leaves(claim)
         if fault := forms.returned_fault(returned, self.captures, self.own):
             kinds = [form["type"] for form in returned]
             unlike = forms.unlike(claim, self.answer) if kinds != ["Tensor"] * len(self.captures) else ""
@@ -449,14 +439,17 @@ class Checker:
             got = [memory.interpret(part, form) for part, form in zip(taken, returned, strict=True)]
         if any(part is None for part in got):
             return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
-        answer = forms.answer(claim, iter([tree.clone(part) for part in got]), self.classes)
+        try:
+            answer = forms.answer(claim, map(tree.clone, got), self.classes)
+        except Exception as error:  # nothing of the submission runs: what it said is no answer
+            return _verdict("INCORRECT", f"custom_kernel's process said of its answer what none is: {error}")
         unlike = any(mine and not wanted for mine, wanted in zip(foreign.nans(answer), self.nans, strict=False))
         ok, said = foreign.said_of(self.reference, self.pristine, answer)
         if ok and unlike:  # comparisons with NaN are false, so a check of the kind `error > tolerance` takes it
             ok, said = False, "NaN, where the reference's answer has none: check_implementation does not see it"
-        if not ok and said.startswith(foreign.MISFITS) and (other := forms.unlike(claim, self.answer)):
+        if not ok and (other := forms.unlike(claim, self.answer)):
             said = f"{other}; {said}"
-        return _verdict("PASSED" if ok else "INCORRECT", "" if ok else said)
+        return _verdict("PASSED" if ok else "INCORRECT", said)
 
     def _changed(self, runner: str, buffer: Buffer) -> str:
         """Return what a call changed without permission, "" if nothing. Put INOUT's tensors back."""
@@ -490,7 +483,7 @@ class Checker:
         """Return which of the delivered tensors are those of INOUT. failure.RefusedError: it names what is no input."""
         # The weights are not delivered, so inputs come first.
         inputs = self.spec["items"][1] if self.split else self.spec
-        names = [name for name in inputs.get("fields", []) if self.split or name not in self.outputs_named]
+        names = [name for name in inputs.get("keys", []) if self.split or name not in self.outputs_named]
         if not set(self.inout_named) <= set(names):
             raise failure.RefusedError(
                 f"INOUT must name fields of the NamedTuple of inputs that are no outputs, {names}, "
@@ -515,13 +508,17 @@ class Checker:
             torch.cuda.synchronize()
 
 
-def _reference(start: dict) -> Path:
-    return Path(start.get("reference") or Path(start["folder"]) / "reference.py")
+def _said(layout: tree.Layout) -> dict | None:
+    """Return the bytes of the plain values that a layout took, and the specification of their place; None without."""
+    if not layout.values:
+        return None
+    said = torch.frombuffer(bytearray(tree.packed(layout.values)), dtype=torch.uint8)
+    return {"bytes": said, "leaf": tree.describe(said, layout)}
 
 
 def _fields(spec: dict) -> list[str]:
     """Return the field of each tensor of a specification, for messages."""
-    return [name.rpartition(".")[2] for name in tree.names(spec)]
+    return [leaf["name"].rpartition(".")[2] or "0" for leaf in tree.leaves(spec)]
 
 
 def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
@@ -532,7 +529,7 @@ def main(kind: type[Checker] = Checker) -> None:
     process.harden()
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, _ = wire.receive(sock)
-    reference, device = _reference(message), message["device"]
+    reference, device = Path(message["folder"], "reference.py"), message["device"]
     checker = None
     while True:
         fds: list[int] = []

@@ -47,8 +47,7 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
     dtype = getattr(torch, layout["dtype"], None)
     if output is None or not isinstance(dtype, torch.dtype) or len(layout["shape"]) != len(layout["stride"]):
         return None
-    pairs = list(zip(layout["shape"], layout["stride"], strict=True))
-    span = 1 + sum((n - 1) * stride for n, stride in pairs) if all(n for n, _ in pairs) else 0
+    span = tree.span(layout["shape"], layout["stride"])
     if span * dtype.itemsize != output.numel():
         return None
     try:
@@ -79,8 +78,7 @@ def copied(spec: dict, form: dict, buffer: Buffer) -> torch.Tensor:
     """
     nbytes = math.prod(spec["shape"]) * getattr(torch, form["dtype"]).itemsize
     dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory[spec["space"]])
-    known = len(form["stride"]) == len(form["shape"])
-    return tree.in_memory_order(dense, tree.memory_order(form["shape"], form["stride"]) if known else None)
+    return tree.with_strides(dense, form["stride"])
 
 
 def variety(data: object) -> list[float]:

@@ -82,15 +82,6 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def fitted(content: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return `content` in another shape: broadcast, or its elements in order, repeated."""
-    try:
-        return content.broadcast_to(shape)
-    except RuntimeError:
-        flat = content.flatten()
-        return flat.repeat(-(-shape.numel() // len(flat)))[: shape.numel()].view(shape)
-
-
 def positions(where: torch.Tensor) -> torch.Tensor:
     """Return the flat positions of the true elements, int64 (n,)."""
     return where.flatten().nonzero().flatten()
@@ -104,13 +95,6 @@ def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
     return like(tensor, flat.view(tensor.shape))
 
 
-def eightfold(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return eight times the values, saturated; None for integers and packed values. A power of two rounds nothing, so
-    an answer that does not depend on scale stays the same.
-    """
-    return cast(numbers(tensor) * 8, tensor.dtype) if tensor.dtype in BITS else None
-
-
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values plus 5 to 10, without a period, since a softmax forgets what is added to all of its logits.
     Integers and packed values move by one element: their range may mean something.
@@ -120,13 +104,6 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
         more = torch.arange(values.numel(), dtype=torch.float64, device=values.device).mul_(GOLDEN).frac_()
         return cast(values + 5 * (1 + more.view(values.shape)), tensor.dtype)
     return bits(tensor).flatten().roll(1).view(tensor.shape).view(tensor.dtype)
-
-
-def other_type(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in another type of the same kind."""
-    if tensor.dtype in BITS:
-        return tensor.to(torch.float64 if tensor.dtype == torch.float32 else torch.float32)
-    return plain(tensor).to(torch.int32 if tensor.dtype == torch.int64 else torch.int64)
 
 
 def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:

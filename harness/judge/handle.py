@@ -91,9 +91,8 @@ class CheckerHandle:
         flush_bytes = flush.nbytes() if device == "cpu" else 0
         if device == "cpu":
             self.child.lend(flush_bytes)
-        files = {name: str(path) for name, path in (problem.files | problem.helpers).items()}
+        files = {name: str(path) for name, path in problem.files.items()}
         start = {"folder": str(problem.folder), "own": problem.own, "device": device, "files": files}
-        start["reference"] = str(problem.reference)
         self.ask(start | {"flush": flush_bytes})
 
     def ask(self, message: dict) -> dict:

@@ -118,18 +118,15 @@ class Problem:
     ranking_by: str = "geom"
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
-    elsewhere: Path | None = None  # reference.py of a folder in GPU MODE's format that names another place for it
-
-    helpers: dict[str, Path] = dataclasses.field(default_factory=dict)  # what the reference imports besides `files`
 
     @property
     def reference(self) -> Path:
-        return self.elsewhere or self.folder / "reference.py"
+        return self.folder / "reference.py"
 
     @property
     def others(self) -> list[Path]:
         """Return the files that define a problem in GPU MODE's format besides those that every folder has."""
-        return [*self.files.values(), *self.helpers.values(), *([self.elsewhere] if self.elsewhere else [])]
+        return list(self.files.values())
 
     def timed(self, target: str) -> tuple[Case, ...]:
         """Return the cases that submissions for `target` are timed on."""
@@ -231,7 +228,7 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
         raise UsageError(f"{option} must be a Python file, found none at {file}")
     if file.suffix != ".py":
         raise UsageError(f"{option} must be a Python file, whose name ends in .py, got {file}: rename it")
-    modules = {name: problem.folder / name for name in ("task.py", "reference.py")} | problem.files | problem.helpers
+    modules = {name: problem.folder / name for name in ("task.py", "reference.py")} | problem.files
     if file.name in modules and modules[file.name].resolve() != file.resolve():
         raise UsageError(
             f"{option}: {file.name} has the name of a module of {problem.name}, which it would hide: rename the file"

@@ -1,23 +1,22 @@
 """What a call returned, as a runner says it: a claim of each object, which the checker judges.
 
-A claim is {"type": "Tensor", dtype, shape, stride, device, same}, {"type": name of another class}, or in a folder from
-elsewhere also {"type": "tuple" | "list" | "dict" | "dataclass", value: name of its class, items; of the last two also
-keys as JSON} and {"type": "value", value as JSON}. A numpy array is the tensor over its memory, with the value
-"ndarray". conj, neg: torch keeps the tensor's values conjugated or negated in memory.
+A claim is {"type": "Tensor", dtype, shape, stride, device, same} or {"type": name of another class}. In a folder from
+elsewhere there is one, of all that came back: it is a specification of harness/runner/tree.py, whose leaves are such
+claims and {"type": "value", "value"}. conj, neg: torch keeps the tensor's values conjugated or negated in memory.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 
-from harness.runner import gate, objects, tree
+from harness.runner import gate, tree
 from harness.runner.buffers import MappedBuffer, Page
 from harness.runner.failure import RefusedError
 
-CLAIMS = gate.RETURNED  # returned objects in a reply, besides the tuples, lists, dicts and dataclasses around them
-TEXT_CHARS = 2**17  # of all texts in a returned object: a reply takes a few MiB
+CLAIMS = gate.RETURNED  # tensors, numbers and texts in an answer
+TEXT_CHARS = 2**17  # of all texts in an answer: a reply takes a few MiB
 # What a tensor that came back may span, gaps between its elements included: times its elements, and bytes more. Of
 # more, most of what the judge copies and watches would be gaps.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -35,14 +34,13 @@ class Noting:
     def __call__(self, *arguments: object) -> object:
         self.kept = []  # the kernel finds its memory free again, as that of an answer which nothing keeps
         result = self.kernel(*arguments)
-        parts = tree.parts(result)[: gate.RETURNED]
+        said, parts = told(result)
         self.kept = [_near(item) if _is_plain(item) else item for item in parts]
         places = [
             (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
             for item in self.kept
         ]
-        said = structure(result)
-        for claim, item, part in zip(_tensors_in(said), self.kept, parts, strict=False):
+        for claim, item, part in zip(tree.leaves(said), self.kept, parts, strict=False):
             if item is not part:
                 claim.update(form(item))
         self.said = [said]
@@ -57,15 +55,6 @@ def _near(item: torch.Tensor) -> torch.Tensor:
     return item.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _tensors_in(claim: dict) -> Iterator[dict]:
-    """The claims of what tree.parts finds, in its order."""
-    if "items" in claim:
-        for item in claim["items"]:
-            yield from _tensors_in(item)
-    elif claim["type"] != "value":
-        yield claim
-
-
 def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
     """Return the claim of each object that a call returned which received its outputs."""
     returned = list(result) if isinstance(result, tuple | list) else [result]
@@ -73,49 +62,35 @@ def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
 
 
 def capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> list[dict]:
-    """Copy whatever tensors came back, where they have a form that is judged; say what came."""
-    for item, spec in zip(tree.parts(result), captures, strict=False):
-        if _is_plain(item) and str(item.dtype).removeprefix("torch.") in spec["dtypes"]:
-            form = {"dtype": str(item.dtype).removeprefix("torch."), "nbytes": item.numel() * item.element_size()}
-            if list(item.shape) == spec["shape"]:
-                copy = tree.tensor({**spec, **form}, buffer.memory[spec["space"]])
-                # A transposed copy would take much longer than a plain one, and more than a clock allows for.
-                tree.in_memory_order(copy, tree.memory_order(item.shape, item.stride())).copy_(item)
-    return [structure(result)]
-
-
-def structure(value: Any, left: list[int] | None = None) -> dict:
-    """What a call returned: of a tuple, a list or a dict what is in it, of a plain value the value, else its form.
-
-    left: how many more objects, and characters of texts, are told of. RefusedError: there are more characters.
+    """Copy whatever tensors came back, where they have a form that is judged; say what came. One without gaps keeps its
+    strides: a transposed copy would take much longer, and more than a clock allows for.
     """
-    left = [CLAIMS, TEXT_CHARS] if left is None else left
-    inner = tree.within_answer(value)
-    left[0] -= not (inner and inner[1])  # an empty one is an object too, so that there is an end
-    if inner is not None:
-        keys, items = inner
-        kind = next((kind.__name__ for kind in (tuple, list, dict) if isinstance(value, kind)), "dataclass")
-        keys_told = keys[: max(0, left[0])]
-        said = [_json(key, left) if type(key) in tree.PLAIN else type(key).__name__ for key in keys_told]
-        items = [structure(item, left) for item in items if left[0] > 0]
-        return {"type": kind, "value": type(value).__name__, **({"keys": said} if keys else {}), "items": items}
-    if value is None or isinstance(value, int | float | str):
-        return {"type": "value", "value": _json(value, left)}
-    if type(value) in tree.NUMBERS:
-        return {"type": "value", "value": json.dumps(value.item())}
-    if (array := objects.array_of(value)) is not None:
-        return {**form(tree.shared(array)), "value": "ndarray"}
-    return form(value)
+    said, parts = told(result)
+    for item, spec in zip(parts, captures, strict=False):
+        dtype = str(item.dtype).removeprefix("torch.") if _is_plain(item) else ""
+        if dtype in spec["dtypes"] and list(item.shape) == spec["shape"]:
+            copy = tree.tensor({**spec, "dtype": dtype, "nbytes": item.nbytes}, buffer.memory[spec["space"]])
+            tree.with_strides(copy, item.stride()).copy_(item)
+    return [said]
 
 
-def _json(value: float | str | None, left: list[int]) -> str:
-    """Return JSON of a plain value. left: as of `structure`, which receives what remains."""
-    left[1] -= len(value) if isinstance(value, str) else 0
-    if left[1] < 0:
+def told(answer: object) -> tuple[dict, list[Any]]:
+    """Return the claim of an answer, and its tensors, those over its arrays, and objects that no answer may have, in
+    order. RefusedError: it is more than a runner can say, contains itself, or is nested too deep.
+    """
+    leaves: list[Any] = []
+
+    def leaf(value: Any, _: str) -> dict:
+        leaves.append(value)
+        return {"type": "value", "value": value} if type(value) in tree.PLAIN else form(value)
+
+    claim = tree.walk(answer, leaf, by_key=True)
+    if len(leaves) > CLAIMS or sum(len(value) for value in leaves if type(value) is str) > TEXT_CHARS:
         raise RefusedError(
-            f"an answer's texts may have at most {TEXT_CHARS} characters in all, the limit of this judge"
+            f"an answer may have at most {CLAIMS} tensors, numbers and texts, and {TEXT_CHARS} characters in its texts "
+            f"(the limits of this judge), got {len(leaves)}"
         )
-    return json.dumps(value)
+    return claim, [value for value in leaves if type(value) not in tree.PLAIN]
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:

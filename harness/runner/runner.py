@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from harness.runner import batch, claims, clock, failure, gate, integrity, matmul, native, streams, tree, wire
+from harness.runner import batch, claims, clock, failure, gate, integrity, matmul, native, objects, streams, tree, wire
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, cubins, load
 
@@ -90,6 +90,8 @@ class Runner:
         if self.device == "cpu":
             self.page = Page(fds.pop(0))
         self.opened = message
+        if self.module is not None:
+            objects.define(message["definitions"])
         self.buffers = [MappedBuffer(buffer, fds) for buffer in message["buffers"]]
         return {}
 
@@ -266,7 +268,7 @@ class Runner:
 
     def _data(self, buffer: MappedBuffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
-        values = tree.unpacked(self.opened.get("values"), buffer.memory.get("host"))
+        values = tree.unpacked(self.opened.get("values"), buffer.memory)
         data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
@@ -275,7 +277,7 @@ class Runner:
         if self._is_fresh(message):
             leaf = self.opened.get("values")
             values = tree.tensor(leaf, buffer.memory["host"]) if leaf else None
-            return (_Supply(lambda: self._data(buffer), values, tree.is_mutable(self.opened["data"])),)
+            return (_Supply(lambda: self._data(buffer), values),)
         data = self._data(buffer)
         return data, *self._setup(data, message)
 
@@ -402,12 +404,12 @@ class _Supply:
     the same, else data is made within the call.
     """
 
-    def __init__(self, build_data: Callable[[], Any], values: torch.Tensor | None, mutable: bool) -> None:
-        self.build_data, self.values, self.mutable = build_data, values, mutable
+    def __init__(self, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:
+        self.build_data, self.values = build_data, values
         self.known = self._present()
         self.made: list[Any] = []
         with contextlib.suppress(ValueError):  # nothing is in a new buffer yet
-            self.made = [build_data() for _ in range(SUPPLY if mutable else 1)]
+            self.made = [build_data() for _ in range(SUPPLY)]
 
     def _present(self) -> bytes:
         return b"" if self.values is None else _bytes(self.values)
@@ -417,7 +419,7 @@ class _Supply:
         if not self.made or self._present() != self.known:
             self.made = [self.build_data()]
             self.known = self._present()
-        return self.made.pop() if self.mutable else self.made[0]
+        return self.made.pop()
 
 
 def _on_fresh(kernel: Callable) -> Callable:

@@ -48,7 +48,7 @@ def test_what_never_fits_is_refused_with_the_figure():
 @pytest.mark.parametrize("share", [0.9, 1e-6])
 def test_a_benchmark_is_planned_so(monkeypatch, share):
     monkeypatch.setattr(room, "SHARE", share)
-    found = folders.find(str(SUPPORT / "gpu_mode" / "no_bytes"))
+    found = folders.find(str(SUPPORT / "gpu_mode" / "large_output"))
     handle = RunnerHandle("right", folders.submission(found, found.folder / "submission.py"), "cpu")
     how = phases.Plan(processes=1, samples=1, warmups=0, buffers=2, audits=0, extra=6)
     with Session(found, "cpu") as session:

@@ -83,14 +83,6 @@ def test_packed_values_are_read_low_nibble_first():
     assert shifted.tolist() == [[0xF7, 0x21]]
 
 
-def test_inputs_take_the_outputs_form():
-    given = torch.arange(6, dtype=torch.float64)
-    assert values.fitted(given.view(2, 3), torch.Size([2, 3])).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert values.fitted(given[:3], torch.Size([2, 3])).tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert values.fitted(given, torch.Size([4])).tolist() == [0, 1, 2, 3]
-    assert values.fitted(given[:2], torch.Size([5])).tolist() == [0, 1, 0, 1, 0]
-
-
 def test_layouts_are_kept():
     form = torch.zeros(3, 1, 2, dtype=torch.float16).permute(1, 0, 2)[:, :, :]
     given = torch.arange(6).view(1, 3, 2).half()

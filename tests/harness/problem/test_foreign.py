@@ -1,18 +1,21 @@
 """Folders with the traits of other people's problems: a right and a wrong submission of each are told apart."""
 
 import pytest
+import torch
 
-from harness.judge import phases
+from harness.checker.checker import Checker
+from harness.judge import limits, phases
 from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.session import Session
-from harness.judge.verdict import Result, aggregate
 from harness.problem import folders
+from harness.runner import tree
+from harness.runner.buffers import Buffer
 from tests.support import SUPPORT
+from tests.support.foreign import COMPILED, FOLDERS, Folder, write
 
-SET = SUPPORT / "gpu_mode"
-FOLDERS = sorted(path.parent.name for path in SET.glob("*/task.yml") if (path.parent / "solutions").is_dir())
+STORED = {name: SUPPORT / "gpu_mode" / name for name in ("vectoradd", "large_output")}
 NEEDS_GPU, NEEDS_CPU = ("triton_kernel",), ("vectoradd",)
-COMPILED = ("load_inline", "torch_compile")  # with torch's own headers, for half a minute and more
 HOW = {
     "cpu": phases.Plan(processes=1, samples=2, warmups=1, buffers=2, audits=0, extra=6),
     # The nearest of all calls decides whether a claim is believed: on a busy machine both of two can be late.
@@ -20,62 +23,190 @@ HOW = {
 }
 
 
-def judged(name: str, device: str) -> dict[str, Result]:
-    """What submission.py and solutions/wrong.py of a folder get, in tests and in a short benchmark."""
-    found = folders.find(str(SET / name))
+def check(folder, device: str) -> None:
+    """Judge submission.py and solutions/wrong.py of a folder, in tests and a short benchmark."""
+    found = folders.find(str(folder))
     target = {"cpu": "cpu", "cuda": "sm90"}[device]
-    files = {"right": found.folder / "submission.py", "wrong": found.folder / "solutions" / "wrong.py"}
-    handles = [RunnerHandle(what, folders.submission(found, file), target) for what, file in files.items()]
-    results = {handle.name: Result(handle.submission, target) for handle in handles}
+    files = (found.folder / "submission.py", found.folder / "solutions" / "wrong.py")
+    handles = [RunnerHandle(file.stem, folders.submission(found, file), target) for file in files]
     with Session(found, device) as session:
-        phases.run_tests(
-            session, handles, list(found.tests), lambda h, *a: results[h.name].tests.append(a), lambda _: None
-        )
-        right = [handle for handle in handles if handle.name == "right"]
+        tests = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
         cases = list(found.benchmarks[device])
-        times, readings = phases.run_benchmarks(session, right, cases, lambda _: None, how=HOW[device])
-        results["right"].times = [aggregate(t, g) for t, g in zip(times["right"], readings, strict=True)]
-    return results
-
-
-def check(name: str, device: str) -> None:
-    results = judged(name, device)
-    right, wrong = results["right"], results["wrong"]
-    said = [outcome.reason for _, outcome in right.tests] + [t.failure.reason for t in right.times if t.failure]
-    assert right.verdict == "PASSED", "\n".join(filter(None, said))
-    scored = [len(t.timing.flat("us")) for t in right.times]
+        times, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, how=HOW[device])
+    assert [(o.status, o.reason) for o in tests["submission"]] == [("PASSED", "")] * len(found.tests)
+    assert "INCORRECT" in {o.status for o in tests["wrong"]} and all(o.reason for o in tests["wrong"] if o.reason)
+    assert not [timing.failure for timing in times["submission"] if timing.failure]
+    scored, samples = [len(timing.flat("us")) for timing in times["submission"]], HOW[device].samples
     # A call on a GPU whose reply is late has no score; a case that loses more than half of them would not pass.
-    samples = HOW[device].samples
-    assert scored and all(samples // (2 if device == "cuda" else 1) <= n <= samples for n in scored)
-    assert wrong.verdict == "INCORRECT", [outcome.reason for _, outcome in wrong.tests]
+    assert all(samples // (2 if device == "cuda" else 1) <= n <= samples for n in scored)
+
+
+def place(name: str, tmp_path):
+    return STORED[name] if name in STORED else write(tmp_path, FOLDERS[name])
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ())
-        for name in FOLDERS
+        for name in (*STORED, *FOLDERS)
         if name not in NEEDS_GPU
     ],
 )
-def test_on_a_cpu(name):
-    check(name, "cpu")
+def test_right_and_wrong_are_told_apart_on_a_cpu(name, tmp_path):
+    check(place(name, tmp_path), "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in FOLDERS if name not in NEEDS_CPU])
-def test_on_a_gpu(name):
-    check(name, "cuda")
+@pytest.mark.parametrize("name", [name for name in (*STORED, *FOLDERS) if name not in NEEDS_CPU])
+def test_right_and_wrong_are_told_apart_on_a_gpu(name, tmp_path):
+    check(place(name, tmp_path), "cuda")
 
 
-def test_seeds_are_of_a_size_that_the_contents_bear(monkeypatch):
+def test_seeds_are_of_a_size_that_the_contents_bear(tmp_path):
     """With 63 bits all values would be equal, and a sort that copies would be right."""
-    found = folders.find(str(SET / "seed_in_data"))
+    found = folders.find(str(write(tmp_path, FOLDERS["seed_in_data"])))
     wrong = RunnerHandle("wrong", folders.submission(found, found.folder / "solutions" / "wrong.py"), "cpu")
     with Session(found, "cpu") as session:
-        times, readings = phases.run_benchmarks(
-            session, [wrong], list(found.benchmarks["cpu"]), lambda _: None, how=HOW["cpu"]
-        )
+        cases = list(found.benchmarks["cpu"])
+        times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, how=HOW["cpu"])
     assert [time.failure.status for time in times["wrong"]] == ["INCORRECT"]
     assert any("lose their variety" in note for note in session.notes)
     assert all(0 <= int(seed) < 2**17 for group in readings for seed in group.seeds)
+
+
+def outcomes(tmp_path, made: Folder, files: tuple = ("submission",), twice: bool = False) -> dict[str, list[Outcome]]:
+    """Return what files of a folder get in its test cases, by name."""
+    found = folders.find(str(write(tmp_path, made)))
+    handles = [RunnerHandle(name, folders.submission(found, tmp_path / f"{name}.py"), "cpu") for name in files]
+    cases = list(found.tests)
+    with Session(found, "cpu") as session:
+        return phases.run_tests(session, handles, cases, lambda *_: None, lambda _: None, twice=cases if twice else ())
+
+
+def first(tmp_path, made: Folder) -> tuple[str, str]:
+    """Return (status, first line of the reason) of a folder's submission in the first case."""
+    outcome = outcomes(tmp_path, made)["submission"][0]
+    return outcome.status, outcome.reason.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("def check_implementation(data, output):\n    return False, 'no'", "own answer too: no"),
+        ("def check_implementation(data, output):\n    return ['differs']", r"own answer too: \['differs'\]"),
+        ("def check_implementation(data, output):\n    return 1.5", "must return .right, text., a text .* got 1.5"),
+        (
+            "def check_implementation(data, output):\n    return output.lost",
+            r"own answer too: check_implementation raised: reference.py:\d+: AttributeError: 'Tensor' object has no",
+        ),
+        ("def generate_input(n, seed):\n    pass", r"must name what generate_input takes, \(n, seed\), got size=130"),
+        (
+            "def generate_input(size, seed):\n    return {'f': [lambda x: x]}",
+            "a call's data may hold .* got function at f.0",
+        ),
+        (
+            "def generate_input(size, seed):\n    return torch.eye(3).to_sparse()",
+            "got torch.sparse_coo torch.float32 Tensor",
+        ),
+        ("def generate_input(size, seed):\n    return 1j, frozenset()", "a call's data may hold .* got complex at 0$"),
+        (
+            "def ref_kernel(data):\n    return {'s': (data, {1: object()})}",
+            "ref_kernel must return .* got object at s.1.1",
+        ),
+        ("def ref_kernel(data):\n    return None", "ref_kernel must return the answer, got None: return the buffer"),
+        ("def ref_kernel(data):\n    return [0] * 1025", "at most 1024 tensors, numbers and texts, .* got 1025"),
+    ],
+)
+def test_a_folders_own_fault_is_no_verdict_on_a_submission(tmp_path, more, said):
+    with pytest.raises(folders.ProblemError, match=said) as raised:
+        outcomes(tmp_path, Folder(more=more))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_number_with_an_exponent_is_a_text_as_yaml_reads_it(tmp_path):
+    more = "def generate_input(size, eps, seed):\n    return random(size, seed=seed) + eps"
+    with pytest.raises(folders.ProblemError, match=r"reference.py:\d+: TypeError"):
+        outcomes(tmp_path, Folder(more=more, cases="eps: 1e-5"))
+
+
+def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_py(tmp_path):
+    more = (
+        "class In(NamedTuple):\n    x: torch.Tensor\n\nUSED = [ref_kernel]\n\n"
+        "def generate_input(size, seed):\n    return In(random(size, seed=seed))"
+    )
+    with pytest.raises(folders.ProblemError, match=r"NameError: name 'ref_kernel' is not defined .*: move the classes"):
+        outcomes(tmp_path, Folder(more=more))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("a = [data]\na.append(a)\nreturn a", "RUNTIME_ERROR", "must not contain themselves, and a list does"),
+        ("for _ in range(40):\n    data = [data]\nreturn data", "RUNTIME_ERROR", "nested at most 32 deep"),
+        ("return 'x' * 2**28", "RUNTIME_ERROR", "and 131072 characters in its texts"),
+        ("return type('Half', (float,), {})(0.5)", "INCORRECT", "custom_kernel must return Tensor, got Half"),
+        ("return {'y': data * 2}", "INCORRECT", "custom_kernel must return Tensor, got dict(y: Tensor); "),
+        (
+            "from .helper import two",
+            "RUNTIME_ERROR",
+            "relative imports are not supported, this file is in no package: ",
+        ),
+        ("from helper import two", "RUNTIME_ERROR", "helper.py is in the folder, so add it to `files` of task.yml"),
+        ("from reference import x", "RUNTIME_ERROR", "no submission sees the reference (rule 6, docs/rules.md)"),
+    ],
+)
+def test_what_is_wrong_with_an_answer_or_an_import_is_said(tmp_path, body, status, said):
+    (tmp_path / "helper.py").write_text("two = 2\n")
+    got, line = first(tmp_path, Folder(body))
+    assert got == status and said in line, line
+
+
+def test_a_check_that_gives_no_reason_gets_one(tmp_path):
+    more = "def check_implementation(data, output):\n    return torch.equal(output, data * 2), ''"
+    said = "check_implementation returned (False, '')"
+    assert first(tmp_path, Folder("return data * 3", more=more)) == ("INCORRECT", said)
+
+
+def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "IMPORT_LIMIT_S", 0.2)
+    status, said = first(tmp_path, Folder("while True:\n    pass\n\ndef custom_kernel(data):\n    return data"))
+    assert status == "TIMEOUT" and said.startswith("on import: no answer within 0.") and "try --timeout 0.4" in said
+    assert Session(folders.find(str(tmp_path)), "cpu", 0.5).import_limit_s == 0.5
+
+
+def test_nothing_is_written_into_a_folder(tmp_path):
+    assert first(tmp_path, Folder()) == ("PASSED", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"task.yml", "reference.py", "submission.py", "solutions"}
+
+
+def test_answers_to_the_public_seeds_are_not_enough(tmp_path):
+    """A recorded run asks twice, the second time on contents of a secret seed, and names the seed."""
+    known = "torch.randn(130, generator=torch.Generator().manual_seed(4130))"
+    (tmp_path / "stored.py").write_text(
+        f"import torch\nKNOWN = {known}\n\ndef custom_kernel(data):\n"
+        "    return data * (2 if len(data) > 130 or torch.equal(data, KNOWN) else 3)\n"
+    )
+    said = outcomes(tmp_path, Folder(), ("submission", "stored"), twice=True)
+    assert [outcome.status for outcome in said["submission"]] == ["PASSED", "PASSED"]
+    assert [outcome.status for outcome in said["stored"]] == ["INCORRECT", "PASSED"]
+    assert "with another one (--seed " in said["stored"][0].reason
+
+
+def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
+    """They are contents: a runner that had them before the call could work ahead where the answer depends on them."""
+    write(tmp_path, FOLDERS["dict_config"])
+    made = Checker({"folder": str(tmp_path), "own": False, "device": "cpu", "files": {}})
+    layouts = []
+    for seed in (1001, 2**60):
+        found = made.content({"case": {"size": 40}, "seed": seed}, [])
+        layouts.append((found["sizes"], found["open"]))
+        buffer = Buffer(found["sizes"])
+        made.buffers["one"] = [buffer]
+        made.fill({"runner": "one", "buffer": 0, "key": None}, [])
+        values = tree.unpacked(found["open"]["values"], buffer.memory)
+        data = tree.build(found["open"]["data"], buffer.memory, None, values)
+        assert data["by"] == made.pristine["by"] and torch.equal(data["x"], made.pristine["x"])
+        buffer.close()
+    assert layouts[0] == layouts[1]
+    assert not any(word in str(layouts) for word in ("half", "whole"))

@@ -2,11 +2,11 @@
 
 from tests.support import SUPPORT, public_sets
 
-FOLDER = SUPPORT / "gpu_mode" / "string_check"
+FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
 
 
 def test_a_folder_is_tried():
-    found = {r["submission"]: r for r in public_sets.tried(FOLDER, "set/string_check", "cpu", False, {"x": "pass"})}
+    found = {r["submission"]: r for r in public_sets.tried(FOLDER, "set/vectoradd", "cpu", False, {"x": "pass"})}
     assert {name: r["verdict"] for name, r in found.items()} == {
         "submission.py": "PASSED",
         "(reference, same)": "PASSED",

@@ -1,0 +1,472 @@
+"""Folders in GPU MODE's format with the traits of other people's: `write` makes one of them.
+
+A folder has a reference that doubles a vector but for what `more` replaces, a right submission and a wrong one. What
+the public sets use is here: tuples and dicts of tensors, numbers and texts, configurations, modules, buffers for the
+answer, checks of several kinds, compiled submissions, and further files.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent, indent
+
+HEAD = """
+import dataclasses
+from typing import NamedTuple
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def random(*shape, seed, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE, dtype=dtype)
+
+def generate_input(size, seed):
+    return random(size, seed=seed)
+
+def ref_kernel(data):
+    return data * 2
+
+def check_implementation(data, output):
+    return bool(torch.equal(output, ref_kernel(data))), "elements differ"
+"""
+SIZES = 130, 1030  # of the test cases
+DOUBLED, TRIPLED = "return data + data", "return data * 3"
+NEAR = """
+def check_implementation(data, output):
+    return torch.allclose(output, ref_kernel(data), rtol=1e-5, atol=1e-5, equal_nan=True), "elements differ"
+"""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """right, wrong: the body of custom_kernel, or a whole file. more, check: behind HEAD in reference.py. cases: of
+    task.yml, besides size and seed. files: those that it lists, by name. timed: it has a benchmark of so many elements.
+    """
+
+    right: str = DOUBLED
+    wrong: str = TRIPLED
+    more: str = ""
+    check: str = ""
+    cases: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    timed: int = 0
+
+
+FOLDERS = {
+    # Checks, and seeds.
+    "bool_check": Folder(
+        more="""
+            def check_implementation(data, output):
+                return (output == data * 2).all()
+            """,
+    ),
+    "string_check": Folder(
+        more="""
+            def check_implementation(data, output):
+                return '' if torch.equal(output, data * 2) else 'differs'
+            """,
+    ),
+    "list_check": Folder(
+        more="""
+            def check_implementation(data, output):
+                return [] if torch.equal(output, data * 2) else ['one', 'two']
+            """,
+    ),
+    "check_raises": Folder(
+        more="""
+            def check_implementation(data, output):
+                torch.testing.assert_close(output, data * 2)
+            """,
+    ),
+    "blind_to_nan": Folder(
+        wrong="return data * float('nan')",
+        more="""
+            def check_implementation(data, output):
+                return not ((data * 2 - output).abs() > 0).any(), 'differs'
+            """,
+    ),
+    "nan_of_the_reference": Folder(
+        check=NEAR,
+        more="""
+            def generate_input(size, seed):
+                data = random(size, seed=seed)
+                data[size // 2] = float('nan')
+                return data
+            """,
+    ),
+    "no_seed": Folder(
+        more="""
+            def generate_input(size):
+                return torch.arange(size, device=DEVICE) + 1.0
+            """,
+    ),
+    "seed_in_data": Folder(  # in fp32: all contents would be equal with a seed of 63 bits
+        right="return data.sort().values",
+        wrong="return data.clone()",
+        more="""
+            def generate_input(size, seed):
+                parts = [random(size // 10, seed=seed + i) + (seed + i) for i in range(10)]
+                return torch.cat(parts)
+
+            def ref_kernel(data):
+                return data.sort()[0]
+            """,
+        timed=90000,
+    ),
+    # Data.
+    "text_booleans": Folder(
+        right="""
+            x, mask = data
+            return x + mask.to(x.dtype)
+            """,
+        wrong="return data[0] + 1",
+        more="""
+            def generate_input(size, masked, seed):
+                x = random(size, seed=seed)
+                assert isinstance(masked, str)
+                return x, (x > 0) if masked == 'True' else torch.ones_like(x, dtype=torch.bool)
+
+            def ref_kernel(data):
+                return torch.where(data[1], data[0] + 1, data[0])
+            """,
+        cases="masked: true",
+    ),
+    "dict_config": Folder(
+        right="return {7: data['x'] * data['by'][0] / (1 if data['by'][1] == 'whole' else 2)}",
+        wrong="return {8: data['x']}",
+        more="""
+            def generate_input(size, seed):
+                return {'x': random(size, seed=seed), 'by': [seed % 8, 'half' if seed % 2 else 'whole'], 0: None}
+
+            def ref_kernel(data):
+                return {7: data['x'] * data['by'][0] / (2 if data['by'][1] == 'half' else 1)}
+
+            def check_implementation(data, output):
+                return torch.equal(output[7], ref_kernel(data)[7]), 'differs'
+            """,
+    ),
+    "dataclass_data": Folder(  # a class that only the reference has; its method changes it, and each call has it anew
+        right="""
+            layer, x = data
+            scale = torch.full((), layer.scale(), dtype=layer.config.dtype, device=layer.config.device)
+            return x * layer.weights.pop('w') * scale
+            """,
+        wrong="return data[1] * data[0].weights['w'] * (data[0].calls + 1)",
+        check=NEAR,
+        more="""
+            @dataclasses.dataclass(frozen=True)
+            class Config:
+                scale: float
+                dtype: torch.dtype
+                device: torch.device
+
+            @dataclasses.dataclass
+            class Layer:
+                config: Config
+                weights: dict
+                calls: int = 0
+
+                def scale(self):
+                    self.calls += 1
+                    return self.config.scale / self.calls
+
+            def generate_input(size, seed):
+                layer = Layer(Config(0.5, torch.float32, torch.device(DEVICE)), {"w": random(size, seed=seed + 1)})
+                return layer, random(size, seed=seed)
+
+            def ref_kernel(data):
+                layer, x = data
+                return layer.scale() * layer.weights.pop("w") * x
+            """,
+        timed=300000,
+    ),
+    "module_data": Folder(
+        right="""
+            model, x = data
+            return model(x)
+            """,
+        wrong="return data[0].linear(data[1])",
+        check=NEAR,
+        more="""
+            class Cache(torch.nn.Module):
+                def __init__(self, size):
+                    super().__init__()
+                    self.linear = torch.nn.Linear(4, 4)
+                    self.register_buffer("data", torch.zeros(size, 4))
+
+                def forward(self, x):
+                    self.data += self.linear(x)
+                    return self.data * 2
+
+            def generate_input(size, seed):
+                torch.manual_seed(seed)
+                return Cache(size).to(DEVICE).requires_grad_(False), random(size, 4, seed=seed)
+
+            def ref_kernel(data):
+                return data[0](data[1])
+            """,
+    ),
+    "numpy_data": Folder(
+        right="return data['x'][::-1] * data['n']",
+        wrong="return data['x'] * data['n']",
+        more="""
+            def generate_input(size, seed):
+                import numpy
+                return {'x': random(size, seed=seed).cpu().numpy(), 'n': numpy.float32(0.5)}
+
+            def ref_kernel(data):
+                return data['x'][::-1].copy() * data['n']
+
+            def check_implementation(data, output):
+                return bool((output == ref_kernel(data)).all()), 'differs'
+            """,
+    ),
+    "overwritten_input": Folder(
+        right="return data.mul_(2)",
+        wrong="return data.mul_(3)",
+        timed=300000,
+    ),
+    "other_dtype_buffer": Folder(
+        right="return torch.cumsum(data[0], 0, out=data[1])",
+        wrong="return data[1].copy_(data[0])",
+        more="""
+            def generate_input(size, seed):
+                x = random(size, seed=seed)
+                return x, torch.empty_like(x)
+
+            def ref_kernel(data):
+                return data[0].double().cumsum(0)
+
+            def check_implementation(data, output):
+                return (output.double() - ref_kernel(data)).abs().max() < 1e-2, 'differs'
+            """,
+    ),
+    "large_memory": Folder(  # on a GPU a buffer takes 8 GiB
+        right="return torch.linalg.cholesky_ex(data, check_errors=False).L",
+        wrong="return torch.linalg.cholesky_ex(data, check_errors=False).L * 1.001",
+        more="""
+            def generate_input(size, seed):
+                n = size if DEVICE == 'cuda' else min(size, 1024)
+                data = random(1, n, n, seed=seed).abs_()
+                data += data.transpose(1, 2).clone()
+                data.diagonal(dim1=1, dim2=2).add_(2 * n)
+                return data
+
+            def ref_kernel(data):
+                return torch.linalg.cholesky(data)
+
+            def check_implementation(data, output):
+                probe = torch.ones(1, data.shape[1], 1, device=data.device)
+                want, got = data @ probe, output.tril() @ (output.tril().mT @ probe)
+                return ((got - want).abs() / want.abs()).max() < 1e-4, 'residual'
+            """,
+        timed=32768,
+    ),
+    # Answers.
+    "tuple_answer": Folder(  # of the reference a struct sequence
+        right="return data.min(), data.max()",
+        wrong="return data[0].clone(), data.max()",
+        more="""
+            def ref_kernel(data):
+                return torch.aminmax(data)
+
+            def check_implementation(data, output):
+                low, high = output
+                return isinstance(output, tuple) and low == data.min() and high == data.max(), 'no'
+            """,
+        timed=300000,
+    ),
+    "dict_answer": Folder(
+        right="""
+            total = data.double().sum()
+            return {'many': len(data), 'sum': total, 'how': 'exact'}
+            """,
+        wrong="return {'how': 'exact', 'many': len(data), 'sum': data.double().mean()}",
+        more="""
+            def ref_kernel(data):
+                return {'sum': data.double().sum(), 'many': len(data), 'how': 'exact'}
+
+            def check_implementation(data, output):
+                want = ref_kernel(data)
+                near = abs(output['sum'] - want['sum']) < 1e-9 * len(data)
+                return set(output) == set(want) and near and output['many'] == len(data), 'differs'
+            """,
+    ),
+    "class_answer": Folder(
+        right="""
+            from kinds import Out, Pair
+
+            def custom_kernel(data):
+                return [Pair(data * 2, len(data)), Out(data.sum())]
+            """,
+        wrong="""
+            from kinds import Out, Pair
+
+            def custom_kernel(data):
+                return [Pair(data * 2, 0), Out(data.sum())]
+            """,
+        more="""
+            class Pair(NamedTuple):
+                y: torch.Tensor
+                n: int
+
+            @dataclasses.dataclass
+            class Out:
+                total: torch.Tensor
+
+            def ref_kernel(data):
+                return [Pair(data * 2, len(data)), Out(data.sum())]
+
+            def check_implementation(data, output):
+                pair, out = output
+                right = isinstance(pair, Pair) and isinstance(out, Out) and torch.equal(pair.y, data * 2)
+                return right and torch.allclose(out.total, data.sum()) and pair.n == len(data), 'differs'
+            """,
+        files={
+            "kinds.py": """
+            import dataclasses
+            from typing import Any, NamedTuple
+
+            class Pair(NamedTuple):
+                y: Any
+                n: int
+
+            @dataclasses.dataclass
+            class Out:
+                total: Any
+            """
+        },
+    ),
+    "column": Folder(
+        right="return (data + data)[:, -1]",
+        wrong="return (data + data)[:, -2]",
+        more="""
+            def generate_input(size, seed):
+                return random(size, 64, seed=seed)
+
+            def ref_kernel(data):
+                return (data * 2)[:, -1]
+            """,
+    ),
+    "turned": Folder(
+        right="return (data + data).T, data.sort(1)[0][:, :4].unbind(1)",
+        wrong="return (data + data).T, data.sort(1)[0][:, 1:5].unbind(1)",
+        more="""
+            def generate_input(size, seed):
+                return random(size, 64, seed=seed)
+
+            def ref_kernel(data):
+                return (data * 2).T.contiguous(), data.sort(1).values[:, :4].unbind(1)
+
+            def check_implementation(data, output):
+                want = ref_kernel(data)
+                pairs = [(output[0], want[0]), *zip(output[1], want[1])]
+                return all(torch.equal(a, b) for a, b in pairs), 'differs'
+            """,
+    ),
+    "lazy_conjugate": Folder(
+        right="return data.conj(), -data.conj().imag",
+        wrong="return data, -data.conj().imag",
+        more="""
+            def generate_input(size, seed):
+                return random(size, seed=seed, dtype=torch.complex64).conj()
+
+            def ref_kernel(data):
+                return data.conj(), data.imag * 1
+
+            def check_implementation(data, output):
+                return all(map(torch.equal, output, ref_kernel(data))), 'differs'
+            """,
+    ),
+    # Files, and what compiles a submission.
+    "further_files": Folder(
+        right="""
+            from helpers.scale import FACTOR
+
+            def custom_kernel(data):
+                from task import output_t
+                assert output_t == 'vector'
+                return data * FACTOR
+            """,
+        more="""
+            from helpers.scale import FACTOR
+
+            def ref_kernel(data):
+                from task import output_t
+                return data * FACTOR
+            """,
+        files={"helpers/scale.py": "FACTOR = 0.75", "task.py": "output_t = 'vector'"},
+    ),
+    "load_inline": Folder(
+        right="""
+            from torch.utils.cpp_extension import load_inline
+
+            SOURCE = 'torch::Tensor twice(torch::Tensor x) { return x + x; }'
+            module = load_inline(name='twice', cpp_sources=SOURCE, functions=['twice'])
+
+            def custom_kernel(data):
+                return module.twice(data)
+            """,
+        timed=300000,
+    ),
+    "torch_compile": Folder(
+        right="""
+            import torch
+
+            @torch.compile
+            def twice(x):
+                return x + x
+
+            def custom_kernel(data):
+                return twice(data)
+            """,
+        wrong="""
+            import torch
+
+            @torch.compile
+            def thrice(x):
+                return x * 3
+
+            def custom_kernel(data):
+                return thrice(data)
+            """,
+        timed=300000,
+    ),
+    "triton_kernel": Folder(
+        right="""
+            import torch, triton
+            import triton.language as tl
+
+            @triton.jit
+            def twice(x, y, n, BLOCK: tl.constexpr):
+                at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+                tl.store(y + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+            def custom_kernel(data):
+                out = torch.empty_like(data)
+                twice[(triton.cdiv(len(data), 1024),)](data, out, len(data), BLOCK=1024)
+                return out
+            """,
+        timed=300000,
+    ),
+}
+COMPILED = ("load_inline", "torch_compile")  # with torch's own headers, for half a minute and more
+
+
+def write(place: Path, found: Folder) -> Path:
+    """Write a folder to `place`, with submission.py and solutions/wrong.py."""
+    more = f", {found.cases}" if found.cases else ""
+    tests = ", ".join(f"{{size: {size}, seed: {size + 4000}{more}}}" for size in SIZES)
+    timed = f"{{size: {found.timed}, seed: 93246{more}}}" if found.timed else ""
+    listed = ", ".join(f"{{name: {name}, source: {name}}}" for name in found.files)
+    files = {
+        "task.yml": f"files: [{listed}]\ntests: [{tests}]\nbenchmarks: [{timed}]\nranking_by: geom\n",
+        "reference.py": f"{HEAD}\n{found.check}\n{dedent(found.more)}\n",
+        **{name: dedent(text) for name, text in found.files.items()},
+    }
+    for name, text in {"submission.py": found.right, "solutions/wrong.py": found.wrong}.items():
+        body = indent(dedent(text), "    ")
+        files[name] = dedent(text) if "def custom" in text else f"import torch\n\ndef custom_kernel(data):\n{body}\n"
+    for name, text in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    return place

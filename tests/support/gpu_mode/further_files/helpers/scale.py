@@ -1,3 +1,0 @@
-"""The constant."""
-
-FACTOR = 0.75

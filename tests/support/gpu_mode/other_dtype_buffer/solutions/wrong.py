@@ -1,4 +1,0 @@
-def custom_kernel(data):
-    x, out = data
-    out.copy_(x)
-    return out

@@ -1,5 +1,0 @@
-import torch
-
-
-def custom_kernel(data):
-    return torch.geqrf(data)

@@ -1,2 +1,0 @@
-def custom_kernel(data):
-    return data[0] + 1

@@ -17,6 +17,7 @@ from harness import run
 from harness.judge import verdict
 from harness.results import schema
 from problems.common import load
+from tests.support import foreign
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".jsonl")
@@ -46,12 +47,10 @@ def wrong_files() -> Iterator[dict]:
 
 
 def gpu_mode_folders() -> Iterator[dict]:
-    """Each submission of the fixtures in GPU MODE's format: those named wrong must be refused, others pass."""
-    for path in tracked("tests/support/gpu_mode/*.py"):
-        if "solutions" in path.parts or path.name == "submission.py":
-            right = "wrong" not in str(path)
-            name = str(path.relative_to("tests/support/gpu_mode"))
-            yield {"what": "gpu_mode", "name": name, "verdict": "PASSED" if right else "refused"}
+    """Each folder in GPU MODE's format: its right submission passes, its wrong one is refused."""
+    stored = {path.parts[3] for path in tracked("tests/support/gpu_mode/*/reference.py")}
+    for name in sorted(stored | set(foreign.FOLDERS)):
+        yield {"what": "gpu_mode", "name": name, "verdict": "right PASSED, wrong refused"}
 
 
 def options() -> Iterator[dict]:

@@ -22,7 +22,7 @@ def after(args: argparse.Namespace, name: str, winner: str, judged: list[Result]
     j = min(results, key=lambda one: schema.STATUSES.index(one.verdict))
     variant = ["--variant", j.submission.name.partition("#")[0]]
     chosen = ["--submission", args.submission] if args.submission else variant
-    base = [PYTHON, "harness/run.py", args.problem, *chosen, *_given(args, "device", "devices", "timeout")]
+    base = [PYTHON, "harness/run.py", args.problem, *chosen, *_given(args, "device", "shard", "timeout")]
     report = [PYTHON, "leaderboard/report.py", name]
     if j.verdict == "PASSED":
         asked = judged[0].against_all if args.against else None  # a confirmation compares too

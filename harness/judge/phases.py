@@ -16,11 +16,11 @@ from harness.judge import batch, order, readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.journal import NOTHING, Group, GroupDone, Have
 from harness.judge.outcome import Batch, Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
+from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.problem.folders import Case, ProblemError, UsageError
 from harness.results import environment
 from harness.runner import gate, matmul, native
@@ -82,7 +82,7 @@ def run_tests(
     cases: list[Case],
     done: Callable[[RunnerHandle, Case, Outcome], None],
     progress: Progress,
-    have: Have = NOTHING,
+    have: Finished = NOTHING,
     limit_s: float | None = None,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
@@ -132,7 +132,7 @@ def run_benchmarks(
     progress: Progress,
     paired: bool = False,
     group: GroupDone | None = None,
-    have: Have = NOTHING,
+    have: Finished = NOTHING,
     limit_s: float | None = None,
     how: Plan | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
@@ -192,7 +192,7 @@ class Benchmark:
     progress: Progress
     paired: bool
     done: GroupDone | None
-    have: Have
+    have: Finished
     budget: "Budget"
     how: Plan
     rounds_done: int = 0  # of `total`, for the progress
@@ -433,7 +433,7 @@ class Benchmark:
         """
         places = list(range(len(group.handles)))
         if not self.paired:
-            # The same in a resumed run and in every part of --devices.
+            # The same in a resumed run.
             random.Random(f"{number} {[_name(handle) for handle in group.handles]}").shuffle(places)
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
         first = group.process * (self.how.samples | 1)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from harness.problem import folders
 from harness.problem.folders import UsageError
-from harness.results import merge, output, record, text
+from harness.results import output, record, text
 from harness.tools import on_node, remote
 
 NAME = "harness/run.py"
@@ -58,8 +58,7 @@ def run(args: argparse.Namespace, further: list[str], defaults: argparse.Namespa
 
 
 def _see_options(args: argparse.Namespace) -> None:
-    odd = [f"--{name}" for name in ("resume", "events", "on") if getattr(args, name) is not None]
-    odd += ["--devices"] if args.devices else []
+    odd = [f"--{name}" for name in ("resume", "events", "on", "shard") if getattr(args, name) is not None]
     if odd:
         raise UsageError(f"{output.apart('--ray', odd)}; each job is a whole run on a node")
     if args.device not in (None, "cpu", "cuda"):
@@ -181,19 +180,13 @@ class _Cluster:
             said = text.line(text.first_line(str(error), 300) or type(error).__name__, 300)
             output.complain(f"{NAME}: {number} {job.name}: lost after {RETRIES + 1} attempts: {said}")
             return LOST_EXIT
-        added = 0
-        for name, lines in found["records"].items():
-            machine, _, file = name.partition("/")
-            new, complaints = merge.add(machine, file.removesuffix(".jsonl"), lines, source=f"{job.name}: {name}")
-            added += new
-            for complaint in complaints:
-                output.complain(f"warning: {complaint}")
+        added = sum(remote.bring(name, data) for name, data in found["records"].items())
         self.json.append(found["json"])
         log = self.out / f"{text.line(job.name).replace(' ', '-').replace('/', '_')}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(found["log"], encoding="utf-8")
         code = found["code"] if found["code"] in GRAVEST else LOST_EXIT
-        output.say(f"{number} {job.name} on {found['node']}: exit code {found['code']}, {added} new records")
+        output.say(f"{number} {job.name} on {found['node']}: exit code {found['code']}, {added} new runs")
         last = found["log"].splitlines()[-4:] if code else found["log"].splitlines()[-2:]
         output.say("\n".join(f"    {text.line(line)}" for line in last))
         return code

@@ -6,7 +6,6 @@ passes a shell. Nothing needs to be installed: the standard library only, Python
     FOLDER/lock               held by the process that supervises a run: one run at a time in a folder
     FOLDER/tree/              the files of the checkout, its .venv, builds and records
     FOLDER/sent/              other files that arguments name, by their absolute path on the client
-    FOLDER/incoming/          the client's records, merged into tree/leaderboard/results before a run
     FOLDER/jobs/ID/           job.json (what to run), state.json, alive (locked by its supervisor), log, records.jsonl,
                               events.jsonl and profile/, which the run made
 """
@@ -67,7 +66,7 @@ def prepare(base: str) -> dict:
     if sys.version_info < OLDEST:
         raise Refused(f"its python3 is {sys.version.split()[0]}, {OLDEST[0]}.{OLDEST[1]} or later is needed")
     _see_idle(base)
-    for part in ("tree/leaderboard/results", "sent", "incoming", "jobs"):
+    for part in ("tree/leaderboard/results", "sent", "jobs"):
         os.makedirs(os.path.join(base, part), mode=0o700, exist_ok=True)
     return {"base": os.path.realpath(base)}
 
@@ -211,11 +210,6 @@ class _Supervisor:
                 tail = log.read().splitlines()[-TAIL:]
             return {"state": "set-up failed", "code": FAILED, "why": f"make setup: exit code {code}", "tail": tail}
         python = os.path.join(self.tree, ".venv", "bin", "python")
-        incoming = os.path.join(base, "incoming")
-        if not code and not self.stopping() and os.listdir(incoming):
-            code = self._step([python, "-m", "harness.results.merge", incoming], {}, quiet=True)
-            if code and not self.stopping():
-                return {"state": "failed", "code": FAILED, "why": "the records that were sent could not be merged"}
         if self.stopping():
             return {"state": "stopped", "code": 130}
         self.write({"state": "running"})

@@ -27,29 +27,25 @@ RESULTS = "leaderboard/results"
 def job(packed: bytes, words: list[str], env: dict[str, str]) -> dict:
     """Run harness/run.py with `words` in a folder with the files of the archive `packed`.
 
-    Return {"node", "code", "log", "json": the lines of --json, "records": {"<machine>/<problem>.jsonl": new lines}}.
-    env: more of its environment.
+    Return {"node", "code", "log", "json": the lines of --json, "records": by path in results/ the file of a run}. env:
+    more of its environment.
     """
     place = Path(tempfile.mkdtemp(prefix="kernel-job-"))
     try:
         tree = place / "tree"
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(place, filter="data")
-        before = {file: file.stat().st_size for file in tree.glob(f"{RESULTS}/*/*.jsonl")}
+        before = set(tree.glob(f"{RESULTS}/*/*/*.jsonl"))
         with open(place / "log", "wb") as log:
             code = _run([sys.executable, "harness/run.py", *words, f"--json={place / 'json'}"], tree, log, env)
-        # Files of records only grow: what is behind the lines that were sent is new.
-        found = {
-            str(file.relative_to(tree / RESULTS)): file.read_bytes()[before.get(file, 0) :]
-            for file in tree.glob(f"{RESULTS}/*/*.jsonl")
-            if not file.name.endswith(".partial.jsonl")
-        }
+        made = set(tree.glob(f"{RESULTS}/*/*/*.jsonl")) - before
+        found = {str(file.relative_to(tree / RESULTS)): file.read_bytes() for file in made}
         return {
             "node": socket.gethostname(),
             "code": code,
             "log": _tail(place / "log"),
             "json": (place / "json").read_bytes() if (place / "json").is_file() else b"",
-            "records": {name: lines for name, lines in found.items() if lines},
+            "records": found,
         }
     finally:
         shutil.rmtree(place, ignore_errors=True)

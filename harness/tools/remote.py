@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 from harness.problem import folders, sources  # noqa: E402
 from harness.problem.folders import UsageError  # noqa: E402
-from harness.results import merge, output, record, text  # noqa: E402
+from harness.results import output, record, text  # noqa: E402
 from harness.tools import on_host  # noqa: E402
 
 OUT = ROOT / "leaderboard" / "out" / "remote"  # /HOST/JOB/: what came back of a job, but for its records
@@ -181,7 +181,7 @@ def start(args: argparse.Namespace, further: list[str], defaults: argparse.Names
         output.say(f"sending {len(known)} files to {host.name}:{host.base}")
         host.send(ROOT, known, "tree")
         host.send(Path("/"), [str(path)[1:] for path in outside], "sent")
-        host.send(record.RESULTS, records(), "incoming")
+        host.send(record.RESULTS, records(), f"tree/{RESULTS}")
         begin = {"job": job, "words": words, "env": commit(), "files": known}
         _patiently(host, lambda: host.ask("start", **begin))
     output.say(f"job {job} has begun on {host.name}; it goes on there if this command ends")
@@ -258,8 +258,19 @@ def _placed(path: Path, files: Iterable[Path], known: set[str]) -> tuple[str, li
 
 def records() -> list[str]:
     """The files of records, from the folder of results: attempts and the present leader are counted by them."""
-    files = record.RESULTS.glob("*/*.jsonl")
-    return sorted(str(f.relative_to(record.RESULTS)) for f in files if not f.name.endswith(record.PARTIAL))
+    found = [file for machine in record.RESULTS.glob("*") for file in record.files(machine)]
+    return sorted(str(file.relative_to(record.RESULTS)) for file in found)
+
+
+def bring(name: str, data: bytes) -> int:
+    """Write a run's file into the folder of results, if it is not there. Return how many were written."""
+    target = record.RESULTS / name
+    if target.exists():
+        return 0
+    with record.storing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        output.write_whole(target, data.decode())
+    return 1
 
 
 def commit() -> dict[str, str]:
@@ -328,16 +339,14 @@ def _collect(host: Host, job: str) -> int:
     kept = host.kept / job
     _patiently(host, lambda: host.fetch(f"jobs/{job}", kept, "--exclude=alive", "--exclude=*.part"))
     there = host.kept / "results"
-    only = ("--include=/*/", "--exclude=*.partial.jsonl", "--include=/*/*.jsonl", "--exclude=*")
+    only = ("--include=/*/", "--include=/*/*/", f"--include=/*/*/{record.RUN_FILE}", "--exclude=*")
     _patiently(host, lambda: host.fetch(f"tree/{RESULTS}", there, *only))
-    added, complaints = merge.merge(there)
-    for complaint in complaints:
-        output.complain(f"warning: {complaint}")
+    added = sum(bring(str(file.relative_to(there)), file.read_bytes()) for file in there.glob(f"*/*/{record.RUN_FILE}"))
     profiles = sorted((kept / "profile").glob("*"))
     for path in profiles:
         output.say(f"profile: {path.relative_to(ROOT)}")
     log = (kept / "log").relative_to(ROOT)
-    output.say(f"{host.name}: job {job} {ended['state']}, {added} new records here; log: {log}")
+    output.say(f"{host.name}: job {job} {ended['state']}, {added} new runs here; log: {log}")
     if ended["why"]:
         output.complain(f"{NAME}: {host.name}: {ended['state']}: {ended['why']}")
     for line in ended.get("tail", ()):

@@ -24,7 +24,7 @@ VALUES = {
     "quiet": ["--quiet"],
     "resume": ["--resume"],
     "on": ["--on", "host"],
-    "devices": ["--devices", "all"],
+    "shard": ["--shard", "1/2"],
     "ray": ["--ray", "auto"],
     "check_only": ["--check-only"],
     "lint": ["--lint"],
@@ -40,9 +40,9 @@ KINDS = {
     "--lint": "device events quiet on ray",
     "--check-only": "device events quiet on ray",
     "--sanitize": "variant submission all case device events quiet on ray",
-    "--mode test": "variant submission all case seed timeout json devices device events quiet on ray",
-    "--mode benchmark": "variant submission all case timeout json devices device events quiet on ray against processes",
-    "--mode leaderboard": "variant submission all case seed timeout json devices device events quiet on ray against "
+    "--mode test": "variant submission all case seed timeout json shard device events quiet on ray",
+    "--mode benchmark": "variant submission all case timeout json shard device events quiet on ray against processes",
+    "--mode leaderboard": "variant submission all case seed timeout json shard device events quiet on ray against "
     "processes resume",
     "--mode profile": "variant submission case timeout device events quiet on ray",
     "--mode latency": "case json device events quiet on ray",

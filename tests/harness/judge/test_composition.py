@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import run
-from harness.judge import compiling, plan, verdict
+from harness.judge import compiling, verdict
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.sandbox import process, reaper, workdir
@@ -217,7 +216,7 @@ def test_hash_and_key_are_of_all_of_it(problems):
         assert known_by() == start, name
     seen = [start]
     for name in sorted(OWN | MODULES | WINNERS):
-        add(problems / name, "\n# a change\n" if name.endswith(".py") else "\n// a change\n")
+        add(problems / name, "\nchanged = 1\n" if name.endswith(".py") else "\n// a change\n")
         seen.append(known_by())
     assert all(len(set(part)) == len(seen) for part in zip(*seen, strict=True))
 
@@ -281,12 +280,10 @@ def test_an_entry_knows_its_problem(problems):
 
 def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
     """state.py alone is what composed's reference.py imports."""
-    submission = winner()
     found = folders.find("composed")
-    arguments = run.parser().parse_args(["composed"])
 
     def planned() -> str:
-        return plan.make("id", found, "cpu", arguments, [verdict.Result(submission, "cpu")], [], [])["problem_hash"]
+        return verdict.Recorder(found, "cpu").problem_hash
 
     start = planned()
     add(problems / "composed" / "model.py", "\nchanged = 1\n")

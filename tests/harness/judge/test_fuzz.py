@@ -19,10 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness.judge import console, phases, replies
+from harness.judge import console, phases, replies, work
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
-from harness.judge.journal import Journal
 from harness.judge.judging import Judging
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
@@ -30,6 +29,7 @@ from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import Case, Problem, Submission
 from harness.results import record
+from harness.results.run_file import RunFile
 from harness.runner import flush
 from harness.tools import modes
 from leaderboard import pages
@@ -138,7 +138,6 @@ class Fuzz:
         self.verdicts: Counter[str] = Counter()
         self.submissions: dict[str, Submission] = {}
         self.results = folder / "results"
-        self.written: dict[Path, int] = {}
         for number in range(HOSTILE):
             self._file(f"hostile{number}", "compile_for" if number % 3 == 0 else "custom_kernel")
         self._file("honest", "custom_kernel")
@@ -158,8 +157,9 @@ class Fuzz:
         fake_runner.SCRIPTS.clear()
         fake_runner.SCRIPTS.update({f"hostile{i}": script for i, script in enumerate(made)})
         judged = [self._judged(name) for name in (*fake_runner.SCRIPTS, "honest")]
-        held = Journal.create("journals", self.problem.name, {"run_id": record.new_run_id()})
         recorder = Recorder(self.problem, self.device)
+        cases = [*self.problem.tests], [*self.problem.benchmarks[self.device]]
+        held = RunFile.begin(recorder.run(self.machine, "cpu", {}, judged, *cases))
         with contextlib.redirect_stdout(io.StringIO()):
             self._judging(recorder, held).run(judged, list(self.problem.tests), self.problem.benchmarks[self.device])
             self._profile(made, judged)
@@ -173,7 +173,7 @@ class Fuzz:
         self.sent += sum(script.did for script in made)
         self.read += sum(min(script.did, script.read) for script in made)
 
-    def _judging(self, recorder: Recorder, held: Journal) -> Judging:
+    def _judging(self, recorder: Recorder, held: RunFile) -> Judging:
         args = argparse.Namespace(
             mode="leaderboard",
             timeout=None,
@@ -182,6 +182,7 @@ class Fuzz:
             processes=None,
             same_within=1.5,
             seed=None,
+            shard=None,
         )
         return Judging(self.problem, self.device, "cpu", args, recorder, held, lambda _: None, Events(None))
 
@@ -223,18 +224,16 @@ class Fuzz:
             assert got.verdict == "PASSED" or (got.verdict == "TIMEOUT" and script.way not in HARMLESS), (script, said)
         self.verdicts[got.verdict] += 1
 
-    def _record(self, recorder: Recorder, judged: list[Result], held: Journal) -> None:
-        """The records are written and read again, and so is the journal."""
+    def _record(self, recorder: Recorder, judged: list[Result], held: RunFile) -> None:
+        """The records are written and read again, and so is the work."""
         records = [line for one in judged for line in recorder.lines(one)]
-        known = held.have()
+        known, path = repr(work.finished(held.contents.work)), held.contents.path
         held.close()
-        again = Journal.resume("journals", self.problem.name, held.run_id)
-        assert repr(again.have()) == repr(known) and not again.complaints
-        again.finish(records)
-        file = record.append(self.machine, self.problem.name, records, self.results)
-        found, complaints = record.parse(file.read_bytes()[self.written.get(file, 0) :], file.name)
-        self.written[file] = file.stat().st_size
-        assert not complaints and found == records
+        again = RunFile.reopen(path, work.check)
+        assert repr(work.finished(again.contents.work)) == known and not again.contents.complaints
+        again.finish(records, 0)
+        found = record.contents_of(path, self.results)
+        assert not found.complaints and found.records == records
 
     def render(self) -> None:
         """The leaderboard shows every record, as text that moves no cursor."""

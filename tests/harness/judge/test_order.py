@@ -105,7 +105,7 @@ def test_an_honest_difference_that_is_small_is_none_however_sure():
     assert refused(run(100.0, 85.0, ("a", "b"), processes=40, samples=24, noise=0.001)) == {}
 
 
-def test_outcomes_of_an_old_journal_say_nothing():
+def test_outcomes_that_do_not_know_their_order_say_nothing():
     timings = run(100.0, 30.0, ("a", "b"))
     for (timing,) in timings.values():
         for group in timing.outcomes:
@@ -170,7 +170,7 @@ class Telling(Counting):
 @pytest.mark.parametrize(("count", "paired"), [(2, True), (2, False), (3, False)])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_no_run_gives_a_time_to_those_that_pass_answers_to_each_other(count, paired, resumed):
-    """Nor one that takes groups from a journal or from a part of --devices, as JSON has them."""
+    """Nor one that takes groups from the file of its run, as JSON has them."""
     told, cases = {}, [case(1)] * 3
 
     def group(found: phases.Group) -> None:
@@ -179,7 +179,7 @@ def test_no_run_gives_a_time_to_those_that_pass_answers_to_each_other(count, pai
     found, _ = phases.run_benchmarks(Telling(), submissions(count), cases, lambda _: None, paired, group)
     if resumed:
         told.popitem()
-        have = phases.Have(groups=told)
+        have = phases.Finished(groups=told)
         found, _ = phases.run_benchmarks(Telling(), submissions(count), cases, lambda _: None, paired, have=have)
     for name, timings in found.items():
         for timing in timings:

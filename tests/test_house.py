@@ -386,7 +386,7 @@ def test_every_file_named_on_the_pages_exists():
 def test_the_pages_and_messages_call_the_python_that_make_sets_up():
     """A bare `python` may be missing, or lack what is needed."""
     pages = [*PAGES, *ROOT.glob("problems/*/README.md"), ROOT / "leaderboard" / "README.md"]
-    sources = [ROOT / "leaderboard" / "report.py", ROOT / "leaderboard" / "code_table.py", ROOT / "harness" / "run.py"]
+    sources = [ROOT / "leaderboard" / "report.py", ROOT / "harness" / "run.py"]
     bare = re.compile(r"(?<![\w/.-])python3? (?:-m|harness/|leaderboard/|problems/|tests/|tools/)")
     found = [f"{file}: {hit}" for file in [*pages, *sources] for hit in bare.findall(file.read_text(encoding="utf-8"))]
     assert not found, "write .venv/bin/python"
@@ -479,7 +479,7 @@ def test_gitignore_lists_the_machines_whose_records_are_committed():
     lines = (ROOT / ".gitignore").read_text().splitlines()
     kept = [line for line in lines if line.startswith("!leaderboard/results/")]
     wanted = [f"!leaderboard/results/{slug}/" for slug in machines()]
-    assert sorted(kept) == sorted([*wanted, "!leaderboard/results/code.jsonl"])
+    assert sorted(kept) == sorted(wanted)
     assert "leaderboard/results/*" in lines
     assert all(lines.index(line) > lines.index("leaderboard/results/*") for line in kept), "a later line wins"
 

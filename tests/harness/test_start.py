@@ -50,7 +50,6 @@ COMMANDS = [
     [RUN],
     [REPORT],
     [REPORT, "--check"],
-    ["leaderboard/code_table.py"],
     ["-m", "harness.results.schema"],
     ["-m", "harness.problem.task_yml", "--check"],
     ["problems/dsv4_forward/generate/generate.py"],
@@ -105,7 +104,7 @@ def test_without_packages_one_line_names_make_setup(checkout, arguments):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("file", [RUN, REPORT, "leaderboard/code_table.py", "problems/common/venv.py", OUTPUT, STREAMS])
+@pytest.mark.parametrize("file", [RUN, REPORT, "problems/common/venv.py", OUTPUT, STREAMS])
 def test_what_a_command_reads_first_is_known_to_older_pythons(file):
     """As far as its syntax: what is too old is named by a line, not by a traceback."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
@@ -176,4 +175,4 @@ def test_bash_completes(tmp_path):
 
     assert completed("nvf") == ["nvfp4_gemv"]
     assert completed("nvfp4_gemv", "--mode", "la") == ["latency"]
-    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--same-within"}
+    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--same-within", "--shard"}

@@ -37,7 +37,6 @@ bench: setup
 	$(VENV_PYTHON) leaderboard/report.py
 
 board: setup
-	$(VENV_PYTHON) leaderboard/code_table.py
 	$(VENV_PYTHON) leaderboard/report.py --readme README.md
 
 # A file's tests all go to one worker: what they share, from a judgement to a model, is made once.

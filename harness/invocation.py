@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from harness.judge import console, device_lock, journal, outputs, phases, plan, spread, verdict
+from harness.judge import console, device_lock, phases, resume, verdict, work
 from harness.judge.events import Events
-from harness.judge.journal import Journal
 from harness.judge.judging import Judging
 from harness.judge.selection import Selection, rule_broken
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
-from harness.problem.folders import Problem, ProblemError, Submission, UsageError, reading
+from harness.problem.folders import Case, Problem, ProblemError, Submission, UsageError, reading
 from harness.results import environment, gpu, output, ranking, record, text
+from harness.results.record import Contents
+from harness.results.run_file import RunFile
 from harness.sandbox import process
 from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
@@ -43,7 +44,7 @@ class Run:
         self.stdout, self.events = stdout, events
         self.stack = contextlib.ExitStack()
         self.lines: list[dict] = []
-        self.journal: Journal | None = None
+        self.file: RunFile | None = None  # of a recorded run
         self.opponents: list[Result] = []  # leaders that took part in a confirmation only
 
     @functools.cached_property
@@ -62,29 +63,11 @@ class Run:
         return found
 
     @functools.cached_property
-    def devices(self) -> list[spread.Place]:
-        """The devices that --devices spreads cases over; [] without it, and on a CPU, which is one device."""
-        wanted, kind = self.args.devices, self.args.device or ("cuda" if gpu.visible() else "cpu")
-        if wanted is None:
-            return []
-        if kind == "cpu" and wanted == "all":
-            console.say("--devices all: the CPU is one device, so its cases are judged one after the other")
-            return []
-        if kind == "cpu":
-            raise UsageError(f"--devices {wanted} names GPUs, and this run is on the CPU")
-        if self.args.device not in (None, "cuda"):
-            raise UsageError(f"give one of --devices and --device {self.args.device}")
-        return spread.places(wanted)
-
-    @functools.cached_property
     def device(self) -> str:
         """The kind of device. Of several GPUs, the named one becomes the only visible one."""
-        devices = self.devices  # before all but one GPU are hidden
         wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
         if wanted in ("cpu", "model"):  # the model executes on the CPU
             return "cpu"
-        if devices:
-            wanted = devices[0].name
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
         try:
@@ -116,11 +99,11 @@ class Run:
     @functools.cached_property
     def recorder(self) -> Recorder:
         """The maker of the records. Its run id is the resumed run's, or new."""
-        return Recorder(self.problem, self.device, self.journal.run_id if self.journal else None)
+        return Recorder(self.problem, self.device, self.file.run_id if self.file else None)
 
     @property
     def recorded(self) -> bool:
-        """Whether this run appends to the records: only a whole run in --mode leaderboard does."""
+        """Whether this run has a file of its own: only a whole run in --mode leaderboard does."""
         return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
 
     @property
@@ -131,7 +114,12 @@ class Run:
     @property
     def kept(self) -> str:
         """The id of this run if what it has found is kept for --resume, else ""."""
-        return self.journal.run_id if self.journal and self.journal.resumable else ""
+        return self.file.run_id if self.file and self.file.resumable else ""
+
+    @functools.cached_property
+    def files(self) -> list[Contents]:
+        """What the files of earlier runs of the problem on this machine hold, oldest first."""
+        return record.contents(self.machine, self.problem.name, check=work.check)
 
     def main(self) -> int:
         """Make the run. Return the exit code."""
@@ -143,7 +131,7 @@ class Run:
         process.harden()
         machine = self.machine  # and with it the device: --lint and the check use it too
         if args.resume is not None:
-            self._adopt_outputs()
+            self._resume()
         self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
         checked = endtoend.wanted(self.problem, args, self.further)
         if checked and endtoend.asks_help(self.further):  # behind `--`
@@ -156,29 +144,32 @@ class Run:
         if args.check_only:
             console.say(environment.block() + "\n")
             return self._check()
-        if (completed := self._settle()) is not None:
-            return completed
-        with contextlib.ExitStack() as stack:
-            if args.resume is not None:
-                self.journal = Journal.resume(machine, name, args.resume or None)
-                stack.callback(self.journal.close)
-                for complaint in self.journal.complaints:
-                    console.say(f"warning: {complaint}")
-                plan.adopt(self.journal.plan, args, self.defaults)
-            return self._run(stack, checked)
+        if self.recorded:
+            record.see_writable(self.machine)
+            self._tell_files()
+        return self._run(checked)
 
-    def _adopt_outputs(self) -> None:
-        """Write, besides the records, what the resumed run was to write, where the user gives nothing else."""
+    def _resume(self) -> None:
+        """Reopen the file of the run that goes on, and adopt its options."""
         args, json_before, events_before = self.args, self.args.json, self.args.events
-        outputs.adopt(journal.outputs(self.machine, self.problem.name, args.resume or None), args)
+        if args.case:
+            raise UsageError("--resume does not go with --case, since such a run records nothing: leave one out")
+        where = f"{self.problem.name} on {self.machine}"
+        self.file = resume.chosen(self.files, args.resume, where)
+        self.stack.callback(self.file.close)
+        resume.adopt(self.file, args, self.defaults)
         if args.json == "-" != json_before:
             self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if args.events and not events_before:
-            try:
-                self.events.open(args.events)
-            except OSError as error:
-                said = f"cannot write {args.events}: {error.strerror}: give another file"
-                raise UsageError(f"--resume goes on with --events of that run: {said}") from None
+            self.events.open(args.events)
+
+    def _tell_files(self) -> None:
+        """Say which lines of earlier runs are malformed, and which runs --resume can continue."""
+        for one in self.files:
+            for complaint in one.complaints:
+                console.say(f"warning: {complaint}")
+        for run_id in resume.left(self.files) if self.file is None else ():
+            console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
 
     def _model(self) -> int:
         """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Return
@@ -207,7 +198,7 @@ class Run:
             right = judged.verdict == "MODEL_CHECKED"
             console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
         if args.mode == "leaderboard":
-            record.append(self.machine, self.problem.name, lines)
+            self._begin([judged], cases, []).finish(lines, verdict.exit_code([judged], False))
             console.say(f"run {self.recorder.run_id}: {text.counted(len(lines), 'record')} of {self.machine}")
         self.lines = lines
         self._write_json([judged])
@@ -230,7 +221,7 @@ class Run:
         self.events.write("verdict", variant=None, status=status, reason=reason)
         return verdict.EXIT_CODES[status]
 
-    def _run(self, stack: contextlib.ExitStack, checked: bool) -> int:
+    def _run(self, checked: bool) -> int:
         """What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
         chosen = self.selection.submissions()
@@ -258,58 +249,40 @@ class Run:
             words = shlex.join(self.further)
             console.note(f"note: {words} is for {endtoend.FILE} only; what follows is judged as the folder has it")
         if self.recorded:
-            stack.callback(self._plan(judged).close)
+            self._begin(judged, *(self.selection.cases() if runnable else ([], [])))
         if runnable:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
         self._see_unchanged(judged)
-        self._record(judged)
+        found = self._regressions(judged)
+        code = verdict.exit_code(judged, args.all) or (verdict.REGRESSION_EXIT if found else 0)
+        self._record(judged, code)
         try:
             self._write_json(judged)
         finally:
             self._print(judged)
+        self._tell_regressions(found)
         self._tell(judged)
-        return verdict.exit_code(judged, args.all) or self._regression(judged)
+        return code
 
-    def _settle(self) -> int | None:
-        """Complete the records of killed runs, and say which are unfinished. Return the exit code if nothing else is
-        left for --resume to do.
+    def _begin(self, judged: list[Result], *cases: list[Case]) -> RunFile:
+        """Begin the run's file, or see that what a resumed run depends on is unchanged. Return the file. cases: the
+        test cases, the benchmark cases.
         """
-        args, name = self.args, self.problem.name
-        if args.mode != "leaderboard" or args.case or args.sanitize:
-            if args.resume is not None:
-                raise UsageError("--resume does not go with --case, since such a run records nothing: leave one out")
-            return None
-        record.see_writable(self.machine)
-        completed, unfinished = journal.settle(self.machine, name)
-        for complaint in record.reading(self.machine, name)[1]:
-            console.say(f"warning: {complaint}")
-        for run_id in completed:
-            console.say(f"run {run_id} had ended while it wrote its records: they are complete now")
-        if args.resume is None:
-            for damage in journal.damaged(self.machine, name):
-                console.say(f"warning: {damage}")
-            for run_id in unfinished:
-                console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
-        elif completed and (args.resume in completed or not (args.resume or unfinished)):
-            run_id = args.resume or completed[-1]
-            self.lines = [r for r in record.read(self.machine, name) if r.get("run_id") == run_id]
-            self._write_json([])
-            return verdict.code_of([r["status"] for r in self.lines if not r.get("superseded")], everything=True)
-        return None
-
-    def _plan(self, judged: list[Result]) -> Journal:
-        """Begin the journal, or see that what the resumed run depends on is unchanged. Return the journal."""
-        tests, benchmarks = self.selection.tests(), list(self.problem.timed(self.target))
-        now = plan.make(self.recorder.run_id, self.problem, self.target, self.args, judged, tests, benchmarks)
-        if self.journal is None:
-            self.journal = Journal.create(self.machine, self.problem.name, now)
-            return self.journal
-        plan.compare(self.journal.plan, now, self.journal.path)
-        times = self.journal.go_on(outputs=outputs.noted(self.args))
+        run = self.recorder.run(self.machine, self.target, resume.options(self.args), judged, *cases)
+        if self.file is None:
+            self.file = RunFile.begin(run)
+            self.stack.callback(self.file.close)
+            return self.file
+        resume.see_unchanged(self.file, run)
+        self.file.write("resumed", **resume.outputs(self.args))
+        times = len(self.file.lines("resumed"))
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
-        console.say(f"run {self.journal.run_id} goes on: {self.journal.summary()}")
-        return self.journal
+        outcomes, groups = (len(self.file.lines(kind)) for kind in ("outcome", "group"))
+        console.say(
+            f"run {self.file.run_id} goes on: {outcomes} test outcomes and {groups} groups of timed calls are known"
+        )
+        return self.file
 
     def _lint(self) -> int:
         from harness.lint import linter
@@ -325,14 +298,11 @@ class Run:
         return device_lock.hold("cpu", console.note) if timed else contextlib.nullcontext()
 
     def _judged(self, submission: Submission) -> Result:
-        run_id = self.recorder.run_id
         with reading(submission.file.name):
             judged = Result(submission, self.selection.target_of(submission), ranking_by=self.problem.ranking_by)
         if self.recorded:
-            name = self.problem.name
-            runs = ranking.attempts(record.read(self.machine, name), submission.name)
-            runs |= journal.attempts(self.machine, name, submission.name)
-            judged.attempt = len(runs | {run_id})
+            runs = ranking.attempts(record.records_of(self.files), submission.name)
+            judged.attempt = len(runs | work.attempts(self.files, submission.name) | {self.recorder.run_id})
         return judged
 
     def _judge(self, judged: list[Result]) -> None:
@@ -343,14 +313,13 @@ class Run:
             self.target,
             args,
             self.recorder,
-            self.journal,
+            self.file,
             self._enter,
             self.events,
-            self.devices,
         )
         if note := self.selection.note():
             console.say(note)
-        with spread.held(self.devices, console.note) if self.devices else self._held(args.mode != "test"):
+        with self._held(args.mode != "test"):
             judging.run(judged, tests, cases)
         self.opponents = judging.opponents
 
@@ -379,15 +348,15 @@ class Run:
             if changed:
                 j.status, j.reason = "INVALID_MEASUREMENT", "its files were changed during the run"
 
-    def _record(self, judged: list[Result]) -> None:
+    def _record(self, judged: list[Result], code: int) -> None:
         """Write all records of the run at once. Only a recorded run has any."""
-        if not self.journal:
+        if not self.file:
             return
         for j in (*judged, *self.opponents):
             # A file for another machine has no result on this one.
             if self.target in j.submission.targets or j.status != "UNSUPPORTED" or not self.args.all:
                 self.lines += self.recorder.lines(j)
-        self.journal.finish(self.lines)
+        self.file.finish(self.lines, code)
 
     def _print(self, judged: list[Result]) -> None:
         args = self.args
@@ -409,18 +378,18 @@ class Run:
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
 
-    def _regression(self, judged: list[Result]) -> int:
-        """Say whether --fail-on-regression found one. Return the exit code."""
+    def _regressions(self, judged: list[Result]) -> list[str]:
+        """Return what --fail-on-regression finds."""
         percent = self.args.fail_on_regression
-        if percent is None:
-            return 0
-        found = [said for j in judged for said in verdict.regressions(j, percent)]
+        return [] if percent is None else [said for j in judged for said in verdict.regressions(j, percent)]
+
+    def _tell_regressions(self, found: list[str]) -> None:
+        percent = self.args.fail_on_regression
         with console.quiet(False):
             for said in found:
                 console.say(f"regression of more than {percent:g} %: {said}")
-            if not found:
+            if percent is not None and not found:
                 console.say(f"no regression of more than {percent:g} % is shown")
-        return verdict.REGRESSION_EXIT if found else 0
 
     def _tell(self, judged: list[Result]) -> None:
         """Write the verdicts to --events."""
@@ -476,7 +445,8 @@ class Run:
                 fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
         finally:  # interrupted too: each case counts by itself
             if self.lines and not args.case:
-                record.append(self.machine, self.problem.name, self.lines)
+                code = verdict.code_of([line["status"] for line in self.lines], everything=True)
+                self._begin([judged], [], []).finish(self.lines, code)
                 console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
         self._write_json([])
         if fault:

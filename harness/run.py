@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -21,13 +21,12 @@ from harness.judge.options import PAIRED  # noqa: E402
 from harness.results import output  # noqa: E402
 from problems.common import venv  # noqa: E402
 
-if TYPE_CHECKING:
-    from harness.judge.events import Events
-
 NAME = "harness/run.py"
 MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
-NOT_MODELLED = ("all", "against", "resume", "check_only", "lint", "sanitize")  # options that --device model refuses
+# The options that --device model refuses.
+NOT_MODELLED = ("all", "against", "resume", "shard", "check_only", "lint", "sanitize")
 INTERRUPTED_EXIT = 130  # as shells say it
+SHARD = re.compile(r"(\d{1,4})/(\d{1,4})")
 # The options that have an effect in a run of each kind, besides ALWAYS; others are refused. The first kind whose option
 # is given counts, else that of the mode.
 ALWAYS = ("problem", "device", "events", "quiet", "on", "ray")
@@ -38,14 +37,14 @@ EFFECTIVE = {
     "--lint": ("lint", *ALWAYS),
     "--check-only": ("check_only", *ALWAYS),
     "--sanitize": ("sanitize", *CHOSEN, *ALWAYS),
-    "--mode test": ("mode", *CHOSEN, "seed", "timeout", "devices", "json", *ALWAYS),
-    "--mode benchmark": ("mode", *CHOSEN, "timeout", "devices", "json", "against", "processes", *PAIRED, *ALWAYS),
+    "--mode test": ("mode", *CHOSEN, "seed", "timeout", "shard", "json", *ALWAYS),
+    "--mode benchmark": ("mode", *CHOSEN, "timeout", "shard", "json", "against", "processes", *PAIRED, *ALWAYS),
     "--mode leaderboard": (
         "mode",
         *CHOSEN,
         "seed",
         "timeout",
-        "devices",
+        "shard",
         "json",
         "against",
         "processes",
@@ -131,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
         "--events may be given again",
     )
     p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
-    p.add_argument("--devices", metavar="LIST", help="spread the cases over several GPUs: all, or numbers such as 0,2")
+    p.add_argument("--shard", metavar="I/N", help="part I of N of the cases, as 2/4: a run on each of several devices")
     p.add_argument(
         "--ray", metavar="ADDRESS", help="a job for each problem (commas between) and variant on a Ray cluster"
     )
@@ -171,7 +170,7 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
 
     code = None
     try:
-        events = Events(None) if args.on else _events(args.events)
+        events = Events(None if args.on else args.events)
         code = _without_torch(args, further)
         if code is None and (args.on or args.ray):
             from harness.tools import cluster, remote
@@ -214,11 +213,12 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     """List, or raise UsageError for what is wrong whatever the problem's cases are, before torch is imported. Return
     the exit code; None: the run begins.
     """
-    from harness.judge import limits, outputs
+    from harness.judge import limits
+    from harness.judge.events import see_outputs
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
-    for name in ("variant", "submission", "against", "case", "json", "device", "devices", "on", "ray", "problem"):
+    for name in ("variant", "submission", "against", "case", "json", "device", "shard", "on", "ray", "problem"):
         if getattr(args, name) == "":
             raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
     if args.print_completion:
@@ -258,7 +258,9 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
         raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
-    outputs.see(args.json, args.events)
+    if args.shard and not ((part := SHARD.fullmatch(args.shard)) and 1 <= int(part[1]) <= int(part[2])):
+        raise UsageError(f"--shard must be I/N, a part of N parts, with I from 1 to N, got {args.shard!r}")
+    see_outputs(args.json, args.events)
     return None
 
 
@@ -303,19 +305,6 @@ def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> 
             folders.variant_file(folder, args.against, "--against")
     if further and not (folder / "check.py").is_file():
         raise folders.UsageError(output.unrecognized(further))
-
-
-def _events(path: str | None) -> Events:
-    from harness.judge import outputs
-    from harness.judge.events import Events
-    from harness.problem.folders import UsageError
-
-    if path == "-":
-        raise UsageError("--events must be a file, to which lines are added, got '-': only --json writes there")
-    try:
-        return Events(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--events: cannot write {path}: {outputs.why(error)}") from None
 
 
 def _see_only_listed(args: argparse.Namespace, further: list[str]) -> None:

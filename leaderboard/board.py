@@ -2,8 +2,9 @@
 
 A board is one (machine, problem, target). Absolute times compare only within one run, so a board has a base run, which
 `harness/results/ranking.py` chooses. A variant that is not in the base run is shown from its own newest run and not
-ranked, unless it took the lead by the pairs of its confirmation. Nothing is left out silently: each variant with any
-record has a row, and a row without a rank says why. A measurement that a confirmation superseded is told in a note.
+ranked, unless it took the lead by the pairs of its confirmation. A board is of one clock: a row that another one timed
+is not ranked. Nothing is left out silently: each variant with any record has a row, and a row without a rank says why.
+A measurement that a confirmation superseded is told in a note.
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
@@ -151,6 +152,7 @@ def _board(
     cases = wanted if wanted is not None else list(dict.fromkeys(of_base.case))
     ranking_by = (_text(of_base.record.iloc[-1].get("ranking_by")) if len(of_base) else "") or "geom"
     promoted = {one.variant: one for one in ranking.leaders(lines.record, cases, ranking_by) if one.over}
+    clock, apart = ranking.board_clock(of_base.record), []
     standing, times, other = [], [], []
     for variant, part in lines[~repeat].groupby("variant", sort=True):
         row, its_times, shown = _row(variant, part, base, cases, ranking_by, promoted.get(variant), modelled)
@@ -160,6 +162,10 @@ def _board(
         if len(before):
             row["notes"].append(f"confirmation; it supersedes a first measurement{_first(before, cases, ranking_by)}")
         row["attempts"] = ranking.attempt(everything.record, variant)
+        by = {ranking.clock(record) for record in shown if record["kind"] == "benchmark"} - {clock}
+        if by and row["base"]:
+            row["notes"].append(f"not ranked, timed by another clock: {', '.join(sorted(by))}")
+            apart.append(variant)
         standing.append(row)
         times += its_times
     if any(other) and not all(other):
@@ -167,7 +173,7 @@ def _board(
             row["notes"] += [PROBLEM_CHANGED] * is_other
     standing, times = pd.DataFrame(standing, columns=STANDING), pd.DataFrame(times, columns=TIMES)
     _against_peers(standing, times)
-    standing = _ranked(standing, list(promoted))
+    standing = _ranked(standing, list(promoted), apart)
     order = {name: place for place, name in enumerate(standing.variant)}
     times = times.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
     ran = lines[~lines.kind.isin(("compile", "model")) & (lines.status != "UNSUPPORTED")]
@@ -230,7 +236,8 @@ def _row(
         row["notes"].append(OTHER_RUN)
     newer = ran.iloc[-1]
     if newer.newest > run.newest.iloc[-1]:
-        of = " of another source" if provenance.differ(newer.record, run.record.iloc[-1]) else ""
+        was, now = run.record.iloc[-1].get("source_hash"), newer.record.get("source_hash")
+        of = " of another source" if was != now else ""
         row["notes"].append(f"newer run {newer.run_id}{of}, not comparable: {newer.status}")
 
     bench = {line.case: line.record for line in rows_of(pd.concat([gaps, run])) if line.kind == "benchmark"}
@@ -335,14 +342,15 @@ def _against_peers(standing: pd.DataFrame, times: pd.DataFrame) -> None:
     standing["baseline_cases"] = standing.variant.map(logs.count()).fillna(0).astype(int).where(whole, 0)
 
 
-def _ranked(standing: pd.DataFrame, promoted: list[str]) -> pd.DataFrame:
+def _ranked(standing: pd.DataFrame, promoted: list[str], apart: list[str]) -> pd.DataFrame:
     """`standing` in the board's order, with ranks (Int64, NA where unranked).
 
-    promoted: who took the lead after the base run, the last being first now.
+    promoted: who took the lead after the base run, the last being first now; apart: whom another clock timed.
     """
     passed = (standing.status == "PASSED") & standing.geomean_us.notna()
     ahead = passed & standing.variant.isin(promoted)
     eligible = passed & standing.base & ~standing.baseline.astype(bool) & standing.lo_us.notna() & ~ahead
+    eligible &= ~standing.variant.isin(apart)
     section = pd.Series(3, index=standing.index)  # failures and gaps
     section[standing.status.isin(UNRUN)] = 4
     section[passed] = 2

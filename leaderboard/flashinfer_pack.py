@@ -390,8 +390,8 @@ def _workload(folder: Path, problem: Problem, name: str, leaves: list[Leaf], cal
 def _records(problem: str, variant: str, target: str, results: Path) -> dict[str, dict]:
     """The newest passed record of each case, by its label."""
     found = []
-    for file in sorted(results.glob(f"*/{problem}.jsonl")):
-        found += record.parse(file.read_bytes(), file.name)[0]
+    for machine in sorted(results.glob("*")):
+        found += record.read(machine.name, problem, results)
     wanted = (variant, target, "PASSED")
     timed = [one for one in ranking.timed(found) if (one["variant"], one["target"], one["status"]) == wanted]
     return {ranking.case_label(one["case"]): one for one in timed}

@@ -44,8 +44,8 @@ class Modelled:
         compiled = ["compiled"] if one["kind"] == "compile" else []
         run = "not run here" if key in self._ran else "never run"
         sources = [one.get("source_hash") or ""]
-        if self._known.state(one) != provenance.STALE:  # what it was compiled to is what the checkout's source gives
-            sources.insert(0, provenance.source_hash(one["problem"], one["variant"]) or "")
+        if self._known.state(one) != provenance.CHANGED:  # what it was compiled to is what the checkout's source gives
+            sources.insert(0, provenance.source_hash(load.PROBLEMS / one["problem"], one["variant"]) or "")
         found = next((self._checks[key, source] for source in sources if (key, source) in self._checks), {})
         failed = [(case, its) for case, its in found.items() if its["status"] != "MODEL_CHECKED"]
         if failed:

@@ -7,7 +7,6 @@ record is left out with a warning, and what is shown of a record is text, never 
 import argparse
 import dataclasses
 import difflib
-import os
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from rich.text import Text
 from harness.problem import sources
 from harness.results import output, record, text
 from harness.results.screen import Screen, track
-from leaderboard import board, latency, provenance, tables
+from leaderboard import board, latency, tables
 from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
 from problems.common import load
@@ -47,18 +46,19 @@ class Shown:
         return bool(self.boards or self.steps)
 
 
-def read(results: Path, machines: list[str], problems: list[str], others: Iterable[str] = ()) -> Shown:
+def read(
+    results: Path, machines: list[str], problems: list[str], others: Iterable[str] = (), builds: bool = True
+) -> Shown:
     """The boards of these machines. problems: the names wanted; empty means all. others: machines whose records say
-    what is known of variants that these have only compiled.
+    what is known of variants that these have only compiled. builds: as of Provenance.
 
     ValueError: a problem's task.py cannot be loaded.
     """
     by_machine, complaints = records_of(results, machines, problems)
-    lines, said = provenance.read(results)
-    known = Provenance(lines, (one for records in by_machine.values() for one in records))
+    known = Provenance((one for records in by_machine.values() for one in records), builds)
     elsewhere, _ = records_of(results, [machine for machine in others if machine not in by_machine], problems)
     modelled = Modelled((one for records in (by_machine | elsewhere).values() for one in records), known)
-    shown = Shown(known, complaints=complaints + said, records=by_machine)
+    shown = Shown(known, complaints=complaints, records=by_machine)
     for machine, records in by_machine.items():
         kinds = {(one["problem"], one["target"]) for one in records}
         cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
@@ -70,33 +70,16 @@ def read(results: Path, machines: list[str], problems: list[str], others: Iterab
 
 def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple[dict[str, list[dict]], list[str]]:
     """-> (by machine its records, complaints about lines and files that are none)."""
-    by_machine: dict[str, list[dict]] = {machine: [] for machine in machines}
+    by_machine: dict[str, list[dict]] = {}
     complaints = []
-    for machine, records in by_machine.items():
-        for file in _named_as_records(results / machine):
-            source = str(file.relative_to(results))
-            if odd := record.what_instead(file):
-                complaints.append(f"{source}: {odd}, not a file of records: left out")
-                continue
-            found, said = record.parse(file.read_bytes(), source)
-            # Without a name only our own problems': those of other people's folders have an @ in theirs.
-            records += [one for one in found if (one["problem"] in problems if problems else "@" not in one["problem"])]
-            complaints += said
+    for machine in machines:
+        found = [record.contents_of(path, results) for path in record.files(results / machine)]
+        complaints += [said for one in found for said in one.complaints]
+        records = record.records_of(found)
+        # Without a name only our own problems': those of other people's folders have an @ in theirs.
+        wanted = [one for one in records if (one["problem"] in problems if problems else "@" not in one["problem"])]
+        by_machine[machine] = wanted
     return by_machine, complaints
-
-
-def record_files(folder: Path) -> list[Path]:
-    """The files of records in a machine's folder."""
-    return [path for path in _named_as_records(folder) if path.is_file()]
-
-
-def _named_as_records(folder: Path) -> list[Path]:
-    """What has the name of a file of records; what an unfinished run has written beside them has not. Files of latency
-    records were once in folders of their problem.
-    """
-    below = (one / "latency.jsonl" for one in folder.glob("*") if one.is_dir())
-    files = [*folder.glob("*.jsonl"), *(path for path in below if os.path.lexists(path))]
-    return sorted(path for path in files if not path.name.endswith(record.PARTIAL))
 
 
 def see_folder(results: Path) -> None:
@@ -131,9 +114,9 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
     """Return (the winners, all boards, complaints), both as Markdown. ValueError if a listed machine has no records."""
     slugs = committed(machines)
     for slug in slugs:
-        if not record_files(results / slug):
+        if not record.files(results / slug):
             raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
-    shown = read(results, slugs, [])
+    shown = read(results, slugs, [], builds=False)
     if not shown:
         nothing = "No machine's records are committed yet.\n"
         return nothing, nothing, shown.complaints
@@ -217,7 +200,7 @@ def _problem(words: str, results: Path) -> str:
     if not words.strip():
         raise ValueError(f"PROBLEM must be a name or a folder, got {words!r}")
     folder = Path(words).resolve()
-    recorded = {file.stem for machine in results.glob("*") for file in record_files(machine)}
+    recorded = {record.problem_of(file, machine) for machine in results.glob("*") for file in record.files(machine)}
     if (name := sources.qualified(folder)) in recorded:  # of a folder from elsewhere
         return name
     if (load.PROBLEMS / folder.name / "task.py").is_file() or folder.name in recorded:

@@ -1,24 +1,21 @@
-"""Whether the sources that a record is about are those of this checkout. It needs neither a compiler nor a GPU.
+"""Whether the sources that a record is about are those of this checkout. Nothing is compiled for it.
 
-Hashes of sources are computed here; hashes of machine code come from records and from leaderboard/results/code.jsonl,
-which `.venv/bin/python leaderboard/code_table.py` completes. docs/records.md says what each hash covers.
+docs/records.md says what the hashes of sources and of machine code cover.
 """
 
 import functools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
 
 from harness.problem import scan, sources
-from harness.results import record, schema, text
+from harness.results import machine_code, text
 from problems.common import load
 
-MATCH, SAME_CODE, STALE = "match", "source changed, same code", "stale"
-STATES = (STALE, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
+MATCH, SAME_CODE, CHANGED = "match", "same code", "changed since"
+STATES = (CHANGED, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
 PROBLEM_CHANGED = "the problem has changed since it ran"  # its cases, tolerances, task or reference
-FILE = "code.jsonl"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
 ERRORS = (ValueError, SyntaxError, OSError, RuntimeError, yaml.YAMLError)
 
@@ -26,49 +23,37 @@ Key = tuple[str, str, str]  # problem, variant, target
 
 
 class Provenance:
-    """What is known of sources and their machine code. lines: of code.jsonl; records: any, also of other boards."""
+    """What is known of the sources of records. records: any, also of other boards: they tell what machine code the
+    sources of this checkout compile to. builds: whether the builds of this checkout tell that too; what is committed
+    must not depend on them.
+    """
 
-    def __init__(self, lines: Iterable[dict] = (), records: Iterable[dict] = ()) -> None:
-        self._lines: dict[Key, list[dict]] = {}
+    def __init__(self, records: Iterable[dict] = (), builds: bool = True) -> None:
+        self._builds = builds
         self._codes: dict[tuple[Key, str], set[str]] = {}
-        for line in lines:
-            self._lines.setdefault(_key(line), []).append(line)
-            self._learn(line)
         for one in records:
-            if has_whole_hash(one):
-                self._learn(one)
-
-    def _learn(self, one: dict) -> None:
-        if one.get("code_hash"):
-            self._codes.setdefault((_key(one), one["source_hash"]), set()).add(one["code_hash"])
+            if one.get("code_hash") and one.get("source_hash"):
+                self._codes.setdefault((_key(one), one["source_hash"]), set()).add(one["code_hash"])
 
     def state(self, one: dict) -> str:
-        """MATCH, SAME_CODE or STALE. STALE too where the checkout has no such variant, or nothing is known of it."""
-        key, now = _key(one), source_hash(one["problem"], one["variant"])
-        ran = {one["source_hash"]} if has_whole_hash(one) else {line["source_hash"] for line in self.lines_of(one)}
-        if now is None or not ran:
-            return STALE
-        if ran == {now}:
+        """Return MATCH, SAME_CODE or CHANGED, which also stands where the checkout has no such variant, or where the
+        machine code of its sources is not known.
+        """
+        folder = load.PROBLEMS / one["problem"]
+        now = source_hash(folder, one["variant"])
+        if now is None or not one.get("source_hash"):
+            return CHANGED
+        if one["source_hash"] == now:
             return MATCH
-        codes = self._codes.get((key, now), set())
-        same = all(codes & self._codes.get((key, source), set()) for source in ran)
-        return SAME_CODE if same else STALE
+        code = one.get("code_hash")
+        if code and code in self._codes.get((_key(one), now), ()):
+            return SAME_CODE
+        return SAME_CODE if code and self._builds and code == code_hash(folder, *_key(one)[1:]) else CHANGED
 
     def problem_changed(self, one: dict) -> bool:
-        """Whether it is known that the problem was another one: by its cases, tolerances, task or reference."""
-        was = {one["problem_hash"]} if one.get("problem_hash") else {x["problem_hash"] for x in self.lines_of(one)}
-        now = problem_hash(one["problem"])
-        return now is not None and bool(was) and was != {now}
-
-    def lines_of(self, one: dict) -> list[dict]:
-        """The lines of code.jsonl about the sources of a record, by its commit where they say that."""
-        found = [line for line in self._lines.get(_key(one), ()) if line["recorded"] == one.get("source_hash")]
-        commit = one.get("commit")
-        return [line for line in found if commit and line["commit"].startswith(commit)] or found
-
-    def has(self, problem: str, variant: str, target: str, source: str) -> bool:
-        """Whether code.jsonl has a line about the sources with this hash."""
-        return any(line["source_hash"] == source for line in self._lines.get((problem, variant, target), ()))
+        """Return whether it is known that the problem was another one: by its cases, tolerances, task or reference."""
+        now = problem_hash(load.PROBLEMS / one["problem"])
+        return now is not None and bool(one.get("problem_hash")) and one["problem_hash"] != now
 
 
 def worst(states: Iterable[str]) -> str:
@@ -76,42 +61,9 @@ def worst(states: Iterable[str]) -> str:
     return min(states, key=STATES.index, default="")
 
 
-def has_whole_hash(one: dict) -> bool:
-    """Whether a record's source_hash covers what is shared: in schema 1 and 2 it did not."""
-    return bool(one.get("source_hash")) and one.get("schema", schema.SCHEMA) >= 3
-
-
-def differ(one: dict, other: dict) -> bool:
-    """Whether two records of a variant are known to be of different sources: by hashes that cover the same."""
-    return one.get("source_hash") != other.get("source_hash") and has_whole_hash(one) == has_whole_hash(other)
-
-
-def read(results: Path) -> tuple[list[dict], list[str]]:
-    """-> (lines of RESULTS/code.jsonl, complaints about what is none)."""
-    path = results / FILE
-    if os.path.lexists(path) and (odd := record.what_instead(path)):
-        return [], [f"{path.name}: {odd}, not a file: left out"]
-    return record.parse_lines(path.read_bytes() if path.is_file() else b"", path.name, _line)
-
-
-def _line(line: bytes) -> dict:
-    found = record.loads(line)
-    schema.check(found, schema.Code)
-    return found
-
-
-def source_hash(problem: str, variant: str) -> str | None:
-    """Of a variant as it is in this checkout; None where there is none, or it cannot be read."""
-    return _source_hash(load.PROBLEMS / problem, variant)
-
-
-def problem_hash(problem: str) -> str | None:
-    """Of a problem as it is in this checkout; None where it is no folder of ours, or cannot be read."""
-    return _problem_hash(load.PROBLEMS / problem)
-
-
 @functools.cache
-def _source_hash(folder: Path, variant: str) -> str | None:
+def source_hash(folder: Path, variant: str) -> str | None:
+    """Of a variant of the problem in `folder`; None where there is none, or it cannot be read."""
     file = folder / "variants" / f"{variant}.py"
     try:
         return scan.source_hash(file, folder) if file.is_file() else None
@@ -120,7 +72,23 @@ def _source_hash(folder: Path, variant: str) -> str | None:
 
 
 @functools.cache
-def _problem_hash(folder: Path) -> str | None:
+def code_hash(folder: Path, variant: str, target: str) -> str | None:
+    """Of the same, by the build that an earlier run has left; None where it left none."""
+    file = folder / "variants" / f"{variant}.py"
+    if not file.is_file() or not machine_code.any_built():
+        return None
+    from harness.judge import compiling  # imports torch, which takes a second
+    from harness.problem import folders
+
+    try:
+        return compiling.code_hash(folders.find(str(folder)), file, target)
+    except ERRORS:
+        return None
+
+
+@functools.cache
+def problem_hash(folder: Path) -> str | None:
+    """Of a problem as it is in this checkout; None where it is no folder of ours, or cannot be read."""
     try:
         return sources.problem_hash(folder) if (folder / "task.py").is_file() else None
     except ERRORS:

@@ -11,7 +11,7 @@ from leaderboard.provenance import Provenance
 SOURCE = {
     provenance.MATCH: "with these sources",
     provenance.SAME_CODE: "with sources that compile to the same GPU code",
-    provenance.STALE: "with other sources than these",
+    provenance.CHANGED: "with other sources than these",
 }
 
 
@@ -25,25 +25,16 @@ def of(problem: str, variant: Submission, target: str, results: Path) -> list[st
         f"{variant.name} of {problem}, for {target}; source hash {source}, commit {(commit or 'unknown')[:12]}"
         f"{' with changes' if dirty else ''}"
     ]
-    records = {
-        file.parent.name: _passed(file, variant.name, target) for file in sorted(results.glob(f"*/{problem}.jsonl"))
-    }
-    known = Provenance(provenance.read(results)[0], [one for found in records.values() for one in found])
-    for machine, found in records.items():
-        if found:
-            said.append(_ran(machine, found, known))
+    by_machine = {folder.name: record.read(folder.name, problem, results) for folder in sorted(results.glob("*"))}
+    known = Provenance(one for found in by_machine.values() for one in found)
+    wanted = (variant.name, target, "PASSED")
+    for machine, found in by_machine.items():
+        mine = [one for one in found if (one["variant"], one["target"], one["status"]) == wanted]
+        if passed := [one for one in mine if one["kind"] != "compile"]:
+            said.append(_ran(machine, passed, known))
     if len(said) == 1:
         said.append(f"IT NEVER RAN ON ITS TARGET, {target}: no record says that it passed there.")
     return said
-
-
-def _passed(file: Path, variant: str, target: str) -> list[dict]:
-    records = record.parse(file.read_bytes(), file.name)[0]
-    return [
-        one
-        for one in records
-        if (one["variant"], one["target"], one["status"]) == (variant, target, "PASSED") and one["kind"] != "compile"
-    ]
 
 
 def _ran(machine: str, found: list[dict], known: Provenance) -> str:

@@ -1,6 +1,5 @@
 """Two sets of records, and the unpaired ratios of what they have in common. leaderboard/compare.py prints them."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,7 +137,7 @@ class Pair:
 
 def choose(name: str, words: str, results: Path) -> Chosen:
     """Return the newest runs of the records that `words` name, the argument `name`. ValueError: they name none, or a
-    word is neither a file that can be read nor KEY=VALUE. OSError: a file of `results` cannot be read.
+    word is neither a file nor KEY=VALUE. StorageError: a file cannot be read.
     """
     given = [words] if Path(words).is_file() else words.split()
     wanted = dict(word.split("=", 1) for word in given if not Path(word).is_file() and "=" in word)
@@ -147,38 +146,25 @@ def choose(name: str, words: str, results: Path) -> Chosen:
     if odd or not given:
         raise ValueError(
             f"{name} must be a file of records, or words {', '.join(f'{key}=' for key in KEYS)}, got "
-            f"{_odd(odd[0]) if odd else repr(words)}"
+            f"{odd[0] if odd else words!r}"
         )
-    kept = [file for file in sorted(results.glob("*/*.jsonl")) if not file.name.endswith(record.PARTIAL)]
-    places = [(file, "") for file in files] or [(file, file.parent.name) for file in kept]
     records, complaints = [], []
-    for file, machine in places:
-        if machine and wanted.get("machine", machine) != machine:
-            continue
-        found, said = record.parse(_bytes(name, file) if files else file.read_bytes(), file.name)
-        records += [one for one in found if _fits(one, wanted, machine)]
+    for file in files:
+        with record.storing(file):
+            found, said = record.parse(file.read_bytes(), file.name)
+        records += [one for one in found if _fits(one, wanted, "")]
         complaints += said
+    folders = [] if files else [one for one in sorted(results.glob("*")) if wanted.get("machine", one.name) == one.name]
+    for folder in folders:
+        held = [record.contents_of(file, results) for file in record.files(folder)]
+        records += [one for one in record.records_of(held) if _fits(one, wanted, folder.name)]
+        complaints += [said for one in held for said in one.complaints]
     chosen = Chosen(words, _newest(records), complaints)
     if not chosen.runs:
         where = f" in {results}" if not files else ""
         unread = f"; {complaints[0]}" if complaints else ""
         raise ValueError(f"{name}: no timed benchmark record matches {words!r}{where}{unread}")
     return chosen
-
-
-def _odd(word: str) -> str:
-    """A word that is no file and has none of KEYS, and why."""
-    if os.path.lexists(word):
-        instead = record.what_instead(Path(word))
-        return f"{word!r}, which is {'a device, not a file' if instead == 'no file' else instead}"
-    return f"{word!r}, " + ("which has another key" if "=" in word else "and there is no such file")
-
-
-def _bytes(name: str, file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{name}: cannot read {file}: {error.strerror or error}") from None
 
 
 def _fits(one: dict, wanted: dict[str, str], machine: str) -> bool:

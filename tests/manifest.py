@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness import run
 from harness.judge import verdict
-from harness.results import schema
+from harness.results import record
 from problems.common import load
 from tests.support import foreign
 
@@ -64,18 +64,16 @@ def options() -> Iterator[dict]:
 
 def records() -> Iterator[dict]:
     """Each committed run on a machine: how many records it has, and a hash of what they say."""
-    found: dict[tuple, list[str]] = {}
-    for path in tracked(f"{RESULTS}/*.jsonl"):
-        machine, *rest = path.relative_to(RESULTS).parts
-        if not rest or rest[0] == "judge":
-            continue
-        for line in (ROOT / path).read_bytes().splitlines():
-            one = schema.adopted(json.loads(line))
-            key = (machine, one["problem"], one.get("run_id") or one["time"])
-            found.setdefault(key, []).append(json.dumps([one.get(name) for name in IDENTITY], sort_keys=True))
-    for (machine, problem, run_id), said in sorted(found.items()):
-        digest = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()[:16]
-        yield {"what": "run", "name": f"{machine}/{problem}/{run_id}", "records": len(said), "hash": digest}
+    for machine in sorted({path.parts[2] for path in tracked(f"{RESULTS}/*.jsonl")}):
+        folder = ROOT / RESULTS / machine
+        for problem in sorted({record.problem_of(path, folder) for path in record.files(folder)}):
+            runs: dict[str, list[str]] = {}
+            for one in record.read(machine, problem, ROOT / RESULTS):
+                said = json.dumps([one.get(name) for name in IDENTITY], sort_keys=True)
+                runs.setdefault(one["run_id"], []).append(said)
+            for run_id, said in sorted(runs.items()):
+                digest = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()[:16]
+                yield {"what": "run", "name": f"{machine}/{problem}/{run_id}", "records": len(said), "hash": digest}
 
 
 def lines() -> list[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from harness.judge.handle import RunnerHandle
 from harness.problem import scan, sources
 from harness.problem.folders import Problem
+from harness.results import machine_code
 from harness.sandbox import workdir
 from harness.sandbox.workdir import Workdir
-from problems.common import load
+from problems.common import build, load
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 
@@ -66,3 +67,11 @@ def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
     except workdir.CacheError as error:  # its runners compile for themselves
         return f"what {handle.name} compiled is not kept: {error}"
     return ""
+
+
+def code_hash(problem: Problem, file: Path, target: str, tree: Path | None = None) -> str | None:
+    """Return the hash of the GPU code that a compile step of the submission `file` has left; None: there is none. tree:
+    as of workdir.build_folder.
+    """
+    built = workdir.build_folder(file, problem, target, tree) if target in build.ARCH else None
+    return machine_code.hash_of(built) if built else None

@@ -11,7 +11,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from harness.problem.folders import UsageError
 from harness.results import output, text
 
 PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
@@ -32,7 +34,7 @@ Progress = Callable[[Step], None]
 
 
 class Events:
-    """The lines of one run, appended to the file at `path`; None: there is no file. OSError: it cannot be written."""
+    """The lines of one run, appended to the file at `path`; None: there is no file. UsageError: as of `open`."""
 
     def __init__(self, path: str | None) -> None:
         self._fd: int | None = None
@@ -42,8 +44,13 @@ class Events:
         self._failed: set[str] = set()  # submissions whose first mismatch was written
 
     def open(self, path: str) -> None:
-        """Write to this file from now on: a resumed run knows it late. OSError: it cannot be written."""
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        """Write to this file from now on: a resumed run knows it late. UsageError: it cannot be written."""
+        if path == "-":
+            raise UsageError("--events must be a file, to which lines are added, got '-': only --json writes there")
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--events: cannot write {path}: {_why(error)}") from None
 
     def close(self) -> None:
         if self._fd is not None:
@@ -88,6 +95,25 @@ class Events:
             got=_number(got),
             reason=reason,
         )
+
+
+def see_outputs(json: str | None, events: str | None) -> None:
+    """Raise UsageError if the run could not write its records to `json`, or if the two are one file."""
+    if json and json != "-":
+        try:
+            output.see_writable(Path(json))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--json: cannot write {json}: {_why(error)}") from None
+        if events and Path(events).resolve() == Path(json).resolve():
+            raise UsageError(f"--json and --events must be two files, got {json} for both: --json replaces its own")
+    out = Path("/dev/stdout")
+    if json == "-" and events and out.exists() and Path(events).exists() and out.samefile(events):
+        raise UsageError(f"--json - and --events must be two files, got standard output, {events}, for both")
+
+
+def _why(error: OSError | ValueError) -> object:
+    """Return the reason of an error, without the file."""
+    return error.strerror if isinstance(error, OSError) else error
 
 
 def _number(said: str | None) -> float | str | None:

@@ -41,7 +41,7 @@ class Outcome:
     move, if the task says that of contents.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a journal
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file
 
     status: Annotated[str, AfterValidator(_known)]
     reason: str = ""
@@ -101,12 +101,6 @@ class Audit:
     records: int = 0
     prepare_us: float | None = None
     kept_bytes: int | None = None
-
-    def add(self, other: "Audit") -> None:
-        """Take in what was looked at elsewhere: counts add up, of times and sizes the largest stays."""
-        self.calls, self.records = self.calls + other.calls, self.records + other.records
-        self.prepare_us = max((us for us in (self.prepare_us, other.prepare_us) if us is not None), default=None)
-        self.kept_bytes = max((n for n in (self.kept_bytes, other.kept_bytes) if n is not None), default=None)
 
 
 @dataclass

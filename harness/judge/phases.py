@@ -15,11 +15,11 @@ from harness.judge import batch, readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.journal import NOTHING, Group, GroupDone, Have
 from harness.judge.outcome import STOP_LIMIT_US, Batch, Outcome, known
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
+from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.problem.folders import Case, ProblemError, UsageError
 from harness.results import environment
 from harness.runner import gate, matmul, native
@@ -85,7 +85,7 @@ def run_tests(
     cases: list[Case],
     done: Callable[[RunnerHandle, Case, Outcome], None],
     progress: Progress,
-    have: Have = NOTHING,
+    have: Finished = NOTHING,
     limit_s: float | None = None,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
@@ -135,7 +135,7 @@ def run_benchmarks(
     progress: Progress,
     paired: bool = False,
     group: GroupDone | None = None,
-    have: Have = NOTHING,
+    have: Finished = NOTHING,
     limit_s: float | None = None,
     how: Plan | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
@@ -194,7 +194,7 @@ class Benchmark:
     progress: Progress
     paired: bool
     done: GroupDone | None
-    have: Have
+    have: Finished
     budget: "Budget"
     how: Plan
     rounds_done: int = 0  # of `total`, for the progress

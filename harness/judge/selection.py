@@ -117,7 +117,16 @@ class Selection:
         if self.args.sanitize:
             return self._matching(self.problem.tests, "test"), []
         tests = self.tests() if mode in ("test", "leaderboard") else []
-        return tests, self._matching(timed, "benchmark") if mode != "test" else []
+        return tests, self._part(self._matching(timed, "benchmark")) if mode != "test" else []
+
+    def _part(self, cases: list[Case]) -> list[Case]:
+        """Return those of --shard. UsageError: there are fewer cases than parts."""
+        if not self.args.shard:
+            return cases
+        number, of = map(int, self.args.shard.split("/"))
+        if of > len(cases):
+            raise UsageError(f"--shard must have at most as many parts as there are cases, {len(cases)}, got {of}")
+        return cases[number - 1 :: of]
 
     def tests(self) -> list[Case]:
         args = self.args
@@ -125,6 +134,7 @@ class Selection:
         tests = self._matching(self.problem.tests, "test") if only_tests else list(self.problem.tests)
         if args.case and not only_tests:
             tests = [c for c in tests if has_words(str(c), args.case)] or tests
+        tests = self._part(tests)
         return tests if args.seed is None else [dataclasses.replace(case, seed=args.seed) for case in tests]
 
     def note(self) -> str:

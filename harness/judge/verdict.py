@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 from dataclasses import dataclass, field
 
+from harness.judge import compiling
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import scan, sources
 from harness.problem.folders import Case, Problem, Submission, reading
-from harness.results import environment, machine_code, ranking, record, schema, stats
+from harness.results import environment, ranking, record, schema, stats
 from harness.runner import clock, flush
-from harness.sandbox import policy, workdir
-from problems.common import build
+from harness.sandbox import freezer, policy
 
 EXIT_CODES = {
     "PASSED": 0,
@@ -172,18 +174,45 @@ def _against(other: Result, found: stats.Ratio, within: float) -> dict:
 
 
 class Recorder:
-    """Makes the records of one run. `run_id` is common to all of them.
+    """Makes the records of one run, and the first line of its file. `run_id` is common to all of them.
 
     warnings: limits of all times of the run, in words.
     """
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
-        self.problem, self.device, self.clock_name = problem, device, ""
+        self.problem, self.device = problem, device
+        self.clock_name = clock.CudaClock.name if device == "cuda" else freezer.CLOCK
         self.run_id = run_id or record.new_run_id()
         self.warnings: list[str] = []
         self.sandbox = policy.probe()
-
         self._code_hashes: dict[tuple[str, str], str | None] = {}
+
+    def run(self, machine: str, target: str, arguments: dict, judged: list[Result], *cases: list[Case]) -> dict:
+        """Return the first line of the run's file. arguments: as resume.options gives them; cases: the test cases, the
+        benchmark cases.
+        """
+        tests, benchmarks = ([dataclasses.asdict(case) for case in part] for part in cases)
+        line = {
+            "kind": "run",
+            "time": record.now(),
+            **self._shared(),
+            "machine": machine,
+            "target": target,
+            "arguments": arguments,
+            "submissions": [self._of(one) for one in judged],
+            "tests": tests,
+            "benchmarks": benchmarks,
+            "clock": self.clock(),
+        }
+        self._code_hashes.clear()  # what has none yet is built in the run
+        if part := arguments.get("shard"):
+            number, of = map(int, part.split("/"))
+            alike = [of, line["problem_hash"], line["harness_hash"], line["commit"], line["dirty"]]
+            alike += [(one.submission.name, one.source_hash) for one in judged]
+            alike += [(name, value) for name, value in arguments.items() if name not in ("json", "events", "shard")]
+            made = hashlib.sha256(json.dumps(alike).encode()).hexdigest()
+            line["shard"] = {"part": number, "of": of, "set": made[:8]}
+        return line
 
     @functools.cached_property
     def problem_hash(self) -> str:
@@ -196,11 +225,10 @@ class Recorder:
 
     def _code_hash(self, judged: Result) -> str | None:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
-        key = judged.source_hash, judged.target
-        if judged.target in build.ARCH and key not in self._code_hashes:
-            built = workdir.build_folder(judged.submission.file, self.problem, judged.target, judged.submission.tree)
-            self._code_hashes[key] = machine_code.hash_of(built) if built else None
-        return self._code_hashes.get(key)
+        key, one = (judged.source_hash, judged.target), judged.submission
+        if key not in self._code_hashes:
+            self._code_hashes[key] = compiling.code_hash(self.problem, one.file, judged.target, one.tree)
+        return self._code_hashes[key]
 
     def lines(self, judged: Result) -> list[dict]:
         """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole
@@ -223,26 +251,33 @@ class Recorder:
         return [record.plain(line) for line in lines]
 
     def base(self, judged: Result, kind: str, case: dict) -> dict:
-        """The fields that every record has, but for the verdict."""
-        commit, dirty = (judged.submission.commit, False) if judged.submission.commit else environment.commit()
+        """Return the fields that every record has, but for the verdict."""
+        return {**self._shared(), "time": record.now(), "kind": kind, "case": case, **self._of(judged)}
+
+    def _shared(self) -> dict:
+        commit, dirty = environment.commit()
         return {
             "schema": schema.SCHEMA,
             "run_id": self.run_id,
-            "time": record.now(),
             "problem": self.problem.name,
-            "case": case,
-            "kind": kind,
+            "device": self.device,
+            "environment": environment.describe(),
+            "commit": commit,
+            "dirty": dirty,
+            "problem_hash": self.problem_hash,
+            "harness_hash": self.harness_hash,
+            "sandbox": self.sandbox,
+        }
+
+    def _of(self, judged: Result) -> dict:
+        commit = judged.submission.commit
+        return {
             "variant": judged.submission.name,
             "target": judged.target,
             "baseline": judged.submission.baseline,
             "source_hash": judged.source_hash,
-            "environment": environment.describe(),
-            "commit": commit,
-            "dirty": dirty,
             "code_hash": self._code_hash(judged),
-            "problem_hash": self.problem_hash,
-            "harness_hash": self.harness_hash,
-            "sandbox": self.sandbox,
+            **({"commit": commit, "dirty": False} if commit else {}),
         }
 
     def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
@@ -250,9 +285,8 @@ class Recorder:
             **self.base(judged, "test", case.params),
             "status": outcome.status,
             "reason": outcome.reason,
-            "error": _error(outcome.error),
+            "error": outcome.error,
             "seeds": [str(case.seed)],
-            "device": self.device,
         }
 
     def _benchmark(self, judged: Result, index: int) -> dict:
@@ -260,7 +294,6 @@ class Recorder:
         timing, readings = time.timing, time.readings
         line = {
             **self.base(judged, "benchmark", time.case.params),
-            "device": self.device,
             "status": time.failure.status if time.failure else "PASSED",
             "reason": time.failure.reason if time.failure else "",
             "roofline_us": readings.roofline_us,
@@ -272,8 +305,8 @@ class Recorder:
             "seeds": readings.seeds,
             "clocks_mhz": readings.clocks_mhz,
             "throttle": readings.throttle,
-            "error": _error(timing.worst_error),
-            "clock": self._clock(timing, readings),
+            "error": timing.worst_error,
+            "clock": self.clock() | {"warnings": self._clock_warnings(timing, readings)},
             "ranking_by": judged.ranking_by,
             "attempt": judged.attempt,
             "audit": judged.audit,
@@ -296,7 +329,17 @@ class Recorder:
             line["against"] = judged.against[index]
         return line
 
-    def _clock(self, timing: Timing, readings: ReferenceReadings) -> dict:
+    def clock(self) -> dict:
+        """Return how times are taken."""
+        delivery = "memory files, filled while everything of the runner is stopped"
+        large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
+        cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
+        if self.device == "cuda":
+            delivery = "buffers shared by CUDA IPC, masked until the call"
+            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"
+        return {"name": self.clock_name, "cold": cold, "delivery": delivery}
+
+    def _clock_warnings(self, timing: Timing, readings: ReferenceReadings) -> list[str]:
         warnings = list(self.warnings)
         if bound := sum(timing.flat("host_bound")):
             warnings.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
@@ -308,14 +351,4 @@ class Recorder:
             warnings.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
         if under := sum(us <= readings.resolution_us for us in timing.flat("us")):
             warnings.append(f"{under} calls read less than the clock resolves, {readings.resolution_us:.1f} us")
-        delivery = "memory files, filled while everything of the runner is stopped"
-        large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
-        cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
-        if self.device == "cuda":
-            delivery = "buffers shared by CUDA IPC, masked until the call"
-            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"
-        return {"name": self.clock_name, "cold": cold, "delivery": delivery, "warnings": warnings}
-
-
-def _error(error: dict | None) -> dict | None:
-    return {key: record.finite(value) for key, value in error.items()} if error else None
+        return warnings

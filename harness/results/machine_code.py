@@ -8,9 +8,15 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from problems.common import build
 from problems.common.cubins import FILE_LIMIT, images
 
 SUFFIXES = (".so", ".cubin")
+
+
+def any_built() -> bool:
+    """Whether a compile step of a run has left anything on this machine."""
+    return (build.directory() / "closures").is_dir()
 
 
 def hash_of(folder: Path) -> str | None:

@@ -7,10 +7,13 @@ every case, else the newest that timed one on every case, else the newest; a fai
 paired run of two variants displaces one of the whole field, nor a failed submission anything.) Records that a
 confirmation superseded count nowhere.
 
+A board is of one clock, that of most of its base run: what another clock timed has no rank on it.
+
 A variant that is not in the base run can still take the lead, by its confirmation: it was timed once more, in fresh
 processes, in interleaved pairs with the leader, and was FASTER.
 """
 
+import collections
 import dataclasses
 import datetime
 import math
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from harness.results import stats
 
 JUDGED = ("test", "benchmark")  # kinds of record that say whether a variant is right
+CLOCKS = {"cuda": "event pair behind a spin", "cpu": "the judge's clock"}  # of records that name none, by their device
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,18 @@ def timed(records: Iterable[dict]) -> list[dict]:
     return _by_run(kept)
 
 
+def clock(record: Mapping) -> str:
+    """Return the name of the clock that timed a record."""
+    return (record.get("clock") or {}).get("name") or CLOCKS.get(record.get("device") or "", "")
+
+
+def board_clock(of_base: Iterable[dict]) -> str:
+    """Return the clock of a board: that of most records of its base run, baselines aside where there are others."""
+    of_base = list(of_base)
+    ours = [record for record in of_base if not record.get("baseline")] or of_base
+    return collections.Counter(map(clock, ours)).most_common(1)[0][0] if ours else ""
+
+
 def base_run(records: Iterable[dict], wanted: Sequence[str] | None) -> str | None:
     """The run whose times the board compares. wanted: the labels of its cases; None: those of each run itself."""
     best, best_grade = None, -1
@@ -109,6 +125,8 @@ def leaders(records: Iterable[dict], wanted: Sequence[str], ranking_by: str = "g
     base, runs = base_run(records, wanted), _runs(timed(records))
     if base is None:
         return []
+    by = board_clock(runs[base])
+    records = [record for record in records if record["kind"] != "benchmark" or clock(record) == by]
     of_base = dict.fromkeys(record["variant"] for record in runs[base])
     standings = [_standing(records, v, base, wanted, ranking_by) for v in of_base if not _failed(records, v)]
     found = sorted((one for one in standings if one), key=lambda one: (one.value, one.variant))[:1]

@@ -1,30 +1,36 @@
-"""The files of records: one JSON object a line, appended under a lock, never rewritten.
+"""Reads the files of records, of runs and of the older flat kind. harness/results/run_file.py writes them.
 
-Whoever reads the records gets whole ones only, as harness/results/schema.py says. A line that is none stays in its
-file, is left out, and is named in a complaint.
+A run's file begins with the line of the run. Then come lines of its work, the results, and the end; docs/records.md has
+the form. The results are complete records only together with the first line (`joined`), and count only once the run has
+ended. A flat file, of schemas 1 to 3 or written by --json, has a complete record on each line.
+
+Whoever reads gets complete records only, as harness/results/schema.py says. Malformed lines are skipped, and a
+complaint names each. A torn last line is ignored.
 """
 
 import collections
 import contextlib
 import datetime
 import errno
-import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from harness.results import schema, text
 
-PARTIAL = ".partial.jsonl"  # how the file of an unfinished run ends
 RESULTS = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
-LINE_BYTES = 8 * 2**20  # of a record; the longest so far has 6000
+RUN_FILE = "[0-9]*T*-*.jsonl"  # the name of a run's file: its run id
+LINE_BYTES = 8 * 2**20  # of a line; the longest so far has 50,000
 MOST = 5  # complaints about lines of one file
-LEFT_OUT = "left out; it stays there (append a corrected line if you need it)"
+Check = Callable[[dict], None]  # of a line of work
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
 _HELP = {
@@ -45,9 +51,11 @@ class StorageError(RuntimeError):
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Within: an OSError about the file of results `path` becomes a StorageError."""
+    """Within: an OSError about the file of results `path` becomes a StorageError, but one of a file that is locked."""
     try:
         yield
+    except BlockingIOError:
+        raise
     except OSError as error:
         raise StorageError(said_of(error, path)) from error
 
@@ -59,84 +67,167 @@ def said_of(error: OSError, path: object = None) -> str:
     return text.line(f"{error.strerror or error}{f': {where}' if where else ''}{help_}")
 
 
-def path_of(machine: str, problem: str, results: Path | None = None) -> Path:
-    return (results or RESULTS) / machine / f"{problem}.jsonl"
-
-
-def see_writable(machine: str, results: Path | None = None) -> None:
-    """Raise StorageError if it is clear beforehand that no record of the machine can be written."""
-    folder = (results or RESULTS) / machine
-    while not folder.exists() and folder != folder.parent:
+def see_writable(machine: str) -> None:
+    """Raise StorageError if no record of the machine can be written now."""
+    folder = RESULTS / machine
+    while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     with storing(folder):
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if os.statvfs(folder).f_flag & os.ST_RDONLY:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=folder).close()
 
 
-def append(machine: str, problem: str, lines: Iterable[dict], results: Path | None = None) -> Path:
-    """Append records to results/<machine>/<problem>.jsonl, each synced to disk before the next. -> the file.
+def accept(line: dict) -> None:
+    """Accept a line of work as it is: for readers who need none of it."""
 
-    A last line that a killed writer left unfinished is closed first, so that nothing is glued to it. ValueError, and
-    nothing is written, if one is no record (harness/results/schema.py). StorageError: it cannot be written; the records
-    before it are there.
+
+@dataclass
+class Contents:
+    """What a file of records holds. run: the line of the run, {} in a flat file; work: the lines of what it did, in
+    order; results: complete records, of a run that has not ended too; complaints: about lines that were skipped.
     """
-    path, lines = path_of(machine, problem, results), list(lines)
-    for line in lines:
-        checked(line)
-    with appending(path) as file:
-        for line in lines:
-            add_line(file, json.dumps(line, allow_nan=False).encode())
-    return path
+
+    path: Path
+    run: dict = field(default_factory=dict)
+    work: list[dict] = field(default_factory=list)
+    results: list[dict] = field(default_factory=list)
+    ended: bool = False
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def run_id(self) -> str:
+        return self.run.get("run_id", "")
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.run) and not self.ended
+
+    @property
+    def records(self) -> list[dict]:
+        return [] if self.unfinished else self.results
+
+    def take(self, line: dict, check: Check) -> None:
+        """Take in the next line. ValueError: it is malformed."""
+        kind = line.get("kind")
+        if kind == "run" and not (self.run or self.results):
+            schema.check(line, schema.RunLine)
+            self.run = line
+        elif self.run and kind == "end":
+            self.ended = True
+        elif self.run and kind in schema.WORK:
+            check(line)
+            self.work.append(line)
+            self.results.clear()  # of a process that was killed while it wrote them
+        else:
+            self.results.append(checked(joined(self.run, line) if self.run else schema.adopted(line)))
 
 
-@contextlib.contextmanager
-def appending(path: Path) -> Iterator[BinaryIO]:
-    """The file `path`, locked, for `add_line`; made if it is missing. An OSError within becomes a StorageError."""
+def joined(run: dict, line: dict) -> dict:
+    """Return the record of a result: what the first line says for all records, and for all of its variant; what the
+    result itself says counts instead. Of `clock`, each part counts by itself.
+    """
+    of_variant = next((one for one in run.get("submissions", ()) if one.get("variant") == line.get("variant")), {})
+    found = {key: run[key] for key in schema.SHARED if key in run} | of_variant | line
+    if isinstance(line.get("clock"), dict):
+        found["clock"] = (run.get("clock") or {}) | line["clock"]
+    return found
+
+
+def apart(run: dict, record: dict) -> dict:
+    """Return the result of a record: what `joined` cannot take from the first line."""
+    known = joined(run, {"variant": record["variant"]})
+    line = {key: record[key] for key in ("kind", "variant")}
+    line |= {key: value for key, value in record.items() if known.get(key, ...) != value}
+    if isinstance(record.get("clock"), dict):
+        clock = run.get("clock") or {}
+        line["clock"] = {key: value for key, value in record["clock"].items() if clock.get(key, ...) != value}
+    return line
+
+
+def files(folder: Path, problem: str = "") -> list[Path]:
+    """Return the files of records in a machine's folder, the oldest kind first, and runs by the time of their begin.
+    problem: its name; "": all.
+    """
+    name = glob.escape(problem) or "*"
+    patterns = (f"{name}/latency.jsonl", f"{name}.jsonl", f"{name}/{RUN_FILE}")
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+
+
+def problem_of(path: Path, folder: Path) -> str:
+    """Return the problem of a file of records in a machine's folder."""
+    return path.relative_to(folder).parts[0].removesuffix(".jsonl")
+
+
+def contents(machine: str, problem: str, results: Path | None = None, check: Check = accept) -> list[Contents]:
+    """Return what the files of a problem on a machine hold. StorageError: one is there and cannot be read. check: as in
+    `contents_of`.
+    """
+    folder = (results or RESULTS) / machine
+    return [contents_of(path, folder.parent, check) for path in files(folder, problem)]
+
+
+def contents_of(path: Path, results: Path, check: Check = accept) -> Contents:
+    """Return what a file holds. check: raises ValueError where a line of work is not as its reader needs it; results:
+    the folder from which complaints name the file. StorageError: it cannot be read.
+    """
     with storing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            close_line(file)
-            yield file
+        data = path.read_bytes()
+    return parsed(data, path, str(path.relative_to(results)), check)
+
+
+def parsed(data: bytes | str, path: Path, source: str, check: Check = accept) -> Contents:
+    """Return what the lines of a file hold. source: its name in complaints."""
+    found = Contents(path)
+    _, found.complaints = parse_lines(data, source, lambda line: found.take(loads(line), check))
+    return found
+
+
+def records_of(found: Iterable[Contents]) -> list[dict]:
+    """Return the records of these files. Runs with --shard that are parts of one run get one run id, the first one's:
+    those of one set, up to the next that has a part once more.
+    """
+    records: list[dict] = []
+    sets: dict[str, tuple[str, set[int]]] = {}
+    for one in found:
+        if not (shard := one.run.get("shard")) or one.unfinished:
+            records += one.records
+            continue
+        run_id, parts = sets.get(shard["set"], ("", {shard["part"]}))
+        if shard["part"] in parts:
+            run_id, parts = sets[shard["set"]] = (one.run_id, set())
+        parts.add(shard["part"])
+        records += [record | {"run_id": run_id} for record in one.records]
+    return records
 
 
 def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
-    """The records of a problem on a machine, oldest first; a line that is no record is left out."""
+    """Return the records of a problem on a machine, oldest first; malformed lines are left out."""
     return reading(machine, problem, results)[0]
 
 
 def reading(machine: str, problem: str, results: Path | None = None) -> tuple[list[dict], list[str]]:
-    """-> (records of a problem on a machine, oldest first; complaints about lines that are none).
+    """Return (the records of a problem on a machine, oldest first; complaints about malformed lines).
 
-    StorageError: the file is there and cannot be read.
+    StorageError: a file is there and cannot be read.
     """
-    return parse(_bytes_of(path := path_of(machine, problem, results)), f"{path.parent.name}/{path.name}")
-
-
-def written(machine: str, problem: str, run_id: str) -> int:
-    """How many lines of the run are in the file of records, whether or not a reader would take them."""
-    count = 0
-    for line in _bytes_of(path_of(machine, problem)).split(b"\n"):
-        with contextlib.suppress(ValueError):
-            count += loads(line).get("run_id") == run_id
-    return count
+    found = contents(machine, problem, results)
+    return records_of(found), [said for one in found for said in one.complaints]
 
 
 def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
-    """-> (records, complaints).  data: JSON lines; source: their file's name in complaints.
+    """Return (the records of a file, complaints). data: JSON lines; source: the file's name in complaints.
 
     Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
     """
-    return parse_lines(data, source, lambda line: checked(schema.adopted(loads(line))))
+    found = parsed(data, Path(source), source)
+    return found.records, found.complaints
 
 
-def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], dict]) -> tuple[list[dict], list[str]]:
-    """-> (what `read_line` makes of each line, complaints about those where it raises ValueError)."""
-    lines = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data).split(b"\n")
+def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], Any]) -> tuple[list, list[str]]:
+    """Return (what `read_line` makes of each line, complaints about those where it raises ValueError)."""
+    *lines, last = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data).split(b"\n")
+    with contextlib.suppress(ValueError, RecursionError):  # else a writer was killed within it
+        json.loads(last)
+        lines.append(last)
     found, complaints = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -144,44 +235,22 @@ def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], dic
         try:
             found.append(read_line(line))
         except ValueError as error:
-            complaints.append(f"{source}:{number}: not a record ({text.line(error, 200)}): {LEFT_OUT}")
-    return found, shortened(complaints, source)
-
-
-def shortened(complaints: list[str], source: str) -> list[str]:
-    """The first complaints about a file, and how many more there are."""
+            complaints.append(f"{source}:{number}: skipped: {text.line(error, 200)}")
     more = len(complaints) - MOST
-    return [*complaints[:MOST], f"... and {more} more in {source}"] if more > 0 else complaints
+    return found, [*complaints[:MOST], f"... and {more} more in {source}"] if more > 0 else complaints
 
 
-def what_instead(path: Path) -> str:
-    """What stands where a file of records is wanted, in words; "" for a file."""
-    if path.is_file():
-        return ""
-    if path.is_dir():
-        return "a folder"
-    if path.is_symlink() and not path.exists():
-        return "a dangling link"
-    return "a FIFO" if path.is_fifo() else "no file"
+def loads(line: bytes) -> dict:
+    """Return the JSON object of a line. ValueError: it is too long, or is none.
 
-
-def loads(line: bytes, limit: float = LINE_BYTES) -> dict:
-    """The JSON object of a line. ValueError: it has more than `limit` bytes, or is none.
-
-    NaN and infinity pass, since Python writes them into journals; `parse` refuses them.
+    NaN and infinity pass, since lines of work may have them; `checked` refuses them in records.
     """
-    if len(line) > limit:
-        raise ValueError(f"{len(line)} bytes, at most {limit} are read")
+    if len(line) > LINE_BYTES:
+        raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are read")
     try:
-        found = json.loads(line.decode(), object_pairs_hook=_object)
-    except UnicodeDecodeError:
-        raise ValueError("broken line, not UTF-8") from None
+        found = json.loads(line, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"broken line, no JSON: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"broken line, {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"a JSON object is wanted, got {text.line(repr(found), 60)}")
     return found
@@ -220,32 +289,6 @@ def plain(value: Any, depth: int = DEPTH - 2) -> Any:
     return text.clean(value) if isinstance(value, str) else text.line(f"({type(value).__name__})")
 
 
-def add_line(file: BinaryIO, line: bytes) -> None:
-    """Append `line` and a newline to `file`, open without a buffer and locked, and sync it to disk.
-
-    OSError: nothing of the line stays, or, where not even that can be had, what stays is closed by the next writer.
-    """
-    data, end = memoryview(line + b"\n"), os.fstat(file.fileno()).st_size
-    try:
-        while data:
-            data = data[os.write(file.fileno(), data) :]
-        os.fsync(file.fileno())
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), end)
-        raise
-
-
-def close_line(file: BinaryIO) -> None:
-    """End the last line of `file`, open for reading and appending, where a killed writer did not."""
-    file.seek(0, os.SEEK_END)
-    if file.tell():
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-            file.flush()
-
-
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
@@ -281,19 +324,6 @@ def can_name(name: str) -> bool:
         return schema.name(name) == text.line(name)
     except ValueError:
         return False
-
-
-def finite(value: float | None) -> float | None:
-    """`value`, or None where it is NaN or infinite: JSON has neither."""
-    return value if value is not None and abs(value) < float("inf") else None
-
-
-def _bytes_of(path: Path) -> bytes:
-    with storing(path):
-        try:
-            return path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return b""
 
 
 def _sound(value: object, depth: int = DEPTH) -> object:

@@ -1,7 +1,7 @@
-"""What a record is: each field once, with its type, unit and meaning. Writer, reader, merge and docs/records.md use it.
+"""What a record and the first line of a run's file are: each field once, with its type, unit and meaning.
 
-A record is one JSON object. Readers get it as a dict that `check` has passed: no value is converted, and keys that are
-not known here are kept. `.venv/bin/python -m harness.results.schema` prints the tables of docs/records.md.
+Readers get records as dicts that `check` has passed: no value is converted, and keys that are not known here are kept.
+`.venv/bin/python -m harness.results.schema` prints the tables of docs/records.md.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.results import text
 
-SCHEMA = 3
+SCHEMA = 4
 # Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
 Status = Literal[
     "RULE_BROKEN",
@@ -37,6 +37,7 @@ Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]
 TIMED = ("benchmark", "latency")
+WORK = ("outcome", "group", "audit", "confirm", "resumed")  # kinds of lines of a run's file before the results
 # Of schema 1, what the field is called now.
 OLD_NAMES = {
     "peer": "baseline",
@@ -188,7 +189,7 @@ class Record(_Checked):
         alias="schema",
         ge=1,
         le=SCHEMA,
-        description=f"{SCHEMA}; 1 and 2 are read too",
+        description=f"{SCHEMA}; 1 to {SCHEMA - 1} are read too",
         json_schema_extra={"of": list(KINDS)},
     )
     run_id: Name = _field("the run: all its records have the same one", required=True)
@@ -216,7 +217,7 @@ class Record(_Checked):
     dirty: bool | None = _field("whether the checkout had uncommitted changes, other than new records; null: not known")
     environment: dict[str, str | None] | None = _field("versions and names of what ran: gpu, cpu, driver, torch, ...")
     sandbox: Any = _field("what held the submission in its place")
-    device: str | None = _field("cpu or cuda", ("test", *TIMED))
+    device: str | None = _field("cpu or cuda")
     seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark", "model"))
     orders: list[str] | None = _field(
         "the orders of asynchronous work that the case was executed in; status and reason are of the worst", ("model",)
@@ -278,21 +279,37 @@ class Record(_Checked):
     checks: dict[str, Any] | None = _field("by check of the graph: what it found", ("latency",))
 
 
-class Code(_Checked):
-    """A line of leaderboard/results/code.jsonl: which machine code a variant's sources compile to."""
+class Shard(_Checked):
+    """Which part of the cases a run with --shard has."""
 
+    part: Count = Field(description="its number, from 1")
+    of: Count = Field(description="how many parts there are")
+    set: str = Field(description="equal in runs of the same sources with the same options, which are parts of one run")
+
+
+class RunLine(_Checked):
+    """The first line of a run's file. It also has the fields of a record that are equal in all of them."""
+
+    kind: Literal["run"] = Field(description="run")
+    schema_: int = Field(alias="schema", ge=4, le=SCHEMA, description=str(SCHEMA))
+    run_id: Name = Field(description="the file's name, as a rule")
+    time: Time = Field(description="when the run began")
     problem: Name = Field(description="the problem's folder")
-    variant: Name = Field(description="the variant's name")
-    target: Target = Field(description="cpu, sm90 or sm100")
-    recorded: str = Field(description="source_hash as records of that time have it")
-    source_hash: str = Field(description="source_hash of the same sources, as schema 3 defines it")
-    problem_hash: str = Field(description="problem_hash at that commit")
-    code_hash: str | None = Field(description="hash of the machine code; null where there is no cubin to look at")
-    compiler: str | None = Field(description="what made the machine code")
-    commit: str = Field(description="the commit whose sources these are")
+    machine: Name | None = Field(None, description="the folder of the machine")
+    arguments: dict[str, Any] | None = Field(None, description="the options that the run was given")
+    submissions: list[dict[str, Any]] = Field(
+        [], description="of each submission the fields that are equal in all its records: variant, source_hash, ..."
+    )
+    tests: list[dict[str, Any]] | None = Field(None, description="the test cases: params, seed, bytes, flops")
+    benchmarks: list[dict[str, Any]] | None = Field(None, description="the benchmark cases")
+    shard: Shard | None = Field(None, description="with --shard, which part of the cases")
+    clock: Clock | None = Field(None, description="as of a record, without the warnings")
 
 
 FIELDS = {field.alias or name: field for name, field in Record.model_fields.items()}
+# Fields of a record that the first line may say for all.
+SHARED = {"schema", "run_id", "problem", "device", "target", "commit", "dirty", "environment", "sandbox"}
+SHARED |= {"problem_hash", "harness_hash"}
 
 
 def check(record: dict, model: type[BaseModel] = Record) -> None:
@@ -380,7 +397,8 @@ _PARTS = {
     "resources": Resource,
     "breakdown": Breakdown,
     "breakdown: a part": Share,
-    "code.jsonl": Code,
+    "the first line of a run's file": RunLine,
+    "shard": Shard,
 }
 
 

@@ -28,7 +28,10 @@ NUMBERS = tuple({numpy.dtype(kind).type for kind in "?bhilqBHILQefd"})  # of num
 SEQUENCES = {"tuple": tuple, "list": list, "set": set}
 CONTAINERS = (*SEQUENCES, "named", "dict", "object")
 DEPTH = 32  # containers around a leaf
-KEPT = "tensors, arrays, numbers and texts, in tuples, lists, dicts, dataclasses and objects of the reference's classes"
+KEPT = (
+    "tensors, arrays, numbers and texts, in tuples, lists, dicts (by numbers and texts), dataclasses and objects of "
+    "the reference's classes"
+)
 
 
 @dataclass
@@ -139,7 +142,7 @@ def made(spec: dict, leaf: Callable[[dict], Any], find: Callable[[str], Any]) ->
     found = find(spec["value"])
     if kind == "named":
         return tuple.__new__(found, items) if list(getattr(found, "_fields", ())) == spec["keys"] else tuple(items)
-    again = object.__new__(found or SimpleNamespace)
+    again = object.__new__(found) if found else SimpleNamespace()
     vars(again).update(keyed)
     return again
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, further: list[str], defaults: argparse.Namespa
     args, further, defaults: of harness/run.py; stdout: where --json - writes. UsageError: no Ray here, no cluster
     there, or options that do not go together.
     """
-    if odd := [f"--{name}" for name in ("resume", "events", "on") if getattr(args, name) is not None]:
+    if odd := [f"--{name}" for name in ("resume", "events", "on", "shard") if getattr(args, name) is not None]:
         raise UsageError(f"{output.apart('--ray', odd)}; each job is a whole run on a node")
     try:
         import ray

@@ -1,7 +1,6 @@
 """What the machine does to a run is one line and exit code 2; what a submission writes does nothing but show."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -12,13 +11,15 @@ import pytest
 import torch
 
 from harness import invocation, run
-from harness.judge import journal, machine
+from harness.judge import machine
 from harness.judge.handle import CheckerLost, DeviceError
 from harness.results import output, record
+from harness.results.run_file import RunFile
 from harness.sandbox.policy import SandboxError
 from problems.common import build
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE, UNPRINTABLE, brief
+from tests.support.records import run_line
 
 PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
 RUN = [sys.executable, str(ROOT / "harness" / "run.py")]
@@ -112,8 +113,8 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
 
 
 def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
-    held = journal.Journal.create("box", "p", {"run_id": "20260101T000000-00000001"})
-    held.note("x")
+    held = RunFile.begin(run_line("20260101T000000-00000001"))
+    held.write("outcome")
     for error, code in (
         (record.StorageError("full"), 2),
         (CheckerLost("x"), 2),
@@ -122,7 +123,7 @@ def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
     ):
 
         def fail(self, error=error):
-            self.journal = held
+            self.file = held
             raise error
 
         monkeypatch.setattr(invocation.Run, "main", fail)
@@ -161,14 +162,16 @@ def test_a_build_folder_that_cannot_be_written(tmp_path, folder):
 
 FULL = """import errno, runpy, sys
 from harness.results import record
-real, count = record.add_line, 0
-def add(file, line):
+from harness.results.run_file import RunFile
+real, count = RunFile._append, 0
+def append(self, *lines):
     global count
     count += 1
-    if count > 4:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    real(file, line)
-record.add_line = add
+    with record.storing(self.contents.path):
+        if count > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+    real(self, *lines)
+RunFile._append = append
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -179,13 +182,12 @@ def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
     started = short(tmp_path, folder, "--variant", "good", start=("-c", FULL))
     _, said = started.communicate(timeout=120)
     assert started.returncode == 2 and "No space left on device" in one_line(said) and "; go on with --resume " in said
-    (path,) = (tmp_path / "results").rglob("*.partial.jsonl")
+    (path,) = (tmp_path / "results").rglob("*.jsonl")
     kept = path.read_bytes()
-    assert kept.endswith(b"\n") and all(json.loads(line) for line in kept.splitlines())
     again = short(tmp_path, folder, "--resume")
     out, said = again.communicate(timeout=120)
     assert again.returncode in (0, 6) and said == "" and "goes on: 3 test outcomes" in out, said
-    assert not path.exists()
+    assert path.read_bytes().startswith(kept)
 
 
 # --- whoever reads the output goes away
@@ -222,7 +224,7 @@ def test_a_closed_pipe_in_the_middle_of_a_run_keeps_what_was_done(tmp_path, fold
     started.stdout.close()
     said = started.stderr.read()
     assert started.wait(timeout=120) == output.CLOSED_EXIT and "closed; go on with --resume " in one_line(said)
-    assert len(list((tmp_path / "results").rglob("*.partial.jsonl"))) == 1
+    assert len(list((tmp_path / "results").rglob("*.jsonl"))) == 1
 
 
 # --- --json

@@ -34,7 +34,7 @@ def results(tmp_path, monkeypatch):
 
 
 def lines_of(folder):
-    return [json.loads(line) for file in folder.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    return [one for file in folder.rglob("*.jsonl") for one in record.contents_of(file, folder).records]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def lines_of(folder):
         ),
         (["nvfp4_gemv", "--timeout", "nan"], "--timeout must be positive"),
         (["nvfp4_gemv", "--seed", "-1"], "--seed must be 0 to 2^63 - 1"),
-        (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no run x of nvfp4_gemv"),
+        (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no unfinished run x of nvfp4_gemv"),
         (["nvfp4_gemv", "--device", "cpu", "--resume"], "no unfinished run of nvfp4_gemv"),
         (["nvfp4_gemv", "--device", "cpu", "--resume", "--mode", "test"], "--mode test does not go with --resume"),
     ],
@@ -204,14 +204,13 @@ def test_a_run_is_not_to_go_on_where_the_problems_code_would_raise_again(monkeyp
     assert ("go on with --resume r1" in capsys.readouterr().err) is goes_on
 
 
-def test_a_run_names_a_damaged_journal_and_keeps_it(monkeypatch, results, capsys):
+def test_a_run_warns_of_malformed_lines(monkeypatch, results, capsys):
     monkeypatch.setattr(invocation.Run, "machine", "box")
-    file = results / "box" / "nvfp4_gemv.20260101T000000-00000001.partial.jsonl"
+    file = results / "box" / "nvfp4_gemv" / "20260101T000000-00000001.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text("garbage\n")
     assert run.main(["nvfp4_gemv", "--device", "cpu", "--submission", "lost.py"]) == output.USAGE_EXIT
-    assert f"warning: box/{file.name}:1: broken line" in capsys.readouterr().out
-    assert file.read_text() == "garbage\n"
+    assert f"warning: box/nvfp4_gemv/{file.name}:1: skipped: Expecting value" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["task.py", "reference.py"])

@@ -43,7 +43,6 @@ COMMANDS = [
     [RUN],
     [REPORT],
     [REPORT, "--check"],
-    ["leaderboard/code_table.py"],
     ["-m", "harness.results.schema"],
     ["-m", "harness.problem.task_yml", "--check"],
     ["problems/dsv4_forward/generate/generate.py"],
@@ -164,4 +163,4 @@ def test_bash_completes(tmp_path):
 
     assert completed("nvf") == ["nvfp4_gemv"]
     assert completed("nvfp4_gemv", "--mode", "la") == ["latency"]
-    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--same-within"}
+    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--same-within", "--shard"}

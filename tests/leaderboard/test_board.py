@@ -78,6 +78,27 @@ def test_order_of_lines_within_a_run_does_not_matter():
     pd.testing.assert_frame_equal(one(records).standing, one(records[::-1]).standing)
 
 
+def test_what_another_clock_timed_has_no_rank():
+    other = {"clock": {"name": "another clock", "warnings": []}}
+    found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.0, **other))
+    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2] and unranked(rows(found)["c"])
+    assert rows(found)["c"].notes == ["not ranked, timed by another clock: another clock"]
+    records = full("a", 1.1) + full("p", 0.9, baseline=True, **other)
+    assert rows(one(records))["a"]["rank"] == 1, "a baseline does not choose the clock"
+
+
+def test_a_confirmation_by_another_clock_does_not_lead():
+    """And a record without a clock's name counts by its device."""
+    clocks = [{"warnings": []}, {"name": "event pair behind a spin", "warnings": []}, {"name": "x", "warnings": []}]
+    base = full("a", 1.2, device="cuda", clock=clocks[0]) + full("b", 1.5, device="cuda", clock=clocks[0])
+    for clock, leads in ((clocks[1], True), (clocks[2], False)):
+        later = {"run": "r2", "minute": 1, "device": "cuda", "clock": clock}
+        confirms = {"variant": "a", "run_id": "r1", "paired": True}
+        mine = full("c", 1.0, **later, confirms=confirms, against={"variant": "a", "ratio": 0.8})
+        found = rows(one(base + mine + full("a", 1.2, **later)))
+        assert found["c"]["rank"] == 1 if leads else unranked(found["c"]) and found["a"]["rank"] == 1
+
+
 # --- gaps and failures
 
 

@@ -40,12 +40,6 @@ def test_two_variants_are_compared_case_by_case_and_in_the_geomean(capsys, resul
         assert float(lo) < float(ratio) < float(hi) and float(ratio) == pytest.approx(1.5 / 1.1, rel=1e-3)
 
 
-def test_a_journal_of_a_run_in_progress_is_no_file_of_records(capsys, results):
-    (results / "gpu-box" / "nvfp4_gemv.20260101T000000-00000001.partial.jsonl").write_text('{"kind": "plan"}\n')
-    code, _, err = said(capsys, results, "variant=sm90_v2", "variant=sm90_v1 machine=gpu-box")
-    assert (code, err) == (0, "")
-
-
 def test_it_says_that_it_is_unpaired_and_what_differs(capsys, results):
     _, out, _ = said(capsys, results, "variant=sm90_v1 machine=other-box", "variant=sm90_v1 machine=gpu-box")
     assert "on Another GPU, commit fedcba987654" in out and "on Imaginary GPU, commit 0123456789ab" in out
@@ -91,7 +85,7 @@ def test_a_file_with_and_without_words(capsys, results, tmp_path):
     file = tmp_path / "a file.jsonl"
     file.write_bytes((results / "gpu-box" / "nvfp4_gemv.jsonl").read_bytes() + b"no record\n")
     code, out, err = said(capsys, results, str(file), "machine=gpu-box")
-    assert code == 0 and out.count("UNPAIRED") == 2 and "a file.jsonl:7: not a record" in err
+    assert code == 0 and out.count("UNPAIRED") == 2 and "a file.jsonl:7: skipped: " in err
     plain = file.rename(tmp_path / "file.jsonl")
     code, out, _ = said(capsys, results, f"{plain} variant=sm90_v1", f"variant=sm90_v2 {plain}")
     assert code == 0 and out.count("UNPAIRED") == 1
@@ -103,13 +97,13 @@ def test_a_file_with_and_without_words(capsys, results, tmp_path):
         (
             "nothing.jsonl",
             "run=r1",
-            ": A must be a file of records, or words problem=, .*, got 'nothing.jsonl', and there",
+            ": A must be a file of records, or words problem=, .*, got 'nothing.jsonl'$",
         ),
-        ("run=r1", "variants=x", ": B must be a file of records, .*, got 'variants=x', which has another key$"),
+        ("run=r1", "variants=x", ": B must be a file of records, .*, got 'variants=x'$"),
         ("run=r1", "", ": B must be .*, got ''$"),
         ("", "run=r1", ": A must be .*, got ''$"),
-        ("run=r1", "/dev/null", ": B must be .*, got '/dev/null', which is a device, not a file$"),
-        ("/", "run=r1", ": A must be .*, got '/', which is a folder$"),
+        ("run=r1", "/dev/null", ": B must be .*, got '/dev/null'$"),
+        ("/", "run=r1", ": A must be .*, got '/'$"),
         ("run=r1", "run=r9", ": B: no timed benchmark record matches 'run=r9' in "),
         ("run=r1", "variant=sm90_v1 problem=moe_gemm", "no timed benchmark record matches"),
     ],
@@ -119,10 +113,12 @@ def test_bad_use_is_one_line(capsys, results, a, b, message):
     assert code == 2 and re.search(message, err) and err.count("\n") == 1 and not out
 
 
-def test_a_file_that_cannot_be_read_names_its_argument(capsys, results):
-    code, out, err = said(capsys, results, "run=r1", "/proc/self/mem")
-    assert (code, out) == (2, "")
-    assert err == "leaderboard/compare.py: B: cannot read /proc/self/mem: Input/output error\n"
+def test_a_file_that_cannot_be_read_is_one_line(capsys, results):
+    assert said(capsys, results, "run=r1", "/proc/self/mem") == (
+        2,
+        "",
+        "leaderboard/compare.py: Input/output error: /proc/self/mem\n",
+    )
 
 
 def test_nothing_in_common_names_what_each_has(capsys, results):

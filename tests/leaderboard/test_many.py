@@ -19,7 +19,8 @@ def write(folder: Path) -> int:
     """Write the committed records again and again, each time as later runs, into FOLDER/box. -> how many."""
     folder = folder / "box"
     folder.mkdir(parents=True)
-    known = {file.name: record.parse(file.read_bytes(), file.name)[0] for file in sorted(MACHINE.glob("*.jsonl"))}
+    problems = {record.problem_of(file, MACHINE) for file in record.files(MACHINE)}
+    known = {f"{name}.jsonl": record.read(MACHINE.name, name, MACHINE.parent) for name in sorted(problems)}
     written, day = 0, 0
     while written < COUNT:
         for name, records in known.items():

@@ -1,11 +1,12 @@
 """What belongs to a row of a board: its warnings, whether its source is the checkout's, and whether its problem is."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from harness.results import schema
+from harness.problem import folders
+from harness.results import machine_code
+from harness.sandbox import workdir
 from leaderboard import board, provenance, tables
 from problems.common import build, load
 from tests.leaderboard.test_board import EXPECTED, one, rows
@@ -41,67 +42,58 @@ def in_checkout(monkeypatch, source: str | None = "new", problem: str | None = "
     monkeypatch.setattr(provenance, "problem_hash", lambda _: problem)
 
 
-def of_code(source: str, code: str | None, **more) -> dict:
-    """A line of code.jsonl about `a`."""
-    return {
-        "problem": "nvfp4_gemv",
-        "variant": "a",
-        "target": "sm90",
-        "recorded": source,
-        "source_hash": source,
-        "problem_hash": "p",
-        "code_hash": code,
-        "compiler": "nvcc",
-        "commit": "0123456789abcdef0",
-    } | more
-
-
 @pytest.mark.parametrize(
-    ("record", "lines", "state"),
+    ("record", "others", "built", "state"),
     [
-        ({"source_hash": "new"}, [], provenance.MATCH),
-        ({"source_hash": "old"}, [], provenance.STALE),
-        ({"source_hash": "old"}, [of_code("old", "x"), of_code("new", "x")], provenance.SAME_CODE),
-        ({"source_hash": "old"}, [of_code("old", "x"), of_code("new", "y")], provenance.STALE),
-        ({"source_hash": "old", "code_hash": "x"}, [of_code("new", "x")], provenance.SAME_CODE),
-        ({"source_hash": "old", "code_hash": "x"}, [of_code("new", None)], provenance.STALE),
-        ({"source_hash": "old"}, [of_code("old", None), of_code("new", None)], provenance.STALE),
-        ({"source_hash": "old"}, [of_code("old", "x", target="sm100"), of_code("new", "x")], provenance.STALE),
-        # Records of schema 1 and 2: their hash leaves out what is shared, which a line about their commit knows.
-        ({"source_hash": "own", "schema": 2}, [], provenance.STALE),
-        ({"source_hash": "new", "schema": 2}, [], provenance.STALE),
-        ({"source_hash": "own", "schema": 2}, [of_code("new", "x", recorded="own")], provenance.MATCH),
-        ({"source_hash": "own", "schema": 2}, [of_code("old", "x", recorded="own")], provenance.STALE),
-        (
-            {"source_hash": "own", "schema": 2},
-            [of_code("old", "x", recorded="own"), of_code("new", "x", recorded="own", commit="f")],
-            provenance.SAME_CODE,
-        ),
-        ({"source_hash": None}, [of_code("new", "x")], provenance.STALE),
+        ({"source_hash": "new"}, [], None, provenance.MATCH),
+        ({"source_hash": "old"}, [], None, provenance.CHANGED),
+        ({"source_hash": "old"}, [], "x", provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [], None, provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [], "x", provenance.SAME_CODE),
+        ({"source_hash": "old", "code_hash": "x"}, [], "y", provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "x"}], None, provenance.SAME_CODE),
+        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "y"}], None, provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "x", "target": "sm100"}], None, provenance.CHANGED),
+        ({"source_hash": None, "code_hash": "x"}, [], "x", provenance.CHANGED),
     ],
 )
-def test_a_row_says_whether_its_source_is_the_checkouts(monkeypatch, record, lines, state):
+def test_a_row_says_whether_its_source_is_the_checkouts(monkeypatch, record, others, built, state):
     in_checkout(monkeypatch)
+    monkeypatch.setattr(provenance, "code_hash", lambda *_: built)
     records = full("a", 1.1, **record) + full("b", 1.2, source_hash="new")
-    (found,) = board.build(records, "box", EXPECTED, provenance.Provenance(lines, records))
+    known = [line | {"source_hash": "new"} | other for line in full("a", 1.0) for other in others]
+    (found,) = board.build(records, "box", EXPECTED, provenance.Provenance(records + known))
     assert (rows(found)["a"].source, rows(found)["b"].source) == (state, provenance.MATCH)
-    header, table = tables.standing(found)
-    assert table[0][header.index("source")] == state
+    if built == "x":
+        alone = provenance.Provenance(records + known, builds=False)
+        assert {alone.state(one) for one in records[:3]} == {provenance.CHANGED}
 
 
-def test_a_variant_that_the_checkout_lacks_is_stale():
+def test_a_variant_that_the_checkout_lacks_has_changed():
     (found,) = board.build(full("no_such_variant", 1.1), "box", EXPECTED, provenance.Provenance())
-    assert rows(found)["no_such_variant"].source == provenance.STALE
+    assert rows(found)["no_such_variant"].source == provenance.CHANGED
 
 
-def test_a_row_of_another_version_of_the_problem_is_marked(monkeypatch):
+def test_a_row_whose_problem_has_changed_says_so(monkeypatch):
     in_checkout(monkeypatch)
-    changed, same = full("a", 1.1, problem_hash="q"), full("b", 1.2, problem_hash="p")
-    found = one(changed + same + full("c", 1.3))
-    assert provenance.PROBLEM_CHANGED in rows(found)["a"].notes
-    assert rows(found)["b"].notes == rows(found)["c"].notes == found.notes == []
-    found = one(changed)
+    records = full("a", 1.1, problem_hash="q") + full("b", 1.2, problem_hash="p") + full("c", 1.3)
+    (found,) = board.build(records, "box", EXPECTED, provenance.Provenance())
+    assert [provenance.PROBLEM_CHANGED in rows(found)[name].notes for name in "abc"] == [True, False, False]
+    (found,) = board.build(records[:3], "box", EXPECTED, provenance.Provenance())
     assert found.notes == [f"All rows: {provenance.PROBLEM_CHANGED}."] and rows(found)["a"].notes == []
+
+
+def test_the_present_code_is_that_of_a_build_at_hand(tmp_path, monkeypatch):
+    """What is at hand is found by the same key as a run finds it, and nothing is compiled."""
+    folder, problem = tmp_path / "closures", folders.find("nvfp4_gemv")
+    monkeypatch.setattr(build, "directory", lambda: tmp_path)
+    monkeypatch.setattr(machine_code, "hash_of", lambda built: built.name)
+    code_hash = provenance.code_hash.__wrapped__
+    assert code_hash(problem.folder, "sm90_dp4a", "sm90") is None
+    key = workdir.key(problem.folder / "variants" / "sm90_dp4a.py", problem, "sm90")
+    (folder / key).mkdir(parents=True)
+    assert code_hash(problem.folder, "sm90_dp4a", "sm90") == key
+    assert code_hash(problem.folder, "sm90_triton", "sm90") is None and code_hash(problem.folder, "x", "sm90") is None
 
 
 @pytest.fixture
@@ -128,7 +120,7 @@ def tree(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changed", "stale"),
+    ("changed", "others"),
     [
         ("common/shared.cuh", "a"),
         ("common/deep.cuh", "a"),
@@ -139,32 +131,14 @@ def tree(tmp_path, monkeypatch) -> Path:
         ("p/variants/c.py", "c"),
     ],
 )
-def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed, stale):
+def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed, others):
     def hashes() -> dict[str, str]:
-        provenance._source_hash.cache_clear()
-        return {name: provenance.source_hash("p", name) for name in "abc"}
+        provenance.source_hash.cache_clear()
+        return {name: provenance.source_hash(tree / "p", name) for name in "abc"}
 
     records = [one for name, value in hashes().items() for one in full(name, 1.0, problem="p", source_hash=value)]
     (tree / changed).write_text("changed = 1\n" if changed.endswith(".py") else "// changed\n")
     hashes()
     (found,) = board.build(records, "box", {}, provenance.Provenance())
     states = {name: row.source for name, row in rows(found).items()}
-    assert states == {name: provenance.STALE if name in stale else provenance.MATCH for name in "abc"}
-
-
-def test_a_line_of_code_that_is_none_is_named_and_left_out(tmp_path):
-    good = of_code("old", "x", novelty=1)
-    bad = [of_code("old", "x") | {"commit": 5}, {key: good[key] for key in good if key != "compiler"}, 17]
-    (tmp_path / provenance.FILE).write_text("\n".join(map(json.dumps, [*bad, good])) + "\n[")
-    lines, complaints = provenance.read(tmp_path)
-    assert lines == [good] and [said.partition(": ")[0] for said in complaints] == [
-        f"code.jsonl:{n}" for n in (1, 2, 3, 5)
-    ]
-    assert provenance.read(tmp_path / "none") == ([], [])
-
-
-def test_the_committed_table_is_whole():
-    lines, complaints = provenance.read(load.PROBLEMS.parent / "leaderboard" / "results")
-    assert lines and complaints == []
-    for line in lines:
-        assert set(line) == set(schema.Code.model_fields) and (line["code_hash"] is None) == (line["compiler"] is None)
+    assert states == {name: provenance.CHANGED if name in others else provenance.MATCH for name in "abc"}

@@ -5,9 +5,10 @@ import dataclasses
 from pathlib import Path
 
 from harness import run
-from harness.judge.journal import Group
+from harness.judge import work
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
+from harness.judge.work import Group
 from harness.results import environment, record
 from leaderboard import board
 
@@ -119,8 +120,13 @@ def records() -> list[dict]:
     return record.read(environment.machine("cpu"), "made_up")
 
 
-def journals() -> list[Path]:
-    return sorted((record.RESULTS / environment.machine("cpu")).glob("*.partial.jsonl"))
+def files() -> list[record.Contents]:
+    """What the files of all runs hold, oldest first."""
+    return record.contents(environment.machine("cpu"), "made_up", check=work.check)
+
+
+def unfinished() -> list[Path]:
+    return [one.path for one in files() if one.unfinished]
 
 
 def first() -> tuple[str, str]:

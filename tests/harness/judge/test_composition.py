@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import run
-from harness.judge import compiling, plan, verdict
+from harness.judge import compiling, verdict
 from harness.problem import folders, scan
 from harness.problem.folders import UsageError
 from harness.sandbox import process, reaper, workdir
@@ -273,12 +272,10 @@ def test_a_problem_that_is_not_composed_is_named(problems):
 
 def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
     """state.py alone is what composed's reference.py imports."""
-    submission = winner()
     found = folders.find("composed")
-    arguments = run.parser().parse_args(["composed"])
 
     def planned() -> str:
-        return plan.make("id", found, "cpu", arguments, [verdict.Result(submission, "cpu")], [], [])["problem_hash"]
+        return verdict.Recorder(found, "cpu").problem_hash
 
     start = planned()
     add(problems / "composed" / "model.py", "\nchanged = 1\n")

@@ -1,5 +1,6 @@
 """How a first place is confirmed, on made-up sessions."""
 
+import json
 import shutil
 
 import pytest
@@ -61,14 +62,12 @@ def test_a_confirmation_that_fails_is_the_verdict(world, folder, monkeypatch):
     assert [r["status"] for r in confirmed()] == ["PASSED", "INCORRECT"] and first()[0] == "good"
 
 
-@pytest.mark.parametrize(
-    ("us", "why"), [(10.0, "as fast as the leader"), (9.999, "intervals overlap"), (11.0, "slower")]
-)
-def test_who_would_not_lead_needs_none(world, folder, us, why):
+@pytest.mark.parametrize("us", [9.999, 11.0])
+def test_who_would_not_lead_needs_none(world, folder, us):
     judge(folder, "--all")
     world.us["better"] = us
     judge(folder, *better(folder))
-    assert confirmed() == [] and world.measured["better"] == 1, why
+    assert confirmed() == [] and world.measured["better"] == 1
 
 
 @pytest.mark.parametrize(("high", "leads"), [(9.9, True), (10.0, False), (11.0, False)])
@@ -110,17 +109,8 @@ def test_against_the_leader_itself_both_are_measured_again(world, folder, capsys
     judge(folder, "--all")
     assert judge(folder, *better(folder), "--against", "good") == 0
     assert world.measured == {"good": 3, "other": 1, "better": 2}
-    last = [r for r in records() if r["kind"] == "benchmark"][-8:]
-    assert [(r["variant"], bool(r.get("superseded"))) for r in last] == [
-        ("better", True),
-        ("better", True),
-        ("better", False),
-        ("better", False),
-        ("good", True),
-        ("good", True),
-        ("good", False),
-        ("good", False),
-    ]
+    last = [(r["variant"], bool(r.get("superseded"))) for r in records() if r["kind"] == "benchmark"][-8:]
+    assert last == [(name, old) for name in ("better", "good") for old in (True, True, False, False)]
     assert capsys.readouterr().out.count("FASTER") == 3  # two cases and the geomean
     assert first()[0] == "better"
 
@@ -145,29 +135,24 @@ def test_peers_and_second_sides_are_not_confirmed(world, folder):
     assert confirmed() == []
 
 
-@pytest.mark.parametrize("groups", range(7))
-def test_a_confirmation_is_resumed_as_it_was_decided(world, folder, groups, tmp_path):
+@pytest.mark.parametrize("groups", [0, 3, 5])
+def test_a_confirmation_is_resumed_as_it_was_decided(world, folder, groups):
     """Even if the board has changed meanwhile."""
     judge(folder, "--all")
     world.left = 3 + 6 + groups
-    if groups < 6:
-        with pytest.raises(Stop):
-            judge(folder, *better(folder))
-    else:
-        assert judge(folder, *better(folder)) == 0
-    world.left = 10**9
-    if groups < 6:
-        done = list(world.groups)
-        machine = environment.machine("cpu")
-        fast = [
-            r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
-            for r in records()
-            if r["kind"] == "benchmark"
-            for v in ("x", "y")
-        ]
-        record.append(machine, "made_up", fast)
-        assert judge(folder, "--resume") == 0
-        assert len(world.groups) == len(done) + 6 - groups
-        assert sum(group[0] == "better+good" for group in world.groups) == 6
+    with pytest.raises(Stop):
+        judge(folder, *better(folder))
+    world.left, done = 10**9, list(world.groups)
+    fast = [
+        r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
+        for r in records()
+        if r["kind"] == "benchmark"
+        for v in ("x", "y")
+    ]
+    later = record.RESULTS / environment.machine("cpu") / "made_up.jsonl"
+    later.write_text("".join(json.dumps(r) + "\n" for r in fast))
+    assert judge(folder, "--resume") == 0
+    assert len(world.groups) == len(done) + 6 - groups
+    assert sum(group[0] == "better+good" for group in world.groups) == 6
     assert len(confirmed()) == 2 and {r["confirms"]["variant"] for r in confirmed()} == {"good"}
     assert all(len(r["samples_us"]) == 3 for r in confirmed())

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from harness.judge import console, verdict
+from harness.judge import compiling, console, verdict
 from harness.judge.events import Step
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
@@ -172,9 +172,9 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         asked.append(folder)
         return "c" * 16
 
-    monkeypatch.setattr(verdict.machine_code, "hash_of", hash_of)
+    monkeypatch.setattr(compiling.machine_code, "hash_of", hash_of)
     for built, target, code in ((tmp_path, "sm90", "c" * 16), (None, "sm90", None), (tmp_path, "cpu", None)):
-        monkeypatch.setattr(verdict.workdir, "build_folder", lambda *_, built=built: built)
+        monkeypatch.setattr(compiling.workdir, "build_folder", lambda *_, built=built: built)
         judged = verdict.Result(submission, target, "RULE_BROKEN", "why")
         judged.tests += [(Case({"m": m}, 1), Outcome("PASSED")) for m in (1, 2)]
         lines = verdict.Recorder(MOE, "cuda").lines(judged)

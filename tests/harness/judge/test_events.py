@@ -15,7 +15,7 @@ from harness.problem.folders import Case, has_words
 from tests.harness.judge.test_phases import Counting, RunnerHandle, Submission
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE
-from tests.support.recorded import Stop, journals, judge, records
+from tests.support.recorded import Stop, judge, records, unfinished
 
 
 def lines(path) -> list[dict]:
@@ -76,12 +76,12 @@ def test_verdict_of_undecided_pair_says_how_many_processes_would_decide(world, f
 def test_a_run_that_stops_says_why_and_how_to_go_on(world, folder, tmp_path):
     file = tmp_path / "events"
     assert judge(folder, "--resume", "x", "--events", str(file)) == 2
-    _, error, end = lines(file)
-    assert "no run x of made_up" in error["reason"] and end["exit_code"] == 2
+    error, end = lines(file)
+    assert "no unfinished run x of made_up" in error["reason"] and end["exit_code"] == 2
     world.left = 9
     with pytest.raises(Stop):
         judge(folder, "--all", "--events", str(file))
-    assert lines(file)[-1]["event"] == "end" and lines(file)[-1]["exit_code"] is None and len(journals()) == 1
+    assert lines(file)[-1]["event"] == "end" and lines(file)[-1]["exit_code"] is None and len(unfinished()) == 1
 
 
 def test_the_fields_are_those_that_the_docs_name(world, folder, tmp_path):

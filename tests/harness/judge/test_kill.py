@@ -1,7 +1,6 @@
-"""kill -9 of the judge at random moments: no record is lost, nothing is left behind, and the run goes on from there."""
+"""kill -9 of the judge at random moments: nothing written is lost, nothing is left behind, and the run goes on."""
 
 import ctypes
-import json
 import os
 import random
 import shutil
@@ -74,17 +73,19 @@ class Place:
         assert started.returncode != 2 and started.returncode >= 0 and "Traceback" not in said, said
         return said
 
-    def truth(self) -> bytes:
-        return b"".join(path.read_bytes() for path in self.results.glob("*/vector_add.jsonl"))
+    def files(self) -> list[record.Contents]:
+        """What the files of all runs hold."""
+        return [
+            one
+            for machine in self.results.glob("*")
+            for one in record.contents(machine.name, "vector_add", self.results)
+        ]
 
-    def journals(self) -> dict[Path, bytes]:
-        found = {}
-        for path in self.results.glob("*/*.partial.jsonl"):
-            try:
-                found[path] = path.read_bytes()
-            except FileNotFoundError:
-                continue  # it has just been finished
-        return found
+    def bytes(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.results.rglob("*.jsonl")}
+
+    def unfinished(self) -> bool:
+        return any(one.unfinished for one in self.files())
 
     def left_behind(self) -> list[str]:
         """Workdir folders."""
@@ -124,10 +125,10 @@ def assert_nothing_left(place: Place, mine: set[int], when: str) -> None:
 
 
 def kill_at_random(place: Place, kills: int) -> None:
-    """As many kills; after each, everything is checked that can be, and the next process resumes the run."""
+    """As many kills; after each what was written is still there, and the next process resumes the run."""
     mine, whole_s, done = children(), WHOLE_S, 0
     while done < kills:
-        anew, started = not place.journals(), time.monotonic()
+        anew, started = not place.unfinished(), time.monotonic()
         judge = place.start(*([] if anew else ["--resume"]))
         delay_s = random.uniform(0, whole_s)
         try:
@@ -138,39 +139,32 @@ def kill_at_random(place: Place, kills: int) -> None:
             continue
         except subprocess.TimeoutExpired:
             pass
-        truth, journals = place.truth(), place.journals()
+        written = place.bytes()
         judge.send_signal(signal.SIGKILL)
         judge.wait()
         done += 1
         when = f"kill {done}, after {delay_s:.2f} of {whole_s:.1f} s"
 
         assert_nothing_left(place, mine, when)
-        assert place.truth().startswith(truth), when
-        records, _ = record.parse(place.truth(), "vector_add.jsonl")
-        now = place.journals()
-        for path, before in journals.items():
-            run_id = path.name.split(".")[1]
-            finished = sum(one["run_id"] == run_id for one in records) == RECORDS
-            assert finished if path not in now else now[path].startswith(before), when
-    while place.journals():
+        now = place.bytes()
+        assert all(now[path].startswith(before[: before.rfind(b"\n") + 1]) for path, before in written.items()), when
+    while place.unfinished():
         place.finish("--resume")
     said = place.finish()
     assert "waiting for" not in said
     assert_nothing_left(place, mine, "at the end")
-    records, complaints = record.parse(place.truth(), "vector_add.jsonl")
-    by_run: dict[str, list[dict]] = {}
-    for one in records:
-        by_run.setdefault(one["run_id"], []).append(one)
-    assert {len(run) for run in by_run.values()} == {RECORDS}
-    assert len(complaints) <= kills  # lines that a kill tore; the whole ones follow them
-    for run in by_run.values():
-        timed = [one for one in run if one["kind"] == "benchmark"]
+    for run in place.files():
+        assert run.complaints == [] and len(run.records) == RECORDS
+        outcomes = [(line["submission"], line["case"]) for line in run.work if line["kind"] == "outcome"]
+        groups = [(line["process"], line["case"]) for line in run.work if line["kind"] == "group"]
+        assert len(set(outcomes)) == len(outcomes) and len(set(groups)) == len(groups), "done twice"
+        timed = [one for one in run.records if one["kind"] == "benchmark"]
         assert all([len(group) for group in one["samples_us"]] == [2] * place.processes for one in timed)
 
 
-@pytest.mark.slow
-def test_fifty_kills(tmp_path):
-    kill_at_random(Place(tmp_path, 2), 50)
+@pytest.mark.parametrize("kills", [pytest.param(3, id="few"), pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(tmp_path, kills):
+    kill_at_random(Place(tmp_path, 2), kills)
 
 
 def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
@@ -178,17 +172,18 @@ def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
     place = Place(tmp_path, 2)
     judge = place.start()
     deadline = time.monotonic() + 120
-    while not any(b'"group"' in text for text in place.journals().values()):
+    while not any(b'"group"' in text for text in place.bytes().values()):
         assert judge.poll() is None and time.monotonic() < deadline, place.said.read_text()
         time.sleep(0.02)
     judge.kill()
     judge.wait()
-    ((path, text),) = place.journals().items()
-    groups = [line for line in map(json.loads, text.splitlines()) if line["kind"] == "group"]
+    (cut,) = place.files()
+    groups = [line for line in cut.work if line["kind"] == "group"]
     said = place.finish("--resume")
-    assert f"{TESTS} test outcomes and {len(groups)} groups of timed calls are known" in said and not path.exists()
-    timed = [line for line in map(json.loads, place.truth().splitlines()) if line["kind"] == "benchmark"]
-    # The journal has the clock's readings; the record has them less what the clock itself costs.
-    record = timed[groups[0]["case"]]
-    known = [call["us"] - record["empty_call_us"] for call in groups[0]["outcomes"]["good"]]
-    assert any(group == pytest.approx(known, abs=1e-3) for group in record["samples_us"])
+    assert f"{TESTS} test outcomes and {len(groups)} groups of timed calls are known" in said
+    (run,) = place.files()
+    assert run.ended and run.work[: len(cut.work)] == cut.work
+    # A group has the clock's readings; the record has them less what the clock itself costs.
+    timed = [one for one in run.records if one["kind"] == "benchmark"][groups[0]["case"]]
+    known = [call["us"] - timed["empty_call_us"] for call in groups[0]["outcomes"]["good"]]
+    assert any(group == pytest.approx(known, abs=1e-3) for group in timed["samples_us"])

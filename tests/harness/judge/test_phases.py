@@ -132,7 +132,7 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
     missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
     again = Counting()
     timings, all_readings = phases.run_benchmarks(
-        again, handles(), cases, lambda _: None, have=phases.Have(groups=missing), how=how
+        again, handles(), cases, lambda _: None, have=phases.Finished(groups=missing), how=how
     )
     assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"submission2 1"}
     for name, of_cases in whole[0].items():
@@ -149,7 +149,12 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
     finished = phases.Group(0, 0, {"bad": [right, wrong], "good": [right] * 3}, {"empty": [1.0]}, ["1"])
     session = Counting()
     timings, _ = phases.run_benchmarks(
-        session, handles, [case(1), case(2)], lambda _: None, have=phases.Have(groups={(0, 0, 0): finished}), how=how
+        session,
+        handles,
+        [case(1), case(2)],
+        lambda _: None,
+        have=phases.Finished(groups={(0, 0, 0): finished}),
+        how=how,
     )
     assert [timing.failure for timing in timings["bad"]] == [wrong, None]
     assert [timing.failure for timing in timings["good"]] == [None, None]
@@ -202,7 +207,7 @@ class Readings(Counting):
         return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
 
 
-def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.Have = phases.NOTHING) -> tuple:
+def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.Finished = phases.NOTHING) -> tuple:
     """-> (what the judge measured of cases with these operations, the session, the groups it was told of)."""
     monkeypatch.setattr(phases.native, "read_configs", lambda _: 2)
     monkeypatch.setattr(phases.environment, "clocks", lambda: (None, None))
@@ -241,11 +246,11 @@ def test_no_product_is_timed_where_nobody_says_what_is_computed(monkeypatch):
 def test_a_resumed_run_has_the_rate_of_the_run_before(monkeypatch):
     flops = [1, matmul.flops("cuda")]
     whole, _, told = all_readings(monkeypatch, flops, HOW)
-    again, session, _ = all_readings(monkeypatch, flops, HOW, phases.Have(groups=told))
+    again, session, _ = all_readings(monkeypatch, flops, HOW, phases.Finished(groups=told))
     assert (again, session.matmuls) == (whole, 0)
     # One group of the second wave is missing: that wave reads its own.
     part = {at: group for at, group in told.items() if at != (3, 1, 0)}
-    assert all_readings(monkeypatch, flops, HOW, phases.Have(groups=part))[1].matmuls == 3
+    assert all_readings(monkeypatch, flops, HOW, phases.Finished(groups=part))[1].matmuls == 3
 
 
 class Late(Counting):

@@ -1,36 +1,32 @@
-"""Records are appended whole or not at all, and a line that is none harms no reader."""
+"""Whoever reads records gets complete ones only: of runs, and of files of the older flat kind."""
 
-import errno
 import json
-import os
-import resource
-import shutil
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from harness.judge import verdict
 from harness.problem import folders
 from harness.results import record, schema
+from leaderboard import pages, report
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
-from tests.support.records import bench, full, line
+from tests.support.records import bench, full, line, run_line
 
-DEEP = "[" * 100_000
+DEEP = b"[" * 100_000
 BROKEN = {
-    "cut": '{"schema": 1, "run',
-    "a number": "17",
+    "cut": b'{"schema": 1, "run',
+    "a number": b"17",
     "deep": DEEP,
-    "deep within": '{"a": ' + DEEP,
+    "deep within": b'{"a": ' + DEEP,
     "no UTF-8": b'{"a": "\xff"}',
-    "digits": '{"schema": ' + "1" * 10_000 + "}",
-    "long": '{"a": "' + "x" * record.LINE_BYTES + '"}',
-    "null": "null",
-    "NUL": "\0\0\0",
+    "digits": b'{"schema": ' + b"1" * 10_000 + b"}",
+    "long": b'{"a": "' + b"x" * record.LINE_BYTES + b'"}',
+    "null": b"null",
+    "NUL": b"\0\0\0",
 }
 WRONG = {
-    "schema": [0, 4, "1", None, True, [], {}],
+    "schema": [0, 5, "1", None, True, [], {}],
     "run_id": [1, "", None],
     "kind": ["trial", None, ["test"]],
     "problem": ["../../etc", "a/b", "..", ".hidden", "x" * 300, None, "a\0b"],
@@ -59,27 +55,30 @@ WRONG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def results(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
+RUN_ID = "20260101T000000-00000001"
 
 
-# --- reading
+def flat(*lines: dict | bytes) -> bytes:
+    return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
+
+
+# --- malformed lines
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_a_broken_line_costs_that_line_alone(broken, results):
+def test_a_broken_line_is_skipped_with_a_warning(broken):
     before, after = full("a", 1.0), full("b", 2.0)
-    path = record.append("box", "p", before)
-    with path.open("ab") as file:
-        file.write((broken if isinstance(broken, bytes) else broken.encode()) + b"\n")
-    data = path.read_bytes()
-    record.append("box", "p", after)
-    assert path.read_bytes().startswith(data) and record.read("box", "p") == before + after
-    _, (complaint,) = record.reading("box", "p")
-    assert complaint.startswith("box/p.jsonl:4: not a record (") and complaint.endswith(f"): {record.LEFT_OUT}")
+    records, (complaint,) = record.parse(flat(*before, broken, *after), "box/p.jsonl")
+    assert records == before + after and complaint.startswith("box/p.jsonl:4: skipped: ")
     assert len(complaint) < 400 and complaint.isprintable()
+    run = [run_line(RUN_ID), {"kind": "outcome"}]
+    records, (complaint,) = record.parse(flat(*run, broken, {"kind": "end"}), "box/p/r.jsonl")
+    assert records == [] and complaint.startswith("box/p/r.jsonl:3: skipped: ")
+
+
+@pytest.mark.parametrize("end", ['{"schema": 1, "run', '{"a": {"b": 1}', "[", "\0\0"])
+def test_a_torn_last_line_is_ignored(end):
+    assert record.parse(flat(*full("a", 1.0)) + end.encode(), "f") == (full("a", 1.0), [])
 
 
 @pytest.mark.parametrize(
@@ -100,17 +99,20 @@ def test_a_record_without_a_needed_field_is_left_out(field):
     assert records == [] and field in complaint
 
 
-@pytest.mark.parametrize("year", ["1969", "2200", "2999"])
-def test_a_time_of_another_year_is_told_which_years_there_are(year):
-    _, (complaint,) = record.parse(json.dumps(line("test", "a", time=f"{year}-01-02T03:04:05Z")), "f")
-    assert "must be a time in ISO 8601, of the years 1970 to 2199" in complaint
-
-
-@pytest.mark.parametrize("twice", ['"variant": "a", "variant": "b"', '"extra": {"x": 1, "x": 1}'])
-def test_a_line_with_a_key_twice_is_no_record(twice):
-    found = json.dumps(line("test", "a"))
-    records, (complaint,) = record.parse(found[:-1] + ", " + twice + "}", "f")
-    assert records == [] and "is there twice" in complaint
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ('"variant": "a"', '"variant": "a", "variant": "b"', "is there twice"),
+        ('"variant": "a"', '"variant": "a", "extra": {"x": 1, "x": 1}', "is there twice"),
+        ('"host_us": 6.0', '"host_us": 1e999', "must be finite"),
+        ('"2026-', '"2999-', "must be a time in ISO 8601, of the years 1970 to 2199"),
+    ],
+)
+def test_what_json_or_a_table_cannot_hold_is_no_record(was, now, said):
+    found = json.dumps(bench("a", 0, 20.0))
+    assert was in found
+    records, (complaint,) = record.parse(found.replace(was, now), "f")
+    assert records == [] and said in complaint
 
 
 def test_the_least_that_a_record_may_say():
@@ -120,42 +122,86 @@ def test_the_least_that_a_record_may_say():
             record.checked(bench("a", 0, 1.0) | least | {"target": target, "ranking_by": by})
 
 
-def test_a_number_beyond_floats_is_no_number():
-    found = json.dumps(bench("a", 0, 20.0)).replace('"host_us": 6.0', '"host_us": 1e999')
-    records, (complaint,) = record.parse(found, "f")
-    assert records == [] and "must be finite" in complaint
-
-
 @pytest.mark.parametrize("said", HOSTILE, ids=brief)
 def test_hostile_text_is_text(said):
     (found,), complaints = record.parse(json.dumps(line("test", "a", status="INCORRECT", reason=said)), "f")
     assert complaints == [] and len(found["reason"].encode()) >= len(said)
 
 
-def test_unknown_keys_are_kept_and_no_lines_are_no_records():
+def test_unknown_keys_are_kept_and_no_lines_are_no_records(tmp_path):
     records, _ = record.parse(json.dumps(line("test", "a", novelty=[1])), "f")
     assert records[0]["novelty"] == [1]
-    assert record.parse("\n\n", "f") == ([], []) and record.reading("box", "nothing") == ([], [])
+    assert record.parse("\n\n", "f") == ([], []) and record.reading("box", "nothing", tmp_path) == ([], [])
 
 
-def test_every_committed_record_is_one_and_reads_as_it_was_written():
-    """Also those of older schemas: by other names, but with all that they hold."""
-    folder = ROOT / "leaderboard" / "results"
-    files = [*folder.glob("*/*.jsonl"), *folder.glob("*/*/latency.jsonl")]
-    assert files
-    for file in files:
-        data = file.read_bytes()
-        records, complaints = record.parse(data, file.name)
-        raw = [json.loads(line) for line in data.splitlines()]
-        assert complaints == [] and len(records) == len(raw)
-        for was, now in zip(raw, records, strict=True):
-            if was["kind"] == "latency":
-                was = {name: was[name] for name in ("time", "bytes", "kernels", "checks", "environment", "commit")}
-            for name, value in was.items():
-                if name == "clock":
-                    assert list(value.values()) == list(now["clock"].values())
-                else:
-                    assert now[schema.OLD_NAMES.get(name, name)] == value
+def test_every_committed_record_is_one_of_todays_schema():
+    for machine in pages.committed(report.MACHINES):
+        for path in record.files(report.RESULTS / machine):
+            found = record.contents_of(path, report.RESULTS)
+            assert found.complaints == [] and found.ended and found.records
+            assert {one["schema"] for one in found.records} == {schema.SCHEMA}
+
+
+# --- files of runs
+
+
+def test_a_result_takes_from_its_run_what_it_does_not_say():
+    run = run_line(RUN_ID) | {"machine": "box", "arguments": {"mode": "leaderboard"}, "tests": []}
+    known = full("a", 1.0, run=RUN_ID, schema=4, problem="p")[0]
+    result = record.apart(run, known)
+    assert record.joined(run, result) == known and not set(result) & schema.SHARED
+    other = record.joined(run, result | {"variant": "b", "target": "cpu", "dirty": True, "clock": {"name": "x"}})
+    assert "source_hash" not in other and other["dirty"] is True and other["target"] == "cpu"
+    assert other["clock"] == {"name": "x", "cold": "buffers", "delivery": "shared buffers"}
+
+
+def test_a_run_counts_when_it_has_ended():
+    run, result, end = run_line(RUN_ID), record.apart(run_line(RUN_ID), full("a", 1.0)[0]), {"kind": "end"}
+    outcome, resumed = {"kind": "outcome"}, {"kind": "resumed"}
+    for lines, count in (
+        ((run, outcome, result), 0),
+        ((run, outcome, result, end), 1),
+        ((run, outcome, result, resumed, end), 0),  # the results of a process that was killed among them
+        ((run, outcome, result, resumed, result, end), 1),
+    ):
+        records, complaints = record.parse(flat(*lines), "f")
+        assert (len(records), complaints) == (count, [])
+
+
+def test_lines_without_the_line_of_their_run_are_malformed():
+    result = record.apart(run_line(RUN_ID), full("a", 1.0)[0])
+    for first in ({"kind": "run"}, run_line(RUN_ID) | {"schema": 3}, run_line(RUN_ID) | {"submissions": [5]}):
+        records, complaints = record.parse(flat(first, {"kind": "outcome"}, result, {"kind": "end"}), "f")
+        assert records == [] and len(complaints) == 4
+
+
+def test_a_problems_files_are_of_three_kinds(tmp_path):
+    names = ["p/latency.jsonl", "p.jsonl", f"p/{RUN_ID}.jsonl", "p/20260102T000000-00000001.jsonl"]
+    (tmp_path / "folder.jsonl").mkdir()
+    others = ["p[a]*.jsonl", "q.jsonl", f"pq/{RUN_ID}.jsonl", "judge/comparisons.jsonl", "p/notes.jsonl"]
+    for name in names + others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [str(path.relative_to(tmp_path)) for path in record.files(tmp_path, "p")] == names
+    assert [path.name for path in record.files(tmp_path, "p[a]*")] == ["p[a]*.jsonl"]
+    problems = {record.problem_of(path, tmp_path) for path in record.files(tmp_path)}
+    assert problems == {"p", "q", "pq", "p[a]*"}
+
+
+def shard(number: int, part: int, of: int = 2, set_: str = "abc") -> record.Contents:
+    run = run_line(f"r{number}", shard={"part": part, "of": of, "set": set_})
+    results = [one | {"run_id": f"r{number}"} for one in full("a", 1.0)[part - 1 :: of]]
+    return record.Contents(Path(), run, results=results, ended=True)
+
+
+def test_the_parts_of_a_run_get_one_run_id():
+    open_ = shard(9, 2)
+    open_.ended = False
+    found = record.records_of([shard(1, 1), shard(2, 2, set_="x"), open_, shard(3, 2), shard(4, 2), shard(5, 1)])
+    assert [one["run_id"] for one in found] == ["r1", "r1", "r2", "r1", "r4", "r4", "r4"]
+
+
+# --- older schemas
 
 
 def test_a_latency_record_of_schema_1_has_its_times_in_us():
@@ -189,12 +235,6 @@ def test_a_latency_record_of_schema_1_has_its_times_in_us():
 
 
 # --- what is written
-
-
-def test_what_is_no_record_is_not_appended(results):
-    with pytest.raises(ValueError, match="median_us: "):
-        record.append("box", "p", [*full("a", 1.0), bench("b", 0, 1.0) | {"median_us": "soon"}])
-    assert not results.exists()
 
 
 def test_a_field_that_the_schema_lacks_is_not_written():
@@ -242,122 +282,3 @@ def test_a_source_of_any_name_has_a_hash(tmp_path):
     file = tmp_path / "a\udcffb.py"
     file.write_text("")
     assert len(record.source_hash([file])) == 16
-
-
-# --- trouble with the disk
-
-
-def failing(monkeypatch, name: str, error: int, after: int = 0, part: int = 0) -> None:
-    """os.`name` fails with `error` from call number `after` on; a write takes `part` bytes of the first that fails."""
-    real, calls = getattr(os, name), []
-
-    def fail(fd: int, *more: object) -> int:
-        calls.append(fd)
-        if len(calls) == after + 1 and part:
-            return real(fd, bytes(more[0])[:part])
-        if len(calls) > after:
-            raise OSError(error, os.strerror(error))
-        return real(fd, *more)
-
-    monkeypatch.setattr(os, name, fail)
-
-
-@pytest.mark.parametrize("part", [0, 1, 40])
-@pytest.mark.parametrize(("name", "error"), [("write", errno.ENOSPC), ("fsync", errno.EIO), ("write", errno.EDQUOT)])
-def test_what_cannot_be_written_leaves_nothing_of_its_line(monkeypatch, name, error, part):
-    path = record.append("box", "p", full("a", 1.0))
-    before = path.read_bytes()
-    with monkeypatch.context() as patch:
-        failing(patch, name, error, after=1, part=part if name == "write" else 0)
-        with pytest.raises(record.StorageError, match=f"{os.strerror(error)}: {path}"):
-            record.append("box", "p", full("b", 1.0))
-    kept = path.read_bytes()
-    assert kept.startswith(before) and kept.endswith(b"\n") and kept.count(b"\n") == 4  # one was written whole
-    record.append("box", "p", full("c", 1.0))
-    records, complaints = record.reading("box", "p")
-    assert [one["variant"] for one in records] == [*"aaabccc"] and complaints == []
-
-
-def test_a_part_that_cannot_be_taken_back_is_closed_by_the_next_writer(monkeypatch):
-    path = record.append("box", "p", full("a", 1.0))
-    with monkeypatch.context() as patch:
-        failing(patch, "write", errno.ENOSPC, part=40)
-        failing(patch, "ftruncate", errno.EIO)
-        with pytest.raises(record.StorageError):
-            record.append("box", "p", full("b", 1.0))
-    assert not path.read_bytes().endswith(b"\n")
-    record.append("box", "p", full("c", 1.0))
-    records, complaints = record.reading("box", "p")
-    assert [one["variant"] for one in records] == [*"aaaccc"] and len(complaints) == 1
-
-
-def test_a_limit_on_file_sizes_is_an_error_with_help():
-    path = record.append("box", "p", full("a", 1.0))
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
-    try:
-        with pytest.raises(record.StorageError, match="ulimit -f"):
-            record.append("box", "p", full("b", 1.0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root and mount")
-def test_a_full_and_a_read_only_file_system(results):
-    """In a mount namespace of its own, which goes with the process."""
-    results.mkdir()
-    script = f"""
-import subprocess, sys
-from pathlib import Path
-from harness.results import record, schema
-from tests.support.records import full
-record.RESULTS = Path({str(results)!r})
-def mount(options):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(record.RESULTS)], check=True)
-mount("size=12k")
-count = 0
-try:
-    while True:
-        record.append("box", "p", full("a", 1.0)[:1])
-        count += 1
-except record.StorageError as error:
-    print(error)
-assert 1 < count == len(record.read("box", "p")), count
-mount("remount,size=1m")
-record.append("box", "p", full("b", 1.0))
-records, complaints = record.reading("box", "p")
-assert len(records) == count + 3 and not complaints
-mount("ro")
-for what in (lambda: record.see_writable("box"), lambda: record.append("box", "p", full("a", 1.0))):
-    try:
-        what()
-    except record.StorageError as error:
-        print(error)
-"""
-    command = ["unshare", "--mount", sys.executable, "-c", script]
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    full_, *read_only = done.stdout.splitlines()
-    assert full_ == f"No space left on device: {results}/box/p.jsonl (free some space)"
-    assert len(read_only) == 2 and all("Read-only file system" in said for said in read_only)
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
-def test_a_folder_that_cannot_be_is_an_error(monkeypatch, tmp_path, place):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(record, "RESULTS", tmp_path / place)
-    with pytest.raises(record.StorageError, match=str(tmp_path / place)):
-        record.append("box", "p", full("a", 1.0))
-    assert record.reading("box", "p") == ([], [])
-    if place.startswith("file"):
-        with pytest.raises(record.StorageError, match=r"Not a directory: .*/file \(a folder is wanted"):
-            record.see_writable("box")
-
-
-def test_a_new_folder_in_a_writable_one_can_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "new" / "newer")
-    record.see_writable("box")
-    assert not (tmp_path / "new").exists()

@@ -86,7 +86,7 @@ def test_it_holds_the_closure_and_nothing_else(box):
     assert {name.partition("/")[0] for name in seen} == {"harness", "problems"}
     judge = {name for name in seen if name.startswith("harness/")}
     assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/judge.cpp"} < judge
-    roles = ("checker", "session", "phases", "run", "record", "journal", "verdict", "private", "sandbox", "process")
+    roles = ("checker", "session", "phases", "run", "record", "run_file", "verdict", "private", "sandbox", "process")
     assert not judge & {f"harness/{name}.py" for name in roles}
     assert not [name for name in seen if "reference" in name or "wrong" in name or name.endswith((".jsonl", ".pyc"))]
     assert box.file.read_bytes() == CPU.read_bytes() and box.folder / "variants" == box.file.parent

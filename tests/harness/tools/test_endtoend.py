@@ -80,9 +80,10 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     def stop(*_: object) -> None:
         raise UsageError(ON)
 
-    for step in ("_plan", "_judge", "_sanitize", "_profile", "_lint"):
+    for step in ("_begin", "_judge", "_sanitize", "_profile", "_lint"):
         monkeypatch.setattr(invocation.Run, step, stop)
-    monkeypatch.setattr(invocation.Run, "_settle", lambda _: None)
+    monkeypatch.setattr(invocation.Run, "_resume", lambda _: None)
+    monkeypatch.setattr(invocation.Run, "_tell_files", lambda _: None)
     yield made
     for name in set(sys.modules) - before:
         if name.startswith("problems."):

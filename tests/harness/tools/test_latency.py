@@ -16,6 +16,7 @@ from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import record, schema
+from harness.results.run_file import RunFile
 from harness.tools import device_trace, latency
 from harness.tools.device_trace import Launch
 from problems.dsv4_forward.latency import Decode as Steps
@@ -56,8 +57,9 @@ def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path, judged, record
     assert found["kind"] == "latency" and found["variant"] == "composed" and found["sol_us"] == 2000.0
     assert latency.line_of(recorder, judged, MEASURED | {"flops": 1.0})["sol_us"] == 1000.0
     assert found["source_hash"] == judged.source_hash and found["schema"] == schema.SCHEMA
-    record.append("box", "dsv4_forward", [found], tmp_path)
-    assert record.read("box", "dsv4_forward", tmp_path) == [found]
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    RunFile.begin(recorder.run("box", "sm90", {}, [judged], [], [])).finish([found], 0)
+    assert record.read("box", "dsv4_forward") == [found]
     monkeypatch.setattr(latency.environment, "describe", lambda: {"gpu": "an unknown one"})
     assert latency.line_of(recorder, judged, MEASURED)["sol_us"] is None
 
@@ -245,7 +247,7 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
         return "it ended with status 1"
 
     monkeypatch.setattr(latency, "run", run)
-    monkeypatch.setattr(invocation.record, "append", lambda machine, problem, lines: recorded.extend(lines))
+    begun = SimpleNamespace(finish=lambda lines, code: recorded.extend(lines))
     monkeypatch.setattr(invocation.record, "see_writable", lambda machine: None)
     asked = SimpleNamespace(variant="", submission="", against="", all=False, case=None, json="")
     made = SimpleNamespace(
@@ -255,6 +257,7 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
         recorder=recorder,
         machine="box",
         lines=[],
+        _begin=lambda *_: begun,
         _judged=lambda _: None,
         _held=contextlib.nullcontext,
         _write_json=lambda _: None,

@@ -11,7 +11,7 @@ UNACTED = {
     36: "clocks and throttling: recorded with each case, and pairs cancel them (tests/harness/results/test_stats.py)",
     37: "drift between two measurements: pairs are interleaved (tests/harness/results/test_stats.py)",
     38: "first-call effects: the control that compiles lazily has them, and they stay out of its samples",
-    41: "best of many: a confirmation run and the count of attempts (tests/harness/judge/test_journal.py)",
+    41: "best of many: a confirmation run and the count of attempts (tests/harness/judge/test_recorded.py)",
     42: "a missing case leaves a variant unranked (tests/leaderboard/test_board.py)",
     43: "a failed case has no time at all (tests/leaderboard/test_board.py)",
 }

@@ -1,0 +1,131 @@
+"""--resume: which run goes on, with which options, and whether all that it depends on is as it was."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from harness.judge import work
+from harness.judge.events import see_outputs
+from harness.problem.folders import UsageError
+from harness.results.record import Contents
+from harness.results.run_file import RunFile
+
+# Options that say what a run judges, and how. The others choose what is printed or are refused in a recorded run.
+OPTIONS = (
+    "mode",
+    "variant",
+    "submission",
+    "against",
+    "processes",
+    "same_within",
+    "fail_on_regression",
+    "all",
+    "seed",
+    "timeout",
+    "shard",
+)
+OUTPUTS = ("json", "events")  # what a run writes besides its file; others may be given with --resume
+# A file that only the process itself knows by this name; /dev/stdout means something in another one too.
+_DESCRIPTOR = re.compile(r"/dev/fd/\d+|/proc/[^/]+/fd/\d+")
+_DEPENDS_ON = {
+    "schema": "the records' schema",
+    "target": "the target",
+    "tests": "the test cases",
+    "benchmarks": "the benchmark cases",
+    "problem_hash": "the problem's own files",
+    "harness_hash": "the judge",
+    "environment": "the environment",
+}
+
+
+class ChangedError(UsageError):
+    """What a run depends on has changed, so that it cannot be resumed."""
+
+    resumable = False
+
+
+def options(arguments: argparse.Namespace) -> dict:
+    """Return the options as the run's file has them: paths mean the same from any folder."""
+    return {name: _absolute(getattr(arguments, name)) for name in OPTIONS} | outputs(arguments)
+
+
+def outputs(arguments: argparse.Namespace) -> dict[str, str | None]:
+    """Return --json and --events as the run's file has them."""
+    given = {name: getattr(arguments, name) for name in OUTPUTS}
+    paths = {name: path if path in (None, "-") else os.path.abspath(path) for name, path in given.items()}
+    return {name: None if path and _DESCRIPTOR.fullmatch(path) else path for name, path in paths.items()}
+
+
+def chosen(files: Iterable[Contents], run_id: str, where: str) -> RunFile:
+    """Return the file of the run `run_id`, or if that is "" of the newest unfinished one that no process holds.
+
+    files: of the problem on this machine, oldest first; where: what these are. UsageError: there is no such run, or a
+    living process holds it.
+    """
+    unfinished = [one for one in files if one.unfinished]
+    busy = []
+    for one in reversed(unfinished):
+        if run_id in ("", one.run_id):
+            try:
+                return RunFile.reopen(one.path, work.check)
+            except BlockingIOError:
+                busy.append(one.run_id)
+    if busy:
+        raise UsageError(f"--resume: {', '.join(busy)} of {where} is being run by another process")
+    known = ", ".join(one.run_id for one in unfinished) or "none"
+    raise UsageError(f"--resume: no unfinished run{' ' * bool(run_id)}{run_id} of {where} (unfinished: {known})")
+
+
+def left(files: Iterable[Contents]) -> list[str]:
+    """Return the ids of the unfinished runs that no process holds."""
+    found = []
+    for one in files:
+        if one.unfinished:
+            with contextlib.suppress(BlockingIOError):
+                RunFile.reopen(one.path, work.check).close()
+                found.append(one.run_id)
+    return found
+
+
+def adopt(file: RunFile, arguments: argparse.Namespace, defaults: argparse.Namespace) -> None:
+    """Give `arguments` the options that the run began with, and of its outputs what the user does not give anew.
+
+    UsageError: an option is given that the run did not have, or its outputs can no longer be written.
+    """
+    began = file.run.get("arguments") or {}
+    if missing := [name for name in OPTIONS if name not in began]:
+        raise UsageError(f"--resume: {file.contents.path} lacks {', '.join(missing)} in `arguments`; start a new run")
+    for name in OPTIONS:
+        given, planned = _absolute(getattr(arguments, name)), began[name]
+        if given != getattr(defaults, name) and given != planned:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--resume goes on with the options of that run: {option} was {planned!r}, got {given!r}")
+        setattr(arguments, name, planned)
+    last = file.lines("resumed")[-1] if file.lines("resumed") else began
+    for name in OUTPUTS:
+        setattr(arguments, name, getattr(arguments, name) or last.get(name))
+    see_outputs(arguments.json, arguments.events)
+
+
+def see_unchanged(file: RunFile, now: dict) -> None:
+    """Raise ChangedError, which says what changed, unless `now`, the first line of a new run with the same options,
+    says the same as that of the run.
+    """
+    was, now = file.run, json.loads(json.dumps(now))
+    changed = [words for key, words in _DEPENDS_ON.items() if was.get(key) != now[key]]
+    before, after = ({one.get("variant"): one.get("source_hash") for one in run["submissions"]} for run in (was, now))
+    changed += [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        raise ChangedError(
+            f"--resume: run {file.run_id} cannot go on, because these changed since it began: {', '.join(changed)}. "
+            f"Start a new run; to forget this one, remove {file.contents.path}"
+        )
+
+
+def _absolute(value: object) -> object:
+    """Return a path as one that means the same from any folder, and any other value as it is."""
+    return str(Path(value).resolve()) if isinstance(value, str) and value.endswith(".py") else value

@@ -1,0 +1,103 @@
+"""The finished work of a run, as lines of its file: outcomes of test cases, groups of timed calls, and decisions.
+
+A resumed run takes over what is here and does the rest. docs/records.md says when each line is written.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from harness.judge.outcome import Audit, Batch, Outcome
+from harness.results import schema
+from harness.results.record import Contents
+
+
+@dataclass(frozen=True)
+class Group:
+    """The calls of one process of each submission, or of those of one part, on one benchmark case.
+
+    outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
+    failed it comes last. A submission that failed before has no submission. own: by judge's call its times in us.
+    seeds: of every content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part:
+    which part of the submissions these are, where not all can be alive at once. batches: by submission name.
+    """
+
+    process: int
+    case: int
+    outcomes: dict[str, list[Outcome]]
+    own: dict[str, list[float]]
+    seeds: list[str]
+    state: tuple[Any, Any] = (None, None)
+    part: int = 0
+    batches: dict[str, list[Batch]] = field(default_factory=dict)
+
+
+GroupDone = Callable[[Group], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The finished work of one phase."""
+
+    tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+    groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
+
+    def test(self, submission: str, case: int) -> Outcome | None:
+        """Return the outcome of `submission` (its name) on test case number `case`."""
+        return self.tests.get((submission, case))
+
+    def group(self, process: int, case: int, part: int = 0) -> Group | None:
+        return self.groups.get((process, case, part))
+
+
+NOTHING = Finished()
+
+
+def finished(lines: Iterable[dict], phase: str = "benchmark") -> Finished:
+    """Return the work that these lines tell of: every test, and the groups of `phase`."""
+    lines = list(lines)
+    tests = {(at["submission"], at["case"]): Outcome(**at["outcome"]) for at in lines if at["kind"] == "outcome"}
+    groups = [_GROUP.validate_python(at) for at in lines if at["kind"] == "group" and at.get("phase") == phase]
+    return Finished(tests, {(group.process, group.case, group.part): group for group in groups})
+
+
+def of_outcome(outcome: Outcome) -> dict:
+    """Return an outcome as it stands in a line: its fields that are not as most are."""
+    values = ((each.name, getattr(outcome, each.name), each.default) for each in dataclasses.fields(outcome))
+    return {name: value for name, value, default in values if value is not default and value != default}
+
+
+def of_group(group: Group) -> dict:
+    """Return the fields of a group's line."""
+    outcomes = {name: [of_outcome(one) for one in calls] for name, calls in group.outcomes.items()}
+    return dataclasses.asdict(group) | {"outcomes": outcomes}
+
+
+def attempts(files: Iterable[Contents], variant: str) -> set[str]:
+    """Return the unfinished runs that have timed a variant of this name: they count as attempts too."""
+    timed = ((one.run_id, line) for one in files if one.unfinished for line in one.work if line["kind"] == "group")
+    return {run_id for run_id, line in timed if variant in line["outcomes"]}
+
+
+def check(line: dict) -> None:
+    """Raise ValueError unless a line of work is as those that read it rely on."""
+    try:
+        _LINES[line["kind"]].validate_python(line)
+    except ValidationError as error:
+        raise ValueError(schema.said_of(error)) from None
+
+
+_GROUP = TypeAdapter(Group)
+# By kind the fields that are read of such a line.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "outcome": {"submission": str, "case": int, "outcome": Outcome},
+    "audit": {"submissions": dict[str, Audit]},
+    "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
+    "resumed": {"json": str | None, "events": str | None},
+}
+_LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
+    kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()
+}

@@ -1,0 +1,227 @@
+"""The file of a run: what was written stays, one process holds it, and the disk may fail at any time."""
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.results import record
+from harness.results.run_file import RunFile
+from tests.support import ROOT
+from tests.support.records import bench, full, run_line
+
+RUN_ID = "20260101T000000-00000001"
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def begun(run_id: str = RUN_ID, **more) -> RunFile:
+    return RunFile.begin(run_line(run_id, **more))
+
+
+def filled() -> RunFile:
+    found = begun()
+    for number in range(3):
+        found.write("outcome", number=number, reason="x" * 50)
+    return found
+
+
+def reopened(path: Path) -> RunFile:
+    return RunFile.reopen(path, lambda line: None)
+
+
+def records(**more) -> list[dict]:
+    return full("a", 1.0, run=RUN_ID, schema=4, problem="p", **more)
+
+
+def test_a_run_without_work_leaves_no_file(results):
+    found = begun()
+    found.close()
+    assert not found.resumable and not results.exists()
+
+
+def test_results_come_back_as_the_records_that_they_were():
+    found, mine = filled(), records() + full("other", 2.0, run=RUN_ID, schema=4, problem="p", source_hash="def")
+    mine[0]["clock"] = {**mine[0]["clock"], "name": "another clock", "warnings": ["late"]}
+    mine[1]["dirty"] = True
+    assert record.read("box", "p") == [] and found.resumable
+    found.finish(mine, 0)
+    assert record.reading("box", "p") == (mine, []) and not found.resumable
+    lines = [json.loads(line) for line in found.contents.path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run"] + ["outcome"] * 3 + ["benchmark"] * 6 + ["end"]
+    assert lines[-1]["exit_code"] == 0 and lines[4]["clock"] == {"name": "another clock", "warnings": ["late"]}
+    assert not set(lines[4]) & {"environment", "commit", "run_id", "source_hash", "problem", "schema"}, "said before"
+
+
+def test_a_record_that_is_none_is_not_written():
+    found = filled()
+    before = found.contents.path.read_bytes()
+    for wrong in ({"median_us": "soon"}, {"novelty": float("nan")}):
+        with pytest.raises(ValueError, match=r"median_us: |finite"):
+            found.finish([*records(), bench("b", 0, 1.0) | wrong], 0)
+    assert found.contents.path.read_bytes() == before and found.resumable
+
+
+def test_it_can_be_cut_anywhere_and_goes_on():
+    """Whatever a kill leaves of the file: whole lines stay, and a torn one is no line and harms none behind it."""
+    source = filled()
+    source.finish(records(), 0)
+    path, whole = source.contents.path, source.contents.path.read_bytes()
+    for cut in range(whole.index(b"\n") + 1, len(whole) - 1, 13):
+        path.write_bytes(whole[:cut])
+        assert record.reading("box", "p") == ([], []), "it has not ended"
+        again = reopened(path)
+        again.write("resumed")
+        work = again.contents.work
+        assert work[:-1] == source.contents.work[: whole[:cut].count(b"\n") - 1] and work[-1]["kind"] == "resumed"
+        again.finish(records(reason="again"), 0)
+        assert record.reading("box", "p") == (records(reason="again"), []), "each result once"
+        assert path.read_bytes().startswith(whole[: whole[:cut].rfind(b"\n") + 1])
+
+
+def test_reopening_alone_changes_nothing():
+    source = filled()
+    source.close()
+    path = source.contents.path
+    path.write_bytes(held := path.read_bytes() + b'{"kind": "outc')
+    found = reopened(path)
+    found.close()
+    assert found.resumable and found.contents.complaints == [] and path.read_bytes() == held
+
+
+def test_a_living_process_holds_its_file_and_a_dead_one_does_not():
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom harness.results import record\n"
+        "from tests.harness.results.test_run_file import begun\nrecord.RESULTS = Path(sys.argv[1])\n"
+        "found = begun()\nfound.write('outcome')\nprint(found.contents.path, flush=True)\nsys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, str(record.RESULTS)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    path = Path(other.stdout.readline().strip())
+    with pytest.raises(BlockingIOError):
+        reopened(path)
+    other.kill()
+    other.communicate()
+    assert len(reopened(path).contents.work) == 1
+
+
+# --- trouble with the disk
+
+
+def failing(monkeypatch, name: str, error: int, part: int = 0) -> None:
+    """os.`name` fails with `error`; a write takes `part` bytes before."""
+    real, calls = getattr(os, name), []
+
+    def fail(fd: int, *more: object) -> int:
+        calls.append(fd)
+        if len(calls) == 1 and part:
+            return real(fd, bytes(more[0])[:part])
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "part"), [("write", errno.ENOSPC, 0), ("write", errno.EDQUOT, 40), ("fsync", errno.EIO, 0)]
+)
+def test_what_cannot_be_written_leaves_nothing_of_its_line(monkeypatch, results, name, error, part):
+    found = filled()
+    path = found.contents.path
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        failing(patch, name, error, part)
+        with pytest.raises(record.StorageError, match=f"{os.strerror(error)}: {path}"):
+            found.write("outcome")
+        with pytest.raises(record.StorageError):
+            found.finish(records(), 0)
+        with pytest.raises(record.StorageError):
+            begun("20260101T000000-00000002").write("outcome")
+    assert path.read_bytes() == before and [*results.rglob("*.jsonl")] == [path]
+    found.finish(records(), 0)
+    assert record.reading("box", "p") == (records(), [])
+
+
+def test_a_limit_on_file_sizes_is_an_error_with_help():
+    found = filled()
+    before, limits = found.contents.path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+    try:
+        with pytest.raises(record.StorageError, match="ulimit -f"):
+            found.finish(records(), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found.contents.path.read_bytes() == before
+
+
+def test_a_file_system_without_locks_is_an_error(monkeypatch, results):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(record.StorageError, match="No locks available"):
+        begun().write("outcome")
+    assert not [*results.rglob("*.jsonl")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root and mount")
+def test_a_full_and_a_read_only_file_system(results):
+    """In a mount namespace of its own, which goes with the process."""
+    results.mkdir()
+    script = f"""
+import subprocess
+from pathlib import Path
+from harness.results import record
+from tests.harness.results.test_run_file import begun, records
+record.RESULTS = Path({str(results)!r})
+def mount(options):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(record.RESULTS)], check=True)
+mount("size=12k")
+found = begun()
+try:
+    while True:
+        found.write("outcome", reason="x" * 500)
+except record.StorageError as error:
+    print(error)
+count = len(found.contents.work)
+assert count > 1 and len(record.contents("box", "p")[0].work) == count
+mount("remount,size=1m")
+found.finish(records(), 0)
+assert record.reading("box", "p") == (records(), [])
+mount("ro")
+for what in (lambda: record.see_writable("box"), lambda: begun("20260101T000000-00000002").write("outcome")):
+    try:
+        what()
+    except record.StorageError as error:
+        print(error)
+"""
+    command = ["unshare", "--mount", sys.executable, "-c", script]
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    full_, *read_only = done.stdout.splitlines()
+    assert full_ == f"No space left on device: {results}/box/p/{RUN_ID}.jsonl (free some space)"
+    assert len(read_only) == 2 and all("Read-only file system" in said for said in read_only)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
+def test_a_folder_that_cannot_be_is_an_error(monkeypatch, tmp_path, place):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(record, "RESULTS", tmp_path / place)
+    with pytest.raises(record.StorageError, match=str(tmp_path / place)):
+        begun().write("outcome")
+    assert record.reading("box", "p") == ([], [])
+    if place.startswith("file"):
+        with pytest.raises(record.StorageError, match=r"Not a directory: .*/file \(a folder is wanted"):
+            record.see_writable("box")

@@ -109,7 +109,11 @@ class Run:
     @property
     def usual(self) -> int:
         """How many processes of each a comparison has by default, if the user asked for another number, else 0."""
-        return phases.plan(self.device, paired=True).processes if self.args.against and self.args.processes else 0
+        return (
+            phases.default_counts(self.device, paired=True).processes
+            if self.args.against and self.args.processes
+            else 0
+        )
 
     @property
     def kept(self) -> str:

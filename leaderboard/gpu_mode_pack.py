@@ -90,7 +90,7 @@ def pack(problem: Problem, variant: Submission, target: str, gpu: str, notes: li
     linked = Bundle(variant.file, {"task": task})
     linked.module_of("task")
     call, roots = _call(linked, variant)
-    own = [path for path in sources.own(variant.file) if path.suffix in UNITS]
+    own = [path for path in sources.files_of(variant.file) if path.suffix in UNITS]
     units = {path.name: inline.text_of(path) for path in own if path.name.startswith(f"{variant.file.stem}.")}
     files = FOLDER in (body := linked.text(roots))
     imports = {*linked.import_lines(roots)}

@@ -84,8 +84,8 @@ def _chosen(problem: Problem, name: str | None, target: str | None) -> tuple[Sub
     """-> (the variant, the target). ValueError: the problem is none of ours, neither is named, or the variant is for
     other targets.
     """
-    if not problem.own or problem.composition:
-        what = "a composition, made of the modules of its folder" if problem.own else "already in GPU MODE's format"
+    if not problem.ours or problem.composition:
+        what = "a composition, made of the modules of its folder" if problem.ours else "already in GPU MODE's format"
         raise ValueError(f"PROBLEM must be one whose variants are single files, {problem.name} is {what}")
     if not (name or target):
         raise ValueError("give --variant NAME, or --target for its winner")

@@ -48,17 +48,17 @@ class Checker:
 
     def __init__(self, start: dict) -> None:
         self.folder = Path(start["folder"])
-        self.own: bool = start["own"]  # a folder of ours; else GPU MODE's format
+        self.ours: bool = start["ours"]  # a folder of ours; else GPU MODE's format
         self.device: str = start["device"]
-        if not self.own:
+        if not self.ours:
             load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
-        self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.own else None
+        self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.ours else None
         self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
-        if not self.own:
+        if not self.ours:
             foreign.see_complete(self.reference)
-        self.split: bool = self.own and hasattr(self.reference, "generate_weights")
+        self.split: bool = self.ours and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
-        self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.own else ()
+        self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.ours else ()
         self.buffers: dict[str, list[Buffer]] = {}
         self.held: dict[str, Buffer] = {}  # the weights' memory, by runner
         self.guards: WeakKeyDictionary[Buffer, Guards] = WeakKeyDictionary()
@@ -124,15 +124,15 @@ class Checker:
         """Make the inputs of a case from a seed, and the reference's answer to them. Return how a buffer holds them."""
         self.pristine = self.want = None  # before the next ones are made: they may be large
         case = {**message["case"], "seed": message["seed"]}
-        self.pristine = inputs.make(self.reference, self.task, case, self.device, self.own, self.weights)
+        self.pristine = inputs.make(self.reference, self.task, case, self.device, self.ours, self.weights)
         # On a CPU a folder's numbers and texts are contents like its tensors: a runner that got them with the layout
         # could work ahead.
-        layout = tree.Layout(values=None if self.own or self.device == "cuda" else [])
+        layout = tree.Layout(values=None if self.ours or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
         self.values = _said(layout)
         # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
         copies = layout if self.device == "cuda" else tree.Layout()
-        if self.own:
+        if self.ours:
             self.inout = self._inout()
             self.want = self.reference.ref_kernel(self._for_reference())
             outputs = self.spec["items"][2] if self.split else self.spec
@@ -170,10 +170,10 @@ class Checker:
                 "outputs": self.outputs,
                 "inout": self.inout,
                 "captures": self.captures,
-                "own": self.own,
+                "ours": self.ours,
                 "split": self.split,
                 "values": self.values and self.values["leaf"],
-                "definitions": {} if self.own else objects.needed(self.reference, self.spec),
+                "definitions": {} if self.ours else objects.needed(self.reference, self.spec),
             },
         }
 
@@ -203,13 +203,15 @@ class Checker:
     def _held(self) -> int:
         """Return the bytes of inputs and outputs, each once: a buffer for an answer is both."""
         given = [(leaf["shape"], leaf["dtype"]) for leaf in tree.leaves(self.spec)]
-        fresh = [] if self.own else [c for c in self.captures if all((c["shape"], d) not in given for d in c["dtypes"])]
+        fresh = (
+            [] if self.ours else [c for c in self.captures if all((c["shape"], d) not in given for d in c["dtypes"])]
+        )
         return sum(leaf["nbytes"] for leaf in [*tree.leaves(self.spec), *fresh])
 
     def _bytes(self, case: dict) -> int | None:
         """Return the bytes that a call on the present content must move, where the task says that of contents."""
         kind = getattr(self.task, "Case", None)
-        if not self.own or not hasattr(kind, "bytes_of"):
+        if not self.ours or not hasattr(kind, "bytes_of"):
             return None
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
@@ -255,7 +257,7 @@ class Checker:
             memory.region(self.values["leaf"], buffer).copy_(self.values["bytes"])
         if self.device == "cuda":
             for spec in self.captures:
-                if self.own:
+                if self.ours:
                     memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
                 else:  # of any dtype: NaN, and of integers -1
                     memory.region({**spec, "nbytes": spec["most"]}, buffer).fill_(0xFF)
@@ -303,13 +305,13 @@ class Checker:
         """Return whether the word that ended a batch was that of the outputs, as they are now."""
         self._sync()
         page, found = self.gates.pop(message["runner"]), torch.zeros(1, dtype=torch.int64, device=self.device)
-        layout = {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "own": self.own}
+        layout = {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "ours": self.ours}
         native.digest([r for b in self.buffers[message["runner"]] for r in written(layout, b)], found)
         whole = native.word_of(found) == page.done
         page.close()
         return {"whole": whole}
 
-    def turn(self, message: dict, _: list[int]) -> dict:
+    def time_call(self, message: dict, _: list[int]) -> dict:
         """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
         cold, say "go", wait for "done", stop the runner again, and take what the call left.
 
@@ -340,7 +342,7 @@ class Checker:
         )
         if reading.code == 0 and not message["judges"]:
             self.caught[runner] = self._catch(runner, buffer, freezer.pid, noted)
-        said = "" if self.own or message["judges"] else gate.bindings().noted(page.address).decode(errors="replace")
+        said = "" if self.ours or message["judges"] else gate.bindings().noted(page.address).decode(errors="replace")
         if message["last"]:
             gate.bindings().leave(page.address, number)
         after = freezer.processes()
@@ -367,7 +369,7 @@ class Checker:
 
     def _written(self, buffer: Buffer) -> list[tuple[int, int]]:
         """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""
-        if not self.own:
+        if not self.ours:
             return [(0, claims.STRIDED_FACTOR * spec["most"] + claims.STRIDED_BYTES) for spec in self.captures]
         regions = [memory.region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
         # Of no bytes: torch gives it address 0, which would say that all are in the runner's memory.
@@ -377,7 +379,7 @@ class Checker:
         """Copy the outputs that a call left, and compare its inputs with the originals. noted: (address, bytes) of each
         output in the runner's memory, in a GPU MODE folder.
         """
-        if self.own:
+        if self.ours:
             fault, leaves = self._changed(runner, buffer), tree.leaves(self.spec)
             return Caught(fault, [memory.region(leaves[i], buffer).clone() for i in self.outputs])
         outputs: list[torch.Tensor | None] = []
@@ -405,7 +407,7 @@ class Checker:
             raise RuntimeError(f"{runner} has made no call that could be judged")
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
-        if not self.own:
+        if not self.ours:
             return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
         if self.device == "cuda":
             got: list[torch.Tensor | None] = [tree.tensor(c, buffer.memory[c["space"]]) for c in self.captures]
@@ -417,7 +419,7 @@ class Checker:
         for i, output in zip(self.outputs, taken, strict=True):
             if output is None or not memory.same(memory.region(leaves[i], buffer), output):
                 return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
-        if said is not None and (fault := forms.returned_fault(said, self.captures, self.own)):
+        if said is not None and (fault := forms.returned_fault(said, self.captures, self.ours)):
             return _verdict("INCORRECT", fault)
         output = got[0] if len(got) == 1 else tuple(got)
         result = inputs.compared(self.reference, self.pristine, self.want, output, message["baseline"])
@@ -429,7 +431,7 @@ class Checker:
         tensors' bytes on a CPU.
         """
         returned = tree.leaves(claim)
-        if fault := forms.returned_fault(returned, self.captures, self.own):
+        if fault := forms.returned_fault(returned, self.captures, self.ours):
             kinds = [form["type"] for form in returned]
             unlike = forms.unlike(claim, self.answer) if kinds != ["Tensor"] * len(self.captures) else ""
             return _verdict("INCORRECT", unlike or fault)
@@ -535,7 +537,7 @@ def main(kind: type[Checker] = Checker) -> None:
         fds: list[int] = []
         try:
             if checker is None:
-                if not message["own"]:  # whose code may open files by names from its folder
+                if not message["ours"]:  # whose code may open files by names from its folder
                     os.chdir(message["folder"])
                     sys.dont_write_bytecode = True  # nothing is written into it
                 checker = kind(message)

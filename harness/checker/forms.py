@@ -11,9 +11,9 @@ from harness.runner import objects, tree
 _SHOWN = 8  # items of an answer in a message
 
 
-def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
+def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
     """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
-    (harness/runner/tree.py); own: the problem is ours, and a call returns the tensors that it was given.
+    (harness/runner/tree.py); ours: the problem has our format, and a call returns the tensors that it was given.
     """
     if len(claims) != len(wanted):
         many = text.counted(len(wanted), "tensor")
@@ -26,7 +26,7 @@ def returned_fault(claims: list[dict], wanted: list[dict], own: bool) -> str:
         admitted = [f"{dtype} {tuple(want['shape'])} on {device}" for dtype in want.get("dtypes", [want["dtype"]])]
         if came not in admitted:
             return f"custom_kernel must return {form} on {device}, got {came}"
-        if own and not claim["same"]:
+        if ours and not claim["same"]:
             return f"custom_kernel must return the output tensor it was given ({form}), got another one"
     return ""
 

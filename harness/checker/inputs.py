@@ -16,11 +16,11 @@ from problems.common import check
 _EXPONENT = re.compile(r"([-+]?\d+\.?\d*)[eE]([-+]?)(\d+)")
 
 
-def make(reference: ModuleType, task: Any, case: dict, device: str, own: bool, weights: Any = None) -> Any:
+def make(reference: ModuleType, task: Any, case: dict, device: str, ours: bool, weights: Any = None) -> Any:
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
     inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
     """
-    if not own:
+    if not ours:
         return of_folder(reference, case)
     if not hasattr(reference, "generate_weights"):
         return reference.generate_input(**case, device=device)

@@ -154,8 +154,8 @@ def _reading(
     finally:
         for fd in fds:
             os.close(fd)
-    within_s = ENQUEUE_S + ENQUEUE_FACTOR * len(numbers) * process.host_us / 1e6
-    enqueued = process.child.answers(within_s)
+    remaining_s = ENQUEUE_S + ENQUEUE_FACTOR * len(numbers) * process.host_us / 1e6
+    enqueued = process.child.answers(remaining_s)
     if enqueued:
         process.receive(replies.Ready, limit_s)
         if not at_once:

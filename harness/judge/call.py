@@ -24,8 +24,8 @@ class CallRequest:
     """The request for one call.
 
     buffers: addresses that calls take in turn. what: name of one of the judge's own calls, "" for a submission's.
-    reads: plain readers of the judge by name, with their configuration. within_s: a limit besides those of the session,
-    for a phase whose time runs out. audit: on a GPU, record what ran on which stream; the time then has no score.
+    reads: plain readers of the judge by name, with their configuration. remaining_s: a limit besides those of the
+    session, for a phase whose time runs out. audit: on a GPU, record what ran on which stream: it has no score.
     measure: what the call leaves in memory counts towards what `prepare` may keep, if the problem has weights. stay: on
     a CPU the process waits for the next call in native code, so that none of its code runs between the two calls, and
     does not say what came back.
@@ -34,7 +34,7 @@ class CallRequest:
     buffers: int
     what: str = ""
     reads: dict[str, int] | None = None
-    within_s: float = math.inf
+    remaining_s: float = math.inf
     audit: bool = False
     measure: bool = False
     stay: bool = False
@@ -74,9 +74,9 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     stays = plan.request.stay and not handle.baseline  # a baseline's setup is made for each call
     # The runner waits in native code for one of these calls. If it waits for others, it leaves those first.
     calls = (plan.whats, nbytes)
-    if process.within != calls:
-        process.leave()
-    first = process.within is None
+    if process.series != calls:
+        process.end_series()
+    first = process.series is None
     # A baseline's setup sees the contents, and is no adversary. Other runners get them when they are stopped.
     if handle.baseline:
         checker.ask({"op": "fill", "key": None, **address})
@@ -86,7 +86,7 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         process.ask(replies.Ready, {**message, "baseline": handle.baseline, "bytes": nbytes}, plan.limit_s)
     # The checker stops the runner, fills the buffer, says "go", reads its clock, and stops the runner again.
     message = {
-        "op": "turn",
+        "op": "time_call",
         "number": process.number,
         "which": plan.which,
         "first": first,
@@ -100,21 +100,21 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         **address,
     }
     found, _ = checker.request(message, limit_s=plan.limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
-    turn = process.turn_of(found, plan.limit_s)
+    report = process.report_of(found, plan.limit_s)
     # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
-    process.within, claims = calls, None
-    if not stays or turn.reading.raised:
-        reply = process.left()
-        if turn.reading.raised:
+    process.series, claims = calls, None
+    if not stays or report.reading.raised:
+        reply = process.last_reply()
+        if report.reading.raised:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
         claims = reply.claims
-    elif not plan.content.own and not judges:
-        claims = replies.noted(turn.said)
-    fault = outcome.written_later(turn.reading.changed)
-    if fault is None and not judges and process.strays & set(turn.before):
+    elif not plan.content.ours and not judges:
+        claims = replies.noted(report.said)
+    fault = outcome.written_later(report.reading.changed)
+    if fault is None and not judges and process.strays & set(report.before):
         fault = handle.look()
-    process.strays = frozenset(turn.after)
-    return Findings(outcome.of_cpu(turn.reading), claims, after_done=fault)
+    process.strays = frozenset(report.after)
+    return Findings(outcome.of_cpu(report.reading), claims, after_done=fault)
 
 
 def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
@@ -128,8 +128,8 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         process.checker.ask({"op": "fill", "key": key, "runner": handle.name, "buffer": plan.buffer})
         # The checker's kernels have evicted the submission's code: call it once on the previous buffer, whose call is
         # closed.
-        if plan.masked and request.buffers > 1 and process.turn > 1:
-            before = {**address, "op": "warm", "buffer": (process.turn - 2) % request.buffers}
+        if plan.masked and request.buffers > 1 and process.calls_on_buffers > 1:
+            before = {**address, "op": "warm", "buffer": (process.calls_on_buffers - 2) % request.buffers}
             process.ask(replies.Done, before, plan.limit_s)
     message = {
         "op": "call",

@@ -62,13 +62,13 @@ class Content:
         return self.bytes or self.case.bytes or self.held
 
     @property
-    def own(self) -> bool:
+    def ours(self) -> bool:
         """Whether the folder is ours, not GPU MODE's."""
-        return self.layout["own"]
+        return self.layout["ours"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class CallReport:
     """The checker's report on a call on a CPU. before, after: pids of what the runner had started and not ended; said:
     what the runner noted of the tensors that it returned.
     """
@@ -92,7 +92,7 @@ class CheckerHandle:
         if device == "cpu":
             self.child.lend(flush_bytes)
         files = {name: str(path) for name, path in problem.files.items()}
-        start = {"folder": str(problem.folder), "own": problem.own, "device": device, "files": files}
+        start = {"folder": str(problem.folder), "ours": problem.ours, "device": device, "files": files}
         self.ask(start | {"flush": flush_bytes})
 
     def ask(self, message: dict) -> dict:
@@ -143,9 +143,9 @@ class RunnerProcess:
     switched: Callable[[list[str]], None] = lambda _: None
     opened: tuple | None = None  # what its buffers were allocated for
     calls: int = 0
-    turn: int = 0  # calls on the present buffers
+    calls_on_buffers: int = 0  # calls on the present buffers
     number: int = 0  # of its last call on a CPU
-    within: tuple | None = None  # which calls it is waiting in on a CPU, to make a further one of them
+    series: tuple | None = None  # which calls it is waiting in on a CPU, to make a further one of them
     spin_us: float = FIRST_SPIN_US  # ordered before its next call on a GPU
     host_us: float = 0.0  # until its last call on a GPU returned
     strays: frozenset[int] = frozenset()  # processes that were there when its last call was over
@@ -173,7 +173,7 @@ class RunnerProcess:
         wanted = (content.sizes, content.layout, buffers)
         if self.opened == wanted:
             return
-        self.leave()
+        self.end_series()
         request = {"op": "allocate", "runner": self.name, "sizes": content.sizes, "count": buffers}
         if self.checker.device == "cpu":
             request |= asdict(self.child.freezer)
@@ -182,7 +182,7 @@ class RunnerProcess:
         if reads is not None:
             message["reads"] = reads
         self.hand_over(replies.Done, message, fds, "map its buffers", self.limit_s + limits.COMPILE_LIMIT_S)
-        self.opened, self.turn = wanted, 0
+        self.opened, self.calls_on_buffers = wanted, 0
 
     def hand_over(
         self, wanted: type[replies.Wanted], message: dict, fds: list[int], what: str, limit_s: float
@@ -198,22 +198,22 @@ class RunnerProcess:
             raise Died("RUNTIME_ERROR", remarked(reply.text, f"could not {what}"))
         return reply
 
-    def leave(self) -> None:
+    def end_series(self) -> None:
         """Let a runner on a CPU that waits for a further call reply to the last one."""
-        if self.within is not None:
+        if self.series is not None:
             self.checker.ask({"op": "leave", "runner": self.name, "number": self.number})
-            self.left()
+            self.last_reply()
 
-    def left(self) -> replies.Called:
+    def last_reply(self) -> replies.Called:
         """Return the reply of a runner on a CPU that makes no further call, and stop it again."""
-        self.within = None
+        self.series = None
         self.child.resume()
         reply = self.receive(replies.Called, self.limit_s)
-        self.child.rest()
+        self.child.pause()
         self.switched(reply.switches)
         return reply
 
-    def turn_of(self, found: dict, limit_s: float) -> Turn:
+    def report_of(self, found: dict, limit_s: float) -> CallReport:
         """Return the checker's report on this runner's call; the runner is stopped now. Died: the runner is gone, was
         not ready, took longer than limit_s, or could not be stopped.
         """
@@ -229,7 +229,7 @@ class RunnerProcess:
         if found["code"] == freezer.LATE:
             self.child.kill()
             raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
-        return Turn(gate.Reading(**found), before, after, said)
+        return CallReport(gate.Reading(**found), before, after, said)
 
     def failure(self, died: Died) -> Outcome:
         return Outcome(died.status, self.restored(died.reason))
@@ -305,7 +305,7 @@ class RunnerHandle:
             built = workdir.build_folder(self.submission.file, problem, self.target, tree)
             box = Workdir.make(self.submission.file, problem, built, checker.device, tree=tree)
             child = Child("harness.runner.runner", arch, box.jail, stoppable)
-            file, folder, files = str(box.file), box.folder, None if problem.own else box.files
+            file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
         self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
         self.last_loss = None
         message = {
@@ -355,12 +355,12 @@ class RunnerHandle:
             return None
         child = self.process.child
         for _ in range(limits.SETTLES):
-            child.rest()
+            child.pause()
             if not (pids := child.processes()):
                 return None
             child.resume()
             time.sleep(limits.SETTLE_S)
-        child.rest()
+        child.pause()
         return outcome.left_behind(pids)
 
 
@@ -374,7 +374,7 @@ def _hinted(reply: replies.Failed, problem: Problem) -> str:
     """Return the text of a failure, whose first line says what to do where a module of the folder was not found."""
     first, newline, rest = reply.text.partition("\n")
     found = re.search(r"ModuleNotFoundError: No module named '(\w+)", first)
-    if problem.own or not found:
+    if problem.ours or not found:
         return reply.text
     name, hint = found[1], ""
     if name == "reference":

@@ -113,7 +113,7 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        how = self._how(paired) if phase == "benchmark" else None  # a confirmation has the judge's own
+        counts = self._counts(paired) if phase == "benchmark" else None  # a confirmation has the judge's own
         timings, all_readings = phases.run_benchmarks(
             session,
             handles,
@@ -123,7 +123,7 @@ class Judging:
             group,
             have,
             limit_s,
-            how,
+            counts,
         )
         for j in judged:
             for timing in timings[j.submission.name]:
@@ -135,11 +135,11 @@ class Judging:
             percent = self.args.same_within
             verdict.pair(*judged, stats.SAME_WITHIN if percent is None else percent / 100)
 
-    def _how(self, paired: bool) -> phases.Plan | None:
+    def _counts(self, paired: bool) -> phases.Counts | None:
         """Return the counts with as many processes as were asked for; None: the judge's own."""
         if not self.args.processes:
             return None
-        return dataclasses.replace(phases.plan(self.device, paired), processes=self.args.processes)
+        return dataclasses.replace(phases.default_counts(self.device, paired), processes=self.args.processes)
 
     def _confirm(self, session: Session, progress: Progress, file: RunFile) -> None:
         """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""

@@ -84,7 +84,7 @@ class Batch:
         return max(0.0, (BATCH_SHARE * (self.us - self.empty_us) - self.noise_us) / self.calls)
 
 
-def known(value: float | None) -> float:
+def measured(value: float | None) -> float:
     """Return `value`, which every call that returned has. ValueError: it is None."""
     if value is None:
         raise ValueError("a call that returned must have its times")

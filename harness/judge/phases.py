@@ -15,7 +15,7 @@ from harness.judge import batch, readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import STOP_LIMIT_US, Batch, Outcome, known
+from harness.judge.outcome import STOP_LIMIT_US, Batch, Outcome, measured
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
@@ -56,7 +56,7 @@ JUDGE = "(judge)"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Counts:
     """The counts of a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
     warmups, audits: calls per process and case; extra: further rounds at most, if the machine was busy.
     """
@@ -70,11 +70,11 @@ class Plan:
     extra: int = 0
 
 
-def plan(device: str, paired: bool = False) -> Plan:
+def default_counts(device: str, paired: bool = False) -> Counts:
     """Return the counts of a run on `device`. No submission can change them."""
     count, together, samples = (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
     extra = EXTRA_ROUNDS[device] * samples[device]
-    return Plan(
+    return Counts(
         count[device], samples[device], WARMUPS[device], BUFFERS[device], AUDITS[device], together[device], extra
     )
 
@@ -137,13 +137,13 @@ def run_benchmarks(
     group: GroupDone | None = None,
     have: Finished = NOTHING,
     limit_s: float | None = None,
-    how: Plan | None = None,
+    counts: Counts | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
     """Time every submission on every case. Return (timings by submission, the judge's own readings by case). group:
     receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
     all calls of a submission together.
     """
-    how = how or plan(session.device, paired)
+    counts = counts or default_counts(session.device, paired)
     made = Benchmark(
         session=session,
         handles=handles,
@@ -153,11 +153,11 @@ def run_benchmarks(
         done=group,
         have=have,
         budget=Budget(limit_s),
-        how=how,
+        counts=counts,
     )
     for handle in handles:
         handle.lost = 0
-    made.run(range(how.processes))
+    made.run(range(counts.processes))
     return made.timings, [made.reference(number) for number in range(len(cases))]
 
 
@@ -174,7 +174,7 @@ class _Group:
     outcomes: dict[str, list[Outcome]]
     audits: dict[str, list[int]]
     seeds: list[str] = field(default_factory=list)
-    own: dict[str, list[float]] = field(default_factory=dict)
+    judge_us: dict[str, list[float]] = field(default_factory=dict)
     spare: dict[str, list[Outcome]] = field(default_factory=dict)
     late: dict[str, int] = field(default_factory=dict)
     batches: dict[str, list[Batch]] = field(default_factory=dict)
@@ -196,12 +196,12 @@ class Benchmark:
     done: GroupDone | None
     have: Finished
     budget: "Budget"
-    how: Plan
+    counts: Counts
     rounds_done: int = 0  # of `total`, for the progress
     total: int = 0
 
     def __post_init__(self) -> None:
-        device, count = self.session.device, self.how.processes
+        device, count = self.session.device, self.counts.processes
         self.judge = RunnerHandle(JUDGE, None, device)
         self.reads = {f"read {i}": i for i in range(native.read_configs(device))}
         self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in self.cases] for e in self.handles}
@@ -212,7 +212,7 @@ class Benchmark:
     @property
     def rounds(self) -> int:
         """Of a case in one group of processes, but for those that replace calls on a busy machine."""
-        return self.how.warmups + self.how.samples
+        return self.counts.warmups + self.counts.samples
 
     def run(self, processes: range) -> None:
         """Time the processes of these numbers, as many at once as have room."""
@@ -227,12 +227,12 @@ class Benchmark:
         """Return the submissions in parts that are alive at once, and how many processes of each; set the buffers of
         each process. There is one part, unless all of it has no room.
         """
-        room = Room(len(self.handles), self.how.together, self.how.buffers)
-        if self.session.problem.own:
+        room = Room(len(self.handles), self.counts.together, self.counts.buffers)
+        if self.session.problem.ours:
             room = self._beside_weights(room)
         elif self.handles:
             room = choose([self.session.footprint(case) for case in self.cases], room, self.paired)
-        self.how = dataclasses.replace(self.how, buffers=room.buffers)
+        self.counts = dataclasses.replace(self.counts, buffers=room.buffers)
         size = max(1, room.handles)
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)], room.together
 
@@ -241,7 +241,7 @@ class Benchmark:
         pair, which is alive together, has none.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
-        room = self.how.together * len(self.handles)
+        room = self.counts.together * len(self.handles)
         if largest:
             total = self.session.memory()
             room = int(PREPARED_SHARE * total / largest)
@@ -252,7 +252,7 @@ class Benchmark:
                     "--against, or use a machine with more memory"
                 )
         size = len(self.handles) if self.paired else min(len(self.handles), max(1, room))
-        return Room(size, max(1, min(self.how.together, room // size)), most.buffers) if size else most
+        return Room(size, max(1, min(self.counts.together, room // size)), most.buffers) if size else most
 
     def process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
         """Time some processes of each of these, which live at the same time and take turns."""
@@ -284,14 +284,14 @@ class Benchmark:
             timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
             timing.failure = timing.failure or next((o for o in outcomes if o.status != "PASSED"), None)
             timing.batches += known.batches.get(name, [])
-        self.readings[known.case].add(known.own, known.seeds)
+        self.readings[known.case].add(known.judge_us, known.seeds)
         self.readings[known.case].state = known.state
 
     def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
         """Return an empty group with the places of its audited calls."""
-        names = [_name(handle) for handle in handles]
+        names = [handle.owner for handle in handles]
         audits = {
-            name: [random.randrange(self.how.samples) for _ in range(self.how.audits)]
+            name: [random.randrange(self.counts.samples) for _ in range(self.counts.audits)]
             for name in names
             if self.watched[name] == process
         }
@@ -301,24 +301,24 @@ class Benchmark:
         """Make the calls of one case in the processes that are alive. rated: these have timed the matrix product."""
         session, case, device = self.session, self.cases[number], self.session.device
         of_weights = [session.weights(case)]
-        for sample in range(-self.how.warmups, self.how.samples + self.how.extra):
+        for sample in range(-self.counts.warmups, self.counts.samples + self.counts.extra):
             if sample == 0 and of_weights[0]:  # others, for which every answer and everything prepared is new
                 of_weights.append(session.weights(case))
                 self._unscored(number, groups)
             for group in groups:
-                if sample < self.how.samples or self._lacking(number, group):
+                if sample < self.counts.samples or self._lacking(number, group):
                     self._show(case, group, sample)
                     scored = sample >= 0
-                    measure = not scored or (device == "cuda" and sample == self.how.samples - 1)
+                    measure = not scored or (device == "cuda" and sample == self.counts.samples - 1)
                     self._round(number, group, sample, scored, measure)
-            if sample < self.how.samples:
+            if sample < self.counts.samples:
                 self._own_calls(groups[0], sample)
         if of_weights[0]:
             self._unscored(number, groups, measure=True)
         if device == "cuda":
             self._batches(number, groups)
         if not rated:
-            for sample in range(-self.how.warmups, self.how.samples):
+            for sample in range(-self.counts.warmups, self.counts.samples):
                 self._own_call(groups[0], matmul.NAME, sample)
         groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
         found = self.readings[number]
@@ -327,19 +327,19 @@ class Benchmark:
         found.bytes = found.bytes or session.default_bytes()
         for group in groups:
             for handle in group.handles:
-                timing = self.timings[_name(handle)][number]
-                self._complete(number, group, _name(handle))
+                timing = self.timings[handle.owner][number]
+                self._complete(number, group, handle.owner)
                 if not timing.failure and (fault := handle.look()):
                     timing.failure = fault
-                    group.outcomes[_name(handle)].append(fault)
-            found.add(group.own, group.seeds)
+                    group.outcomes[handle.owner].append(fault)
+            found.add(group.judge_us, group.seeds)
             if self.done:
                 self.done(
                     Group(
                         group.process,
                         number,
                         group.outcomes,
-                        group.own,
+                        group.judge_us,
                         group.seeds,
                         found.state,
                         group.part,
@@ -354,7 +354,7 @@ class Benchmark:
         contents, tried, noted = None, False, 0
         for group in groups:
             for handle in group.handles:
-                timing = self.timings[_name(handle)][number]
+                timing = self.timings[handle.owner][number]
                 if handle.baseline or not timing.flat("us") or timing.failure or not handle.process:
                     continue  # a baseline is no adversary, and may prepare for the contents that it sees
                 if timing.batches and not timing.undercuts:
@@ -363,30 +363,30 @@ class Benchmark:
                     contents, tried = batch.make(self.session, self.cases[number]), True
                 if contents is None:
                     continue
-                most = max(1, batch.READINGS // self.how.processes)
+                most = max(1, batch.READINGS // self.counts.processes)
                 found = batch.read(self.session, handle, self.judge, contents, timing.median_us, most)
                 group.seeds += [f"batch {seed}" for seed in contents.used[noted:]]
                 noted = len(contents.used)
                 if isinstance(found, Outcome):
                     timing.failure = found
-                    group.outcomes[_name(handle)].append(found)
+                    group.outcomes[handle.owner].append(found)
                 else:
                     timing.batches.append(found)
-                    group.batches.setdefault(_name(handle), []).append(found)
+                    group.batches.setdefault(handle.owner, []).append(found)
         if contents:
             batch.drop(self.session)
 
     def _show(self, case: Case, group: _Group, sample: int) -> None:
         """Report progress: the call of a sample is about to be made."""
-        of = self.how.samples
+        of = self.counts.samples
         call = "warm-up" if sample < 0 else f"call {sample + 1}/{of}" if sample < of else "again, the machine was busy"
-        n = self.rounds_done + min(sample + self.how.warmups, self.rounds)
-        said = f"process {group.process + 1}/{self.how.processes}  {case}  {call}"
+        n = self.rounds_done + min(sample + self.counts.warmups, self.rounds)
+        said = f"process {group.process + 1}/{self.counts.processes}  {case}  {call}"
         self.progress(Step("benchmark", n, self.total, said))
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        timings = {_name(handle): self.timings[_name(handle)][number] for handle in group.handles}
-        return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.how.samples]
+        timings = {handle.owner: self.timings[handle.owner][number] for handle in group.handles}
+        return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.counts.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
         """On a CPU, make a round that is not scored: a process that prepares weights, or whose memory is measured, runs
@@ -408,8 +408,8 @@ class Benchmark:
         for handle in everybody:
             if handle is self.judge:
                 self._own_call(group, "empty", sample if scored else -1)
-            elif not scored or self.paired or _name(handle) in lacking:
-                outcomes[_name(handle)] = self._call(number, group, handle, sample, measure)
+            elif not scored or self.paired or handle.owner in lacking:
+                outcomes[handle.owner] = self._call(number, group, handle, sample, measure)
         if not scored or (self.paired and self._failures(number, group)):
             return
         outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
@@ -434,22 +434,22 @@ class Benchmark:
         by the same backwards. So each comes before each other one in half of the rounds.
         """
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
-        turn = group.process * (self.how.samples | 1) + sample
-        shift = turn // 2 * 2 % max(1, len(group.handles))
+        number = group.process * (self.counts.samples | 1) + sample
+        shift = number // 2 * 2 % max(1, len(group.handles))
         rotated = group.handles[shift:] + group.handles[:shift]
-        return rotated if turn % 2 == 0 else rotated[::-1]
+        return rotated if number % 2 == 0 else rotated[::-1]
 
     def _failures(self, number: int, group: _Group) -> dict[str, Outcome]:
         """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
         other one, which is timed without it.
         """
-        found = {_name(handle): self.timings[_name(handle)][number].failure for handle in group.handles}
+        found = {handle.owner: self.timings[handle.owner][number].failure for handle in group.handles}
         return {name: failure for name, failure in found.items() if failure and failure.status != "UNSUPPORTED"}
 
     def _complete(self, number: int, group: _Group, name: str) -> None:
         """Give a submission with too few quiet calls the busy ones too."""
         timing = self.timings[name][number]
-        missing = self.how.samples - len(timing.outcomes[group.process])
+        missing = self.counts.samples - len(timing.outcomes[group.process])
         if timing.failure or missing <= 0:
             return
         spare = group.spare.get(name, [])[:missing]
@@ -470,11 +470,11 @@ class Benchmark:
 
     def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
         """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""
-        name, case = _name(handle), self.cases[number]
+        name, case = handle.owner, self.cases[number]
         timing = self.timings[name][number]
         if timing.failure:
             return None
-        request = CallRequest(self.how.buffers, measure=measure, stay=sample != self.how.samples - 1)
+        request = CallRequest(self.counts.buffers, measure=measure, stay=sample != self.counts.samples - 1)
         for _ in range(group.audits.get(name, []).count(sample)):  # each on contents that no other call has
             seed = group.seeds[-1]
             group.seeds.insert(-1, self.session.content(case))
@@ -496,11 +496,11 @@ class Benchmark:
             outcome = self._own_call(group, what, sample)
             if sample >= 0 and self.session.device == "cuda":
                 key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
-                group.own.setdefault(key, []).append(known(us))
+                group.judge_us.setdefault(key, []).append(measured(us))
 
     def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
         """Make one of the judge's own calls. RuntimeError if it fails."""
-        outcome = self.session.call(self.judge, CallRequest(self.how.buffers, what, self.reads, stay=True))
+        outcome = self.session.call(self.judge, CallRequest(self.counts.buffers, what, self.reads, stay=True))
         if outcome.status != "PASSED":
             content, said = self.session.present, outcome.reason.partition("\n")[0]
             if "memory" in said and content.moved > sum(content.sizes.values()):
@@ -511,7 +511,7 @@ class Benchmark:
             raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
         if sample >= 0:
             spun_us = gate.EMPTY_US if what == "empty" and self.session.device == "cpu" else 0.0
-            group.own.setdefault(what, []).append(known(outcome.us) - spun_us)
+            group.judge_us.setdefault(what, []).append(measured(outcome.us) - spun_us)
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
@@ -524,15 +524,15 @@ class Benchmark:
         self.session.content(tests[0])
         for handle in everybody:
             # Where calls are going to be audited, the profiler's memory is there before anything is counted.
-            audit = handle.name == f"{_name(handle)} {self.watched[_name(handle)]}"
-            self.session.count_kept(handle, CallRequest(self.how.buffers, audit=audit))
+            audit = handle.name == f"{handle.owner} {self.watched[handle.owner]}"
+            self.session.count_kept(handle, CallRequest(self.counts.buffers, audit=audit))
 
     def reference(self, number: int) -> ReferenceReadings:
         """Return the reference readings of a case, and settle its timings by them."""
         timings = [of_cases[number] for of_cases in self.timings.values()]
         # Processes that live together share a reading, and a resumed run has those of the run before, beside their
         # first case.
-        matmul_us = [us for one in self.readings for us in one.own.get(matmul.NAME, [])]
+        matmul_us = [us for one in self.readings for us in one.judge_us.get(matmul.NAME, [])]
         found = self.readings[number]
         if found.bytes is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
@@ -560,7 +560,7 @@ class Budget:
         if spent_s >= self.limit_s:
             return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
-        outcome = session.call(handle, dataclasses.replace(request, within_s=self.limit_s - spent_s))
+        outcome = session.call(handle, dataclasses.replace(request, remaining_s=self.limit_s - spent_s))
         self.spent_s[handle.owner] = spent_s + time.monotonic() - before
         return outcome
 

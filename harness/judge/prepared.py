@@ -34,7 +34,7 @@ def measure(handle: RunnerHandle, heap: bool = False) -> Size | None:
     if process is None or process.workdir is None:
         return None
     try:
-        process.leave()
+        process.end_series()
         process.ask(replies.Done, {"op": "trim", "heap": heap}, process.limit_s)
     except Died as died:
         handle.lose(process.failure(died))
@@ -73,7 +73,7 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     kept, or of how it was lost.
     """
     process = handle.running
-    process.leave()
+    process.end_series()
     # Before the checker lets go of the weights before: their memory is free then, or when the runner unmaps it.
     before = measure_counted(handle)
     if handle.process is None:

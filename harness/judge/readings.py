@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from harness.judge.outcome import Batch, Outcome, known
+from harness.judge.outcome import Batch, Outcome, measured
 from harness.problem.folders import Case
 from harness.results import datasheet, stats
 from harness.runner import matmul
@@ -51,7 +51,7 @@ class Timing:
 
     @property
     def samples(self) -> list[list[float]]:
-        return [[known(o.us) for o in group] for group in self.scored]
+        return [[measured(o.us) for o in group] for group in self.scored]
 
     def flat(self, name: str) -> list[float]:
         return [getattr(o, name) for group in self.scored for o in group if getattr(o, name) is not None]
@@ -85,18 +85,19 @@ class ReferenceReadings:
 @dataclass
 class CaseReadings:
     """What the judge has read so far on one case besides the submissions. bytes: that a call must move, None while it
-    is unknown; own: by judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where unknown.
+    is unknown; judge_us: by the judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where
+    unknown.
     """
 
     case: Case
     bytes: int | None
-    own: dict[str, list[float]] = field(default_factory=dict)
+    judge_us: dict[str, list[float]] = field(default_factory=dict)
     seeds: list[str] = field(default_factory=list)
     state: tuple = (None, None)
 
-    def add(self, own: dict[str, list[float]], seeds: list[str]) -> None:
-        for what, times in own.items():
-            self.own.setdefault(what, []).extend(times)
+    def add(self, judge_us: dict[str, list[float]], seeds: list[str]) -> None:
+        for what, times in judge_us.items():
+            self.judge_us.setdefault(what, []).extend(times)
         self.seeds += seeds
 
 
@@ -110,11 +111,11 @@ def reference(
     resolution = 0.0
     if device == "cpu":
         empty, resolution = _take_off_cost(found, timings, reads)
-        medians = {what: stats.median(found.own[what]) for what in reads}
+        medians = {what: stats.median(found.judge_us[what]) for what in reads}
     else:
-        medians = {what: stats.median(times) for what, times in found.own.items() if what != matmul.NAME}
+        medians = {what: stats.median(times) for what, times in found.judge_us.items() if what != matmul.NAME}
         empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
-        late = [seen - us for seen, us in zip(found.own[OUTSIDE], found.own["empty"], strict=True)]
+        late = [seen - us for seen, us in zip(found.judge_us[OUTSIDE], found.judge_us["empty"], strict=True)]
         for timing in timings:
             timing.failure = timing.failure or _contradicted(timing, outside, ready)
             timing.failure = timing.failure or _take_out_late(timing, late) or _undercut(timing)
@@ -135,14 +136,14 @@ def _take_off_cost(found: CaseReadings, timings: list[Timing], reads: list[str])
 
     Both are of the judge's empty calls, in a runner without a submission.
     """
-    empty = found.own["empty"]
+    empty = found.judge_us["empty"]
     cost = min(stats.median(empty), COST_LIMIT_US)
     resolution = min(max(stats.spread(empty), 1.0), RESOLUTION_LIMIT_US)
     for timing in timings:
         for group in timing.outcomes:
-            group[:] = [dataclasses.replace(o, us=max(known(o.us) - cost, resolution)) for o in group]
+            group[:] = [dataclasses.replace(o, us=max(measured(o.us) - cost, resolution)) for o in group]
     for what in reads:
-        found.own[what] = [max(us - cost, resolution) for us in found.own[what]]
+        found.judge_us[what] = [max(us - cost, resolution) for us in found.judge_us[what]]
     return cost, resolution
 
 
@@ -162,7 +163,7 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
 def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
     """Return pairs of times on equal contents, by process."""
     return [
-        [(known(a.us), known(b.us)) for a, b in zip(*groups, strict=True) if a.scored and b.scored]
+        [(measured(a.us), measured(b.us)) for a, b in zip(*groups, strict=True) if a.scored and b.scored]
         for groups in zip(one.outcomes, other.outcomes, strict=True)
     ]
 
@@ -174,7 +175,9 @@ def _take_out_late(timing: Timing, late: list[float]) -> Outcome | None:
 
     A busy machine does that to honest calls too, and to the judge's: it is no proof of anything.
     """
-    calls = [[(known(o.outside_us) - known(o.us), known(o.us)) for o in group] for group in timing.outcomes if group]
+    calls = [
+        [(measured(o.outside_us) - measured(o.us), measured(o.us)) for o in group] for group in timing.outcomes if group
+    ]
     if not calls:
         return None
     most, many = max(late) + LATE_US, stats.percentile(late, MIDDLE_OF_HUNDRED) + LATE_US
@@ -229,7 +232,7 @@ def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome |
         return None
     # A busy machine makes some calls look longer from outside; a false claim does that to every one of them.
     slack = OUTSIDE_SLACK_US
-    pairs = [(known(o.outside_us), known(o.us)) for o in calls]
+    pairs = [(measured(o.outside_us), measured(o.us)) for o in calls]
     outside_us, us = min(pairs, key=lambda pair: pair[0] - OUTSIDE_FACTOR * pair[1])
     allowed = OUTSIDE_FACTOR * us + slack + empty_us
     if outside_us > allowed:

@@ -102,8 +102,8 @@ class Selection:
                 j.reason += f", where {self.problem.name} has {', '.join(self._able()) or 'no variant'}"
         if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
-        if not refused and not j.submission.own:
-            for finding in scan.findings(scan.closure(j.submission.file), own=False):
+        if not refused and not j.submission.ours:
+            for finding in scan.findings(scan.closure(j.submission.file), ours=False):
                 console.say(f"warning: {finding}")
         return not refused
 
@@ -148,7 +148,7 @@ class Selection:
     def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
         chosen = [case for case in cases if has_words(str(case), self.args.case or "")]
         if not cases:
-            place = "" if self.problem.own else f" ({'tests and ' * (what == 'test')}benchmarks of task.yml)"
+            place = "" if self.problem.ours else f" ({'tests and ' * (what == 'test')}benchmarks of task.yml)"
             hint = ": use --mode test" if what == "benchmark" and self.problem.tests else ""
             raise UsageError(f"{self.problem.name} names no {what} cases{place}{hint}")
         if not chosen:
@@ -170,7 +170,7 @@ def rule_broken(submission: Submission) -> Outcome | None:
     with reading(submission.file.name):
         with sources.rooted(submission.tree):
             files = scan.closure(submission.file, submission.folder)
-        findings = [f for f in scan.findings(files, submission.baseline, submission.own) if not f.warns]
+        findings = [f for f in scan.findings(files, submission.baseline, submission.ours) if not f.warns]
     return Outcome("RULE_BROKEN", "\n".join(map(str, findings))) if findings else None
 
 

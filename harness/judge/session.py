@@ -85,7 +85,7 @@ class Session:
         if self._seeds_below is None:
             self._seeds_below = 2**63
             message = {"op": "narrow", "case": case.params, "seed": case.seed}
-            if not self.problem.own and self.checker.ask(message)["narrow"]:
+            if not self.problem.ours and self.checker.ask(message)["narrow"]:
                 self._seeds_below = 2 ** max(LEAST_SEED_BITS, case.seed.bit_length())
                 self.notes.append(
                     f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"
@@ -123,7 +123,7 @@ class Session:
         for handle in fresh:
             try:
                 reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
-                handle.running.child.rest()
+                handle.running.child.pause()
             except Reported as said:
                 self._break(handle, handle.running.failure(said))
                 continue
@@ -163,11 +163,11 @@ class Session:
             before = prepared.measure_counted(handle) if request.measure else None
             if handle.process is None:
                 return handle.loss
-            plan = self._plan(handle, request, first)
+            plan = self._next_call(handle, request, first)
             found = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
         except Died as died:
             failure = process.failure(died)
-            if failure.status == "TIMEOUT" and plan and plan.limit_s < request.within_s:
+            if failure.status == "TIMEOUT" and plan and plan.limit_s < request.remaining_s:
                 failure.reason += f"; if it needs longer, try --timeout {2 * plan.limit_s:g}"
             return self._break(handle, failure) if first else handle.lose(failure)
         found.times.bytes = plan.content.bytes
@@ -269,13 +269,13 @@ class Session:
             return None
         return prepared.hold(handle, self._weights)
 
-    def _plan(self, handle: RunnerHandle, request: CallRequest, first: bool) -> CallPlan:
+    def _next_call(self, handle: RunnerHandle, request: CallRequest, first: bool) -> CallPlan:
         """Count the next call, and return its plan: calls take the buffers in turn."""
-        limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.within_s)
+        limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.remaining_s)
         process = handle.running
         process.calls += 1
-        process.turn += 1
-        return CallPlan(request, self.present, (process.turn - 1) % request.buffers, limit_s)
+        process.calls_on_buffers += 1
+        return CallPlan(request, self.present, (process.calls_on_buffers - 1) % request.buffers, limit_s)
 
     def verdict(self, handle: RunnerHandle, buffer: int, claims: list[replies.Claim] | None) -> Outcome:
         """Return the checker's verdict on inputs and outputs in a buffer, and on the runner's claims."""
@@ -303,11 +303,11 @@ class Session:
     def _records_are_given(self) -> bool:
         """Return whether the driver records what ran where, as an empty call in a separate process shows."""
         if self._records is None:
-            own = RunnerHandle("(judge) records", None, self.device)
-            self.start(own)
-            self.call(own, CallRequest(1, EMPTY, audit=True))
-            self.stop(own)
-            self._records = own.audit.records > 0
+            empty_runner = RunnerHandle("(judge) records", None, self.device)
+            self.start(empty_runner)
+            self.call(empty_runner, CallRequest(1, EMPTY, audit=True))
+            self.stop(empty_runner)
+            self._records = empty_runner.audit.records > 0
             if not self._records:
                 self.notes.append("the driver gives no records: on which stream work ran is not known")
         return self._records

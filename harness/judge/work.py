@@ -20,7 +20,7 @@ class Group:
     """The calls of one process of each submission, or of those of one part, on one benchmark case.
 
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
-    failed it comes last. A submission that failed before has no submission. own: by judge's call its times in us.
+    failed it comes last. A submission that failed before has no submission. judge_us: by judge's call its times in us.
     seeds: of every content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part:
     which part of the submissions these are, where not all can be alive at once. batches: by submission name.
     """
@@ -28,7 +28,7 @@ class Group:
     process: int
     case: int
     outcomes: dict[str, list[Outcome]]
-    own: dict[str, list[float]]
+    judge_us: dict[str, list[float]]
     seeds: list[str]
     state: tuple[Any, Any] = (None, None)
     part: int = 0

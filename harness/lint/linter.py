@@ -170,7 +170,7 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> 
     problem = session.problem
     files = wrong(problem)
     if not files:
-        return [f"{problem.name} has no file that must be rejected"] if problem.own else []
+        return [f"{problem.name} has no file that must be rejected"] if problem.ours else []
     fit, others = _fit(session, _named(problem, files), target)
     caught = {one.name: Outcome("PASSED", "in every case") for one in fit}
     first = small(problem)
@@ -217,7 +217,7 @@ def wrong(problem: Problem) -> list[Path]:
 
 def honest(problem: Problem) -> list[Submission]:
     """Return the folder's variants; of GPU MODE's its correct solutions and the submission that comes with it."""
-    if problem.own and (submissions := problem.submissions()):
+    if problem.ours and (submissions := problem.submissions()):
         return submissions
     files = [*sorted(problem.folder.glob("solutions/correct/*.py")), problem.folder / "submission.py"]
     return _named(problem, [file for file in files if file.is_file()])

@@ -70,7 +70,7 @@ class Trivial(Checker):
         pairs = enumerate(zip(tree.tensors(first), tree.tensors(self.pristine), strict=True))
         differ = [i for i, pair in pairs if i in self.inputs and not torch.equal(*map(tree.raw, pair))]
         # GPU MODE's data may hold an output that nobody has filled.
-        fault = f"two contents from one seed differ in {self.names[differ[0]]}" if self.own and differ else ""
+        fault = f"two contents from one seed differ in {self.names[differ[0]]}" if self.ours and differ else ""
         tried = {name: self._tried(name, *candidate) for name, candidate in candidates.items()}
         statuses = {EXACT: (), WRONG: ("accepted", "right")}
         often = {name: 0 for name, one in tried.items() if one.status in statuses.get(one.kind, ("accepted",))}
@@ -98,7 +98,7 @@ class Trivial(Checker):
         return said
 
     def _check(self, outputs: list) -> tuple[bool, str]:
-        if self.own:
+        if self.ours:
             answer = outputs[0] if len(outputs) == 1 else tuple(outputs)
             result = inputs.compared(self.reference, self.pristine, self.want, answer, False)
             return result.ok, result.message
@@ -115,15 +115,15 @@ class Trivial(Checker):
         self.new_weights({"case": case, "seed": seed if weights_seed is None else weights_seed}, [])
         self.content({"case": case, "seed": seed}, [])
         self.form, self.paths, self.truth = self._outputs_of(
-            self.want if self.own else self.reference.ref_kernel(tree.clone(self.pristine))
+            self.want if self.ours else self.reference.ref_kernel(tree.clone(self.pristine))
         )
         data = tree.tensors(self.pristine)
         self.names = [leaf["name"] or "0" for leaf in tree.leaves(tree.describe(self.pristine, tree.Layout()))]
         # The checker counts what is delivered with a call, which the weights are not; they are the first of the data.
         written = [len(tree.tensors(self.weights)) + i for i in self.outputs]
         self.inputs = [i for i in range(len(data)) if i not in written]
-        self.exact = _formed(self.truth, [data[i] for i in written] if self.own else self.truth)
-        self.paths = [self.names[i] for i in written] if self.own else self.paths
+        self.exact = _formed(self.truth, [data[i] for i in written] if self.ours else self.truth)
+        self.paths = [self.names[i] for i in written] if self.ours else self.paths
 
     def _outputs_of(self, answer: object) -> tuple[dict, list[str], list]:
         """Return the containers of the reference's answer, and the name and content of each output."""
@@ -138,11 +138,11 @@ class Trivial(Checker):
             )
             return {"type": "number" if number else "other"}
 
-        return tree.walk(answer, leaf, by_key=not self.own), names, outputs
+        return tree.walk(answer, leaf, by_key=not self.ours), names, outputs
 
     def _opaque(self) -> set[int]:
         """Which tensors of the data stand in the fields that OPAQUE names. RefusedError: it names others."""
-        named = tuple(getattr(self.task, "OPAQUE", ())) if self.own else ()
+        named = tuple(getattr(self.task, "OPAQUE", ())) if self.ours else ()
         dtypes, depth = [t.dtype for t in tree.tensors(self.pristine)], 1 if self.split else 0  # below the three parts
         whole = [i for i in self.inputs if dtypes[i] not in values.BITS and dtypes[i] != values.FP4]
         fields = {i: (*self.names[i].split("."), "")[depth] for i in whole}
@@ -171,7 +171,7 @@ class Trivial(Checker):
             of = f" [{self.paths[j]}]" if len(self.exact) > 1 else ""
             for name, (kind, make) in self._of_output(j).items():
                 found[name + of] = (
-                    PART if kind == WRONG and len(judged) > 1 and not self.own else kind,
+                    PART if kind == WRONG and len(judged) > 1 and not self.ours else kind,
                     lambda j=j, make=make: [[*self.exact[:j], one, *self.exact[j + 1 :]] for one in _listed(make())],
                 )
         return found
@@ -192,11 +192,11 @@ class Trivial(Checker):
             "largest element zero": (WRONG, lambda: spoilt.largest_zero(exact)),
             "one element changed": (QUESTION, lambda: spoilt.one_changed(exact, self.seed)),
             "answer doubled": (WRONG, lambda: spoilt.scaled(exact, 2)),
-            "answer negated": (WRONG if self.own else QUESTION, lambda: spoilt.scaled(exact, -1)),
+            "answer negated": (WRONG if self.ours else QUESTION, lambda: spoilt.scaled(exact, -1)),
             "answer in less precision": (WRONG, lambda: self._narrowed_answer(j)),
             "inputs in less precision": (PART, lambda: self._narrowed_inputs(j)),
         }
-        if self.own:  # in other folders the judge refuses it
+        if self.ours:  # in other folders the judge refuses it
             found["one NaN"] = (WRONG, lambda: spoilt.special(exact, float("nan")))
         if truth.numel() > 1:  # one element is its own mean
             found["mean of the answer"] = (WRONG, lambda: self._constant(j, float(values.numbers(truth).mean())))
@@ -209,7 +209,7 @@ class Trivial(Checker):
         for i in self._some(self.inputs):
             name, content = self.names[i], values.plain(tree.tensors(self.pristine)[i])
             if content.numel() == exact.numel() and exact.dtype != values.FP4:
-                same = not self.own and (exact.dtype, exact.shape) == (content.dtype, content.shape)
+                same = not self.ours and (exact.dtype, exact.shape) == (content.dtype, content.shape)
                 made = values.numbers(content).reshape(exact.shape)
                 copied = values.like(exact, values.cast(made, exact.dtype))
                 found[f"copy of {name}"] = (PART if same else WRONG, lambda copied=copied: copied)
@@ -232,7 +232,7 @@ class Trivial(Checker):
         PRECISION if that is narrower.
         """
         # Of a folder from elsewhere the judge takes fp32 where the reference gives fp64.
-        named = getattr(self.task, "PRECISION", "fp64") if self.own else "fp32"
+        named = getattr(self.task, "PRECISION", "fp64") if self.ours else "fp32"
         if named not in LADDER:
             raise RefusedError(f"PRECISION must be one of {', '.join(LADDER)}, got {named!r}")
         return min([LADDER[named], *(values.BITS[dtype] for dtype in dtypes if dtype in values.BITS)])

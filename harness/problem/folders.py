@@ -80,7 +80,7 @@ class Case:
 class Submission:
     """A submission file and its literals, read without running it. folder: its problem's.
 
-    only: (field of the case, values that it serves), of one that need not serve every case; () serves all. own:
+    only: (field of the case, values that it serves), of one that need not serve every case; ()() serves all. ours:
     its problem's folder is ours. tree, commit: of a variant of another commit, a copy of that commit's files, in which
     `file` and `folder` lie, and its hash.
     """
@@ -93,7 +93,7 @@ class Submission:
     summary: str = ""
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
-    own: bool = True
+    ours: bool = True
     tree: Path | None = None
     commit: str = ""
 
@@ -111,7 +111,7 @@ class Submission:
 class Problem:
     name: str
     folder: Path
-    own: bool  # ours: outputs allocated by the judge, baselines and prepared weights possible
+    ours: bool  # ours: outputs allocated by the judge, baselines and prepared weights possible
     tests: tuple[Case, ...]
     benchmarks: dict[str, tuple[Case, ...]]  # by device type, or by a target that has separate ones; see timed
     files: dict[str, Path] = dataclasses.field(default_factory=dict)  # GPU MODE's: what a submission may import
@@ -241,17 +241,17 @@ def _entry(problem: Problem, file: Path) -> Submission:
     with _python(file):
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
-        for path in (*sources.own(file), *sources.brought(file, problem.folder)):
+        for path in (*sources.files_of(file), *sources.brought(file, problem.folder)):
             if path.suffix == ".py":
                 load.parse(path)
     requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
     targets = _targets(file, said)
     baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
     only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
-    if problem.own and not baseline:
+    if problem.ours and not baseline:
         _see_no_setup(file)
     return Submission(
-        file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.own
+        file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.ours
     )
 
 
@@ -287,7 +287,7 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
     not allow for all of its targets, or not fields of the cases with values.
     """
     allowed = {}
-    if targets and problem.own:
+    if targets and problem.ours:
         allowed = load.constants(problem.folder / "task.py", "ONLY_BY_TARGET").get("ONLY_BY_TARGET", {})
     if any(allowed.get(target) != said for target in targets):
         known = "".join(f", and for {target} {value}" for target, value in allowed.items())

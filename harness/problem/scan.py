@@ -80,7 +80,7 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
     its own sources alone. ValueError, SyntaxError: one of them cannot be read (harness/problem/folders.py says so
     beforehand).
     """
-    return sources.own(file) + (sources.brought(file, folder) if folder else [])
+    return sources.files_of(file) + (sources.brought(file, folder) if folder else [])
 
 
 def source_hash(file: Path, folder: Path | None = None) -> str:
@@ -89,14 +89,14 @@ def source_hash(file: Path, folder: Path | None = None) -> str:
     return sources.hash_of((*files, *sources.shared(files)))
 
 
-def findings(files: list[Path], baseline: bool = False, own: bool = True) -> list[Finding]:
+def findings(files: list[Path], baseline: bool = False, ours: bool = True) -> list[Finding]:
     """Return what breaks the rules in these files, in order. A baseline may not name the word either; what it calls
-    may. own: the problem is ours; in a comment of a submission to another the word is a warning.
+    may. ours: the problem has our format; in a comment of a submission to another the word is a warning.
     """
     found: list[Finding] = []
     for file in files:
         text = build.read(file).decode(errors="replace")
-        comments = set() if own else _comments(file, text)
+        comments = set() if ours else _comments(file, text)
         written: set[str] = set()
         for number, line in enumerate(text.splitlines(), 1):
             matches = list(_AROUND.finditer(line))
@@ -105,17 +105,17 @@ def findings(files: list[Path], baseline: bool = False, own: bool = True) -> lis
                 found.append(_named(file, number, line, matches[0], {(number, m.start()) for m in matches} <= comments))
         if file.suffix == ".py" and not baseline:
             found += _ways_around(file, load.text(file))
-        found += _disguised(file, text, written, own)
+        found += _disguised(file, text, written, ours)
     return found
 
 
-def _disguised(file: Path, text: str, written: set[str], own: bool) -> list[Finding]:
+def _disguised(file: Path, text: str, written: set[str], ours: bool) -> list[Finding]:
     """Return where the compiler finds the word, in identifiers or texts other than those that are `written`. own: as
     for findings; where it is False, comments of C++ do not count, in a string neither.
     """
     found: dict[str, int] = {}
     for line, said in _read_by_compiler(text, file.suffix == ".py"):
-        for word in _AROUND.findall(said if own else _CPP_COMMENT.sub(" ", said)):
+        for word in _AROUND.findall(said if ours else _CPP_COMMENT.sub(" ", said)):
             if word not in written:
                 found.setdefault(word, line)
     return [

@@ -43,7 +43,7 @@ def rooted(tree: Path | None) -> Iterator[None]:
         build.COMMON, load.PROBLEMS = before
 
 
-def own(file: Path) -> list[Path]:
+def files_of(file: Path) -> list[Path]:
     """`file`, the sources beside it that share its stem, and the headers these include (see build.closure).
 
     All lie in the folder of `file`, or below it. ValueError: one of them cannot be read, or there are too many.
@@ -70,10 +70,10 @@ def brought(file: Path, folder: Path) -> list[Path]:
     composed = composes(file, folder)
     if not is_composition(folder):
         return []
-    found = dict.fromkeys(path for module in modules(file, folder) for path in own(module))
+    found = dict.fromkeys(path for module in modules(file, folder) for path in files_of(module))
     for name in composed:
         found |= dict.fromkeys(_winners(name))
-    return [path for path in found if path not in own(file)]
+    return [path for path in found if path not in files_of(file)]
 
 
 def shared(files: Iterable[Path]) -> list[Path]:
@@ -245,12 +245,12 @@ def _found(name: str, folder: Path, package: str) -> Path | None:
 def _winners(name: str) -> list[Path]:
     """Sources of the problem `name` with which load.variant can serve every target. ValueError: a winner is missing."""
     folder = load.PROBLEMS / name
-    files = [folder / "task.py", *own(folder / "submission.py")]
+    files = [folder / "task.py", *files_of(folder / "submission.py")]
     for variant in dict.fromkeys(v for variants in load.winners(folder).values() for v in variants):
         file = folder / "variants" / f"{variant}.py"
         if not file.is_file():
             raise ValueError(f"{name}/submission.py: WINNERS names {variant!r}, but there is no {file.name}")
-        files += own(file)
+        files += files_of(file)
     return [path.resolve() for path in files]
 
 

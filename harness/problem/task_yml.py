@@ -43,7 +43,7 @@ def main() -> int:
     for name in problem_names():
         problem = find(name)
         file: Path = problem.folder / "task.yml"
-        if not problem.own or problem.composition or (file.is_file() and file.read_text() == render(problem)):
+        if not problem.ours or problem.composition or (file.is_file() and file.read_text() == render(problem)):
             continue
         stale.append(name)
         if not check:

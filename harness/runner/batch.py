@@ -47,5 +47,5 @@ def written(opened: dict, buffer: Buffer | MappedBuffer) -> list[tuple[int, int]
     tensors the copies of these. opened: the layout of the buffer's content.
     """
     leaves = tree.leaves(opened["data"])
-    specs = [leaves[i] for i in opened["outputs"]] if opened["own"] else opened["captures"]
+    specs = [leaves[i] for i in opened["outputs"]] if opened["ours"] else opened["captures"]
     return [(buffer.address(spec), spec.get("most", spec["nbytes"])) for spec in specs if spec["space"] == "device"]

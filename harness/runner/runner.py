@@ -154,7 +154,7 @@ class Runner:
             if self._is_fresh(message):
                 kernel = _on_fresh(kernel)
         noting = None
-        if not self.opened["own"]:
+        if not self.opened["ours"]:
             kernel = noting = claims.Noting(kernel, self.page)
         gc.disable()
         wire.send(self.sock, {"ready": True})
@@ -186,14 +186,14 @@ class Runner:
             setup_us = (time.perf_counter_ns() - before) / 1e3
 
         def capture(result: object) -> None:
-            if not self.opened["own"]:
+            if not self.opened["ours"]:
                 returned.extend(claims.capture_any(result, captures, buffer))
 
         call = native.Call(
-            self.module.custom_kernel, (data, *state), self._copies(buffer) if self.opened["own"] else ()
+            self.module.custom_kernel, (data, *state), self._copies(buffer) if self.opened["ours"] else ()
         )
         timed, result = self._timed(call, capture, self._delivery(buffer, key, message), message["audit"])
-        if self.opened["own"]:
+        if self.opened["ours"]:
             returned = claims.forms(result, outputs)
         return {**timed, "setup_us": setup_us, "claims": returned}
 
@@ -210,7 +210,7 @@ class Runner:
         page, found = batch.GatePage(fds.pop(0)), torch.zeros(1, dtype=torch.int64, device=self.device)
         arguments = [(self._data(buffer),) for buffer in self.buffers] if self.module else []
         # The judge's empty calls copy what is copied behind a call whose outputs are its own.
-        copies = () if self.module or self.opened["own"] else self._as_many_copies()
+        copies = () if self.module or self.opened["ours"] else self._as_many_copies()
         self._sync()
         if message["at_once"]:
             # Here, since this processor stays awake too: while a runner waited for the judge's work, it came to enqueue
@@ -223,18 +223,18 @@ class Runner:
         for i, buffer in enumerate(self.buffers):
             native.touch_next(memories, i)  # the unmasking by another process has emptied the TLBs
             results.append(self.module.custom_kernel(*arguments[i]) if self.module else native.copy(copies))
-            if self.module and not self.opened["own"]:
+            if self.module and not self.opened["ours"]:
                 said.append(claims.capture_any(results.pop(), self.opened["captures"], buffer))
         native.digest([region for buffer in self.buffers for region in batch.written(self.opened, buffer)], found)
         native.stamp(found, page.seen)
         if not message["at_once"]:
             wire.send(self.sock, {"ready": True})
-        if self.opened["own"]:
+        if self.opened["ours"]:
             for buffer in self.buffers:
                 native.copy(self._copies(buffer))
         self._sync()
         page.close()
-        if self.opened["own"] and self.module:
+        if self.opened["ours"] and self.module:
             outputs = [[self._leaf(data, i) for i in self.opened["outputs"]] for (data,) in arguments]
             said = [claims.forms(*pair) for pair in zip(results, outputs, strict=True)]
         return {"calls": said}
@@ -283,7 +283,7 @@ class Runner:
 
     def _is_fresh(self, message: dict) -> bool:
         """Return whether each call gets its data anew. A baseline has one, which it may see before its setup."""
-        return not self.opened["own"] and not message["baseline"]
+        return not self.opened["ours"] and not message["baseline"]
 
     def _leaf(self, data: Any, index: int) -> torch.Tensor:
         return tree.tensors(data._replace(weights=None) if self.opened["split"] else data)[index]

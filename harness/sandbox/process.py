@@ -170,7 +170,7 @@ class Child:
         """What stops a stoppable child. SandboxError: it could not be started as asked."""
         return Freezer(self._process.pid, self.pid)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Stop all processes of a stoppable child until the next `send`. Died: they would not, or it is gone."""
         if not self._stoppable or self._resting:
             return

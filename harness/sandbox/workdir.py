@@ -182,7 +182,7 @@ def _home(problem: Problem, tree: Path | None) -> Path:
 
 
 def _task(problem: Problem) -> list[Path]:
-    return [problem.folder / "task.py"] if problem.own else []  # GPU MODE's is one of its files
+    return [problem.folder / "task.py"] if problem.ours else []  # GPU MODE's is one of its files
 
 
 def copy_tree(source: Path, target: Path, skip: tuple[str, ...] = ()) -> None:
@@ -254,7 +254,7 @@ def _copy_submission(file: Path, problem: Problem, home: Path, folder: Path) -> 
     copied: dict[Path, Path] = {}
     for task in _task(problem):
         copied |= _copy(task, folder / "task.py")
-    files = sources.own(file)
+    files = sources.files_of(file)
     if all(home in path.parents for path in files):
         top, place = home, folder
     else:

@@ -43,7 +43,7 @@ def request(args: argparse.Namespace, further: list[str], defaults: argparse.Nam
             if not file.is_file():
                 raise UsageError(f"--{name} must be a Python file, found none at {values[name]}")
             with folders.reading(file.name):
-                files += sources.own(file)
+                files += sources.files_of(file)
             values[name] = os.path.relpath(file, ROOT)
     folder = folders.place(args.problem)
     if folder.parent != load.PROBLEMS:

@@ -130,7 +130,7 @@ def _told(judge: socket.socket, secret: bytes) -> tuple[str, int] | None:
 def _file(problem: Problem) -> Path | None:
     """Return the problem's check, if any. UsageError: it cannot run, since the folder is not in problems/."""
     found = problem.folder / FILE
-    if not problem.own or not found.is_file():
+    if not problem.ours or not found.is_file():
         return None
     if problem.folder.parent != load.PROBLEMS:
         raise UsageError(f"{found} runs as problems.{problem.name}.check: its folder must stand in {load.PROBLEMS}")

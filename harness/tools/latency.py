@@ -64,7 +64,7 @@ def cases(problem: Problem, text: str | None) -> list[dict]:
 
 def see_model(problem: Problem) -> None:
     """Raise UsageError if the problem has no latency.py: it is the problem of one kernel."""
-    if not problem.own or not (problem.folder / FILE).is_file():
+    if not problem.ours or not (problem.folder / FILE).is_file():
         raise UsageError(
             f"--mode latency is for whole models, and {problem.name} is none (it has no {FILE}): time it with "
             "--mode benchmark"

@@ -57,7 +57,7 @@ ORDERS = (
 def target_of(submission: Submission) -> str:
     """Return the target that the model stands for. UsageError: `submission` is nothing that the model can execute."""
     name = submission.name
-    if not submission.own:
+    if not submission.ours:
         raise UsageError(
             f"--device model runs variants of this checkout only, got {name}: move it to problems/PROBLEM/variants"
         )

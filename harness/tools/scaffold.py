@@ -66,7 +66,7 @@ def new_variant(problem: Problem, name: str) -> list[Path]:
         rf"(?=.{{,40}}\Z)({known})_[a-z0-9_]+",
         f"one of {', '.join(folders.TARGETS)}, _, and an idea",
     )
-    if not problem.own or problem.folder.parent != load.PROBLEMS:
+    if not problem.ours or problem.folder.parent != load.PROBLEMS:
         raise UsageError(f"--new-variant: {problem.name} is none of problems/: write a file, and name it --submission")
     target = name.partition("_")[0]
     first = plainest(problem, target)

@@ -21,16 +21,16 @@ DONE = "every case was called"
 def main() -> None:
     folder, file, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     found = folders.find(str(folder))
-    if not found.own:
+    if not found.ours:
         load.bind(found.folder, found.files)
     reference = load.from_file(folder, found.reference)
     module = load.from_file(folder, file)
-    task = load.from_file(folder, folder / "task.py") if found.own else None
-    own = found.own
+    task = load.from_file(folder, folder / "task.py") if found.ours else None
+    ours = found.ours
     for case in cases:
-        split = own and hasattr(reference, "generate_weights")
+        split = ours and hasattr(reference, "generate_weights")
         weights = reference.generate_weights(**case, device=device) if split else None
-        data = inputs.make(reference, task, case, device, own, weights)
+        data = inputs.make(reference, task, case, device, ours, weights)
         if split and hasattr(module, "prepare"):
             data = data._replace(weights=module.prepare(weights))
         state = (module.setup(data),) if hasattr(module, "setup") else ()

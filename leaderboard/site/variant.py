@@ -136,7 +136,7 @@ def source(problem: str, name: str) -> Source | None:
     if not file.is_file():
         return None
     try:
-        files = sources.own(file)
+        files = sources.files_of(file)
     except ERRORS:
         files = [file]
     try:

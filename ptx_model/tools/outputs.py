@@ -127,7 +127,7 @@ def _write(folder: Path, problem_name: str, variant: str, words: str) -> int:
 def _sources(problem: str, variant: str) -> str:
     """Hash of what the variant is compiled from."""
     folder = load.PROBLEMS / problem
-    return record.source_hash(sources.own(folder / "variants" / f"{variant}.py"))
+    return record.source_hash(sources.files_of(folder / "variants" / f"{variant}.py"))
 
 
 def _run(problem: str, variant: str, case: dict, exact: bool, device: str) -> list[Any]:

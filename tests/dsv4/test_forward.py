@@ -297,7 +297,7 @@ def test_planners_are_kept_by_the_size_of_the_state():
 
 def test_the_checker_delivers_and_judges_a_call():
     """The judge's own process, here: data over its buffers, the state overwritten, a verdict."""
-    judge = Checker({"folder": str(FOLDER), "own": True, "device": "cpu", "files": {}})
+    judge = Checker({"folder": str(FOLDER), "ours": True, "device": "cpu", "files": {}})
     case = {k: v for k, v in dataclasses.asdict(QUICK[12]).items() if k != "seed"}
     judge.new_weights({"case": case, "seed": 3}, [])
     said = judge.content({"case": case, "seed": 4}, [])

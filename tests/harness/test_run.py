@@ -241,7 +241,7 @@ def test_the_gravest_verdict_is_the_exit_code():
 def test_task_yml_is_what_task_py_says():
     for name in folders.problem_names():
         found = folders.find(name)
-        if found.own and not found.composition:
+        if found.ours and not found.composition:
             assert (load.PROBLEMS / name / "task.yml").read_text() == task_yml.render(found)
 
 

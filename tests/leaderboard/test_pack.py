@@ -203,7 +203,7 @@ def test_the_folder_is_read_as_one_of_the_service_and_its_check_works_on_plain_t
     folder = file.parent / "moe_gemm_gpu_mode"
     assert {path.name for path in folder.iterdir()} == {"task.yml", "task.py", "reference.py", "utils.py"}
     found, ours = folders.find(str(folder)), folders.find("moe_gemm")
-    assert not found.own and [c.params for c in found.tests] == [c.params for c in ours.tests]
+    assert not found.ours and [c.params for c in found.tests] == [c.params for c in ours.tests]
     assert [c.seed for c in found.benchmarks["cuda"]] == [c.seed for c in ours.benchmarks["cuda"]]
     reference = load.module(folder, "reference")
     data = popcorn.copied(reference.generate_input(**SMALL["moe_gemm"], seed=5))

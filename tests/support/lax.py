@@ -126,7 +126,7 @@ def surveyed(path: Path) -> tuple[dict[str, linter.Row], list[str]]:
     """The rows of the linter by name, and its holes: names of candidates, and in full what else is wrong."""
     found = folders.find(str(path))
     files = {name: str(path) for name, path in found.files.items()}
-    helper = Trivial({"folder": str(found.folder), "own": found.own, "device": "cpu", "files": files})
+    helper = Trivial({"folder": str(found.folder), "ours": found.ours, "device": "cpu", "files": files})
     rows, faults = linter.survey(lambda message: helper.lint(message, []), linter.small(found))
     holes = [row.name for row in rows if row.hole()] + linter.left_out(rows) + faults
     return {row.name: row for row in rows}, holes

@@ -17,7 +17,7 @@ from harness.runner import native
 from harness.sandbox.process import Died
 
 CASE = Case({"n": 1}, 1)
-LAYOUT = {"captures": [{"space": "device"}], "own": True}
+LAYOUT = {"captures": [{"space": "device"}], "ours": True}
 
 
 class Checker:
@@ -132,7 +132,7 @@ def test_a_batch_has_as_many_calls_as_memory_allows_each_on_new_contents():
 
 @pytest.mark.parametrize(
     "layouts",
-    [({"captures": [{"space": "host"}]},), (LAYOUT, {**LAYOUT, "own": False})],
+    [({"captures": [{"space": "host"}]},), (LAYOUT, {**LAYOUT, "ours": False})],
     ids=["host", "changes"],
 )
 def test_outputs_on_the_host_and_layouts_that_change_have_no_batch(layouts):
@@ -172,7 +172,7 @@ def test_a_batch_that_contradicts_the_times_is_read_again_on_new_contents(claime
 
 
 def test_contents_of_another_layout_do_not_take_the_place_of_those_that_are_kept():
-    session = Session(layouts=(LAYOUT, {**LAYOUT, "own": False}), free=1)
+    session = Session(layouts=(LAYOUT, {**LAYOUT, "ours": False}), free=1)
     contents = batch.make(session, CASE)
     mine, judge = session.handle("my", Runner(20.0)), session.handle("judge", Runner(2.0))
     read = batch.read(session, mine, judge, contents, 1000.0, 1)

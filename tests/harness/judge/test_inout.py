@@ -135,7 +135,7 @@ SUBMISSIONS = {
     "changes_x": ("state.sums.copy_(y), x.add_(1)", "INCORRECT", f"input x {CHANGED}"),
 }
 SPLIT_ONLY = {"changes_weights": ("data.weights.ones.zero_()", "INCORRECT", "the weights were changed")}
-ONE_PROCESS = phases.Plan(processes=1, samples=4, warmups=1, buffers=2, audits=1, extra=12)
+ONE_PROCESS = phases.Counts(processes=1, samples=4, warmups=1, buffers=2, audits=1, extra=12)
 
 
 def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:
@@ -151,7 +151,7 @@ def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:
 
 
 def checker(path: Path) -> Checker:
-    return Checker({"folder": str(path), "own": True, "device": "cpu", "files": {}})
+    return Checker({"folder": str(path), "ours": True, "device": "cpu", "files": {}})
 
 
 def content(made: Checker, n: int = 64) -> dict:

@@ -138,7 +138,7 @@ def test_setup_belongs_to_peers_too(folder, text, refused):
     said = r"whole\.py:\d+: setup\(data\) is for peer_\* files of variants/, and would not be called"
     with pytest.raises(UsageError, match=said):
         found.variant("whole")
-    foreign = dataclasses.replace(found, own=False)
+    foreign = dataclasses.replace(found, ours=False)
     assert folders.submission(foreign, folder / "variants" / "whole.py").name == "whole", (
         "GPU MODE's may have any helper"
     )

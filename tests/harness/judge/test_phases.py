@@ -28,7 +28,7 @@ class Counting:
     """A session in which nothing runs: it knows who is alive, and answers each call at once."""
 
     device = "cpu"
-    problem = SimpleNamespace(tests=(), own=True)
+    problem = SimpleNamespace(tests=(), ours=True)
 
     def __init__(self, memory: int = MEMORY) -> None:
         self.memory = lambda: memory
@@ -62,7 +62,7 @@ def waves(cases: list[Case], handles: int, how: Plan, paired: bool = False, memo
     """How many processes of submissions a benchmark has alive, wave by wave; each is called as often as `how` says."""
     session = Counting(memory)
     made = [RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(handles)]
-    phases.run_benchmarks(session, made, cases, lambda _: None, paired, how=how)
+    phases.run_benchmarks(session, made, cases, lambda _: None, paired, counts=how)
     assert session.alive == set()
     session.called.pop(JUDGE)
     names = {f"{handle.name} {process}" for handle in made for process in range(how.processes)}
@@ -126,13 +126,13 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
         told[found.process, found.case, found.part] = found
 
     session = Counting()
-    whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, group=group, how=how)
+    whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, group=group, counts=how)
     assert session.waves == [2, 1, 2, 1] and set(told) == {(p, n, k) for p in (0, 1) for n in (0, 1) for k in (0, 1)}
     assert [set(told[0, 0, k].outcomes) for k in (0, 1)] == [{"submission0", "submission1"}, {"submission2"}]
     missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
     again = Counting()
     timings, all_readings = phases.run_benchmarks(
-        again, handles(), cases, lambda _: None, have=phases.Finished(groups=missing), how=how
+        again, handles(), cases, lambda _: None, have=phases.Finished(groups=missing), counts=how
     )
     assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"submission2 1"}
     for name, of_cases in whole[0].items():
@@ -154,7 +154,7 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
         [case(1), case(2)],
         lambda _: None,
         have=phases.Finished(groups={(0, 0, 0): finished}),
-        how=how,
+        counts=how,
     )
     assert [timing.failure for timing in timings["bad"]] == [wrong, None]
     assert [timing.failure for timing in timings["good"]] == [None, None]
@@ -173,7 +173,7 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
 )
 def test_weights_of_v4_pro_are_prepared_by_few_at_once(handles, paired, memory, wanted):
     """14.3 GB each, and the judge has several times as much. Without a word, all."""
-    how = dataclasses.replace(phases.plan("cuda", paired), samples=1, warmups=1, audits=0)
+    how = dataclasses.replace(phases.default_counts("cuda", paired), samples=1, warmups=1, audits=0)
     cases = list(folders.find("moe_gemm").benchmarks["cuda"])
     prepared = max(c.params["experts"] * c.params["hidden"] * c.params["inner"] for c in cases) * 3 * 9 / 16
     assert prepared > 14e9
@@ -218,7 +218,7 @@ def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.F
 
     cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
     handle = RunnerHandle("submission0", Submission("submission0", None, ("sm90",)), "sm90")
-    _, found = phases.run_benchmarks(session, [handle], cases, lambda _: None, group=group, have=have, how=how)
+    _, found = phases.run_benchmarks(session, [handle], cases, lambda _: None, group=group, have=have, counts=how)
     return found, session, told
 
 
@@ -273,7 +273,7 @@ def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
         RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(1 + paired)
     ]
     how = Plan(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
-    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, paired, how=how)
+    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, paired, counts=how)
     for (timing,) in timings.values():
         if late == 3:
             assert (
@@ -301,7 +301,7 @@ def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
     how = Plan(processes=4, samples=3, warmups=0, buffers=2, audits=0)
     session = Told()
     session.weights = lambda case: ""
-    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, how=how)
+    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, counts=how)
     rounds = ["".join(names) for names in called if len(names) == 3]
     assert len(rounds) == 12 and rounds[:2] == ["abc", "cba"]
     for one, other in ("ab", "ac", "bc"):

@@ -50,12 +50,12 @@ def test_a_benchmark_is_planned_so(monkeypatch, share):
     monkeypatch.setattr(room, "SHARE", share)
     found = folders.find(str(SUPPORT / "gpu_mode" / "large_output"))
     handle = RunnerHandle("right", folders.submission(found, found.folder / "submission.py"), "cpu")
-    how = phases.Plan(processes=1, samples=1, warmups=0, buffers=2, audits=0, extra=6)
+    how = phases.Counts(processes=1, samples=1, warmups=0, buffers=2, audits=0, extra=6)
     with Session(found, "cpu") as session:
         arguments = (session, [handle], list(found.benchmarks["cpu"]), lambda _: None)
         if share < 0.1:
             with pytest.raises(UsageError, match="a run takes about"):
-                phases.run_benchmarks(*arguments, how=how)
+                phases.run_benchmarks(*arguments, counts=how)
         else:
-            times, _ = phases.run_benchmarks(*arguments, how=how)
+            times, _ = phases.run_benchmarks(*arguments, counts=how)
             assert not times["right"][0].failure

@@ -17,9 +17,9 @@ from tests.support.foreign import COMPILED, FOLDERS, Folder, write
 STORED = {name: SUPPORT / "gpu_mode" / name for name in ("vectoradd", "large_output")}
 NEEDS_GPU, NEEDS_CPU = ("triton_kernel",), ("vectoradd",)
 HOW = {
-    "cpu": phases.Plan(processes=1, samples=2, warmups=1, buffers=2, audits=0, extra=6),
+    "cpu": phases.Counts(processes=1, samples=2, warmups=1, buffers=2, audits=0, extra=6),
     # The nearest of all calls decides whether a claim is believed: on a busy machine both of two can be late.
-    "cuda": phases.Plan(processes=1, samples=12, warmups=1, buffers=2, audits=0),
+    "cuda": phases.Counts(processes=1, samples=12, warmups=1, buffers=2, audits=0),
 }
 
 
@@ -32,7 +32,7 @@ def check(folder, device: str) -> None:
     with Session(found, device) as session:
         tests = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
         cases = list(found.benchmarks[device])
-        times, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, how=HOW[device])
+        times, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, counts=HOW[device])
     assert [(o.status, o.reason) for o in tests["submission"]] == [("PASSED", "")] * len(found.tests)
     assert "INCORRECT" in {o.status for o in tests["wrong"]} and all(o.reason for o in tests["wrong"] if o.reason)
     assert not [timing.failure for timing in times["submission"] if timing.failure]
@@ -69,7 +69,7 @@ def test_seeds_are_of_a_size_that_the_contents_bear(tmp_path):
     wrong = RunnerHandle("wrong", folders.submission(found, found.folder / "solutions" / "wrong.py"), "cpu")
     with Session(found, "cpu") as session:
         cases = list(found.benchmarks["cpu"])
-        times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, how=HOW["cpu"])
+        times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, counts=HOW["cpu"])
     assert [time.failure.status for time in times["wrong"]] == ["INCORRECT"]
     assert any("lose their variety" in note for note in session.notes)
     assert all(0 <= int(seed) < 2**17 for group in readings for seed in group.seeds)
@@ -196,7 +196,7 @@ def test_answers_to_the_public_seeds_are_not_enough(tmp_path):
 def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
     """They are contents: a runner that had them before the call could work ahead where the answer depends on them."""
     write(tmp_path, FOLDERS["dict_config"])
-    made = Checker({"folder": str(tmp_path), "own": False, "device": "cpu", "files": {}})
+    made = Checker({"folder": str(tmp_path), "ours": False, "device": "cpu", "files": {}})
     layouts = []
     for seed in (1001, 2**60):
         found = made.content({"case": {"size": 40}, "seed": seed}, [])

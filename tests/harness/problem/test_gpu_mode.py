@@ -31,7 +31,7 @@ def get_init_inputs():
 
 def test_the_folder_is_read_as_it_stands():
     found = folders.find(str(FOLDER))
-    assert not found.own and found.files["utils.py"] == FOLDER.parent / "utils.py"
+    assert not found.ours and found.files["utils.py"] == FOLDER.parent / "utils.py"
     assert [case.params for case in found.tests] == [
         {"sizes": [7, 130], "scale": 1},
         {"sizes": [1, 3, 1000], "scale": 2},
@@ -113,7 +113,7 @@ def test_a_copy_of_one_of_ours_has_another_name(tmp_path):
     ours = folders.find("indexer")
     copy = shutil.copytree(ours.folder, tmp_path / "indexer", ignore=shutil.ignore_patterns("variants", "wrong"))
     found = folders.find(str(copy))
-    assert ours.name == "indexer" and found.own and found.name.startswith(f"indexer@{tmp_path.name}-")
+    assert ours.name == "indexer" and found.ours and found.name.startswith(f"indexer@{tmp_path.name}-")
 
 
 @pytest.mark.parametrize(

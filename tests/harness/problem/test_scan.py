@@ -49,11 +49,11 @@ def test_found_in_python(tmp_path, text):
         "x = f'{1}Str\\x65am'",
     ],
 )
-@pytest.mark.parametrize("own", [True, False])
-def test_found_as_python_reads_it(tmp_path, text, own):
+@pytest.mark.parametrize("ours", [True, False])
+def test_found_as_python_reads_it(tmp_path, text, ours):
     file = tmp_path / "submission.py"
     file.write_text(f"import torch\n{text}\n", encoding="utf-8")
-    found = scan.findings([file], own=own)
+    found = scan.findings([file], ours=ours)
     assert found and not found[0].warns and "put together" in str(found[-1]), text
 
 
@@ -68,19 +68,19 @@ def test_found_as_python_reads_it(tmp_path, text, own):
         "cudaStr\\U00000065am_t q;",
     ],
 )
-@pytest.mark.parametrize("own", [True, False])
-def test_found_as_cpp_reads_it(tmp_path, text, own):
+@pytest.mark.parametrize("ours", [True, False])
+def test_found_as_cpp_reads_it(tmp_path, text, ours):
     file, source = tmp_path / "sm90_x.py", tmp_path / "sm90_x.cu"
     file.write_text('"""A submission."""\nTARGETS = ("sm90",)\n')
     source.write_text(f"// A comment.\n{text}\n")
-    found = scan.findings(scan.closure(file), own=own)
+    found = scan.findings(scan.closure(file), ours=ours)
     assert found and not found[0].warns and found[0].file == source
 
 
 def test_a_word_in_a_comment_hides_no_disguised_one(tmp_path):
     file = tmp_path / "submission.py"
     file.write_text("import torch\nx = torch.cuda.\uff33tream  # no Stream\n", encoding="utf-8")
-    assert [finding.warns for finding in scan.findings([file], own=False)] == [True, False]
+    assert [finding.warns for finding in scan.findings([file], ours=False)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_comment_is_only_a_warning_in_a_folder_from_elsewhere(tmp_path, text, 
     file = tmp_path / "submission.py"
     file.write_text(text)
     assert all(not finding.warns for finding in scan.findings([file]))
-    found = scan.findings([file], own=False)
+    found = scan.findings([file], ours=False)
     assert found and all(finding.warns for finding in found) is warns
 
 

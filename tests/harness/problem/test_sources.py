@@ -109,7 +109,7 @@ def test_a_linked_submission_is_the_file_that_it_leads_to(tmp_path):
     written(tmp_path / "real")
     (tmp_path / "real" / "sub.cu").write_text('#include "../sub.cu"\n')
     (tmp_path / "sub.py").symlink_to("real/sub.py")
-    assert sources.own(tmp_path / "sub.py") == [tmp_path / "real" / "sub.py", tmp_path / "real" / "sub.cu"]
+    assert sources.files_of(tmp_path / "sub.py") == [tmp_path / "real" / "sub.py", tmp_path / "real" / "sub.cu"]
 
 
 BUILDS = """

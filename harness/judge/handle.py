@@ -261,6 +261,7 @@ class RunnerHandle:
     # Its compile step, an import or a first call failed: no further process is started for it.
     broken: Outcome | None = None
     keep: bool = False  # what its process compiled is kept when it stops
+    replica_of: str = ""  # name of the handle that this one is a replica of
 
     @property
     def running(self) -> RunnerProcess:
@@ -285,9 +286,14 @@ class RunnerHandle:
         """Name of the submission, which several handles may share."""
         return self.submission.name if self.submission else self.name
 
+    @property
+    def timed_as(self) -> str:
+        """Name under which its times are kept: for a replica that of the handle that it was made from."""
+        return self.replica_of or self.name
+
     def replica(self, number: int) -> "RunnerHandle":
         """Return a handle for the submission's process of that number, with the same audit."""
-        return replace(self, name=f"{self.name} {number}", process=None)
+        return replace(self, name=f"{self.name} {number}", replica_of=self.name, process=None)
 
     def start(
         self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]

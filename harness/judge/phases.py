@@ -289,7 +289,7 @@ class Benchmark:
 
     def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
         """Return an empty group with the places of its audited calls."""
-        names = [handle.owner for handle in handles]
+        names = [handle.timed_as for handle in handles]
         audits = {
             name: [random.randrange(self.counts.samples) for _ in range(self.counts.audits)]
             for name in names
@@ -327,11 +327,11 @@ class Benchmark:
         found.bytes = found.bytes or session.default_bytes()
         for group in groups:
             for handle in group.handles:
-                timing = self.timings[handle.owner][number]
-                self._complete(number, group, handle.owner)
+                timing = self.timings[handle.timed_as][number]
+                self._complete(number, group, handle.timed_as)
                 if not timing.failure and (fault := handle.look()):
                     timing.failure = fault
-                    group.outcomes[handle.owner].append(fault)
+                    group.outcomes[handle.timed_as].append(fault)
             found.add(group.judge_us, group.seeds)
             if self.done:
                 self.done(
@@ -354,7 +354,7 @@ class Benchmark:
         contents, tried, noted = None, False, 0
         for group in groups:
             for handle in group.handles:
-                timing = self.timings[handle.owner][number]
+                timing = self.timings[handle.timed_as][number]
                 if handle.baseline or not timing.flat("us") or timing.failure or not handle.process:
                     continue  # a baseline is no adversary, and may prepare for the contents that it sees
                 if timing.batches and not timing.undercuts:
@@ -369,10 +369,10 @@ class Benchmark:
                 noted = len(contents.used)
                 if isinstance(found, Outcome):
                     timing.failure = found
-                    group.outcomes[handle.owner].append(found)
+                    group.outcomes[handle.timed_as].append(found)
                 else:
                     timing.batches.append(found)
-                    group.batches.setdefault(handle.owner, []).append(found)
+                    group.batches.setdefault(handle.timed_as, []).append(found)
         if contents:
             batch.drop(self.session)
 
@@ -385,7 +385,7 @@ class Benchmark:
         self.progress(Step("benchmark", n, self.total, said))
 
     def _lacking(self, number: int, group: _Group) -> list[str]:
-        timings = {handle.owner: self.timings[handle.owner][number] for handle in group.handles}
+        timings = {handle.timed_as: self.timings[handle.timed_as][number] for handle in group.handles}
         return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.counts.samples]
 
     def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
@@ -408,8 +408,8 @@ class Benchmark:
         for handle in everybody:
             if handle is self.judge:
                 self._own_call(group, "empty", sample if scored else -1)
-            elif not scored or self.paired or handle.owner in lacking:
-                outcomes[handle.owner] = self._call(number, group, handle, sample, measure)
+            elif not scored or self.paired or handle.timed_as in lacking:
+                outcomes[handle.timed_as] = self._call(number, group, handle, sample, measure)
         if not scored or (self.paired and self._failures(number, group)):
             return
         outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
@@ -443,7 +443,7 @@ class Benchmark:
         """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
         other one, which is timed without it.
         """
-        found = {handle.owner: self.timings[handle.owner][number].failure for handle in group.handles}
+        found = {handle.timed_as: self.timings[handle.timed_as][number].failure for handle in group.handles}
         return {name: failure for name, failure in found.items() if failure and failure.status != "UNSUPPORTED"}
 
     def _complete(self, number: int, group: _Group, name: str) -> None:
@@ -470,7 +470,7 @@ class Benchmark:
 
     def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
         """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""
-        name, case = handle.owner, self.cases[number]
+        name, case = handle.timed_as, self.cases[number]
         timing = self.timings[name][number]
         if timing.failure:
             return None
@@ -524,7 +524,7 @@ class Benchmark:
         self.session.content(tests[0])
         for handle in everybody:
             # Where calls are going to be audited, the profiler's memory is there before anything is counted.
-            audit = handle.name == f"{handle.owner} {self.watched[handle.owner]}"
+            audit = handle.name == f"{handle.timed_as} {self.watched[handle.timed_as]}"
             self.session.count_kept(handle, CallRequest(self.counts.buffers, audit=audit))
 
     def reference(self, number: int) -> ReferenceReadings:
@@ -538,10 +538,6 @@ class Benchmark:
             self.session.content(self.cases[number])
             found.bytes = self.session.default_bytes()
         return readings.reference(found, timings, self.session.device, list(self.reads), matmul_us)
-
-
-def _name(replica: RunnerHandle) -> str:
-    return replica.name.rpartition(" ")[0]
 
 
 class Budget:

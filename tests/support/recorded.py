@@ -77,12 +77,12 @@ class World:
                     outcome = Outcome("INCORRECT" if bad else "PASSED", "mismatch" if bad else "", {"rel": 0.0})
                 done(handle, case, outcome)
 
-    def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s, how=None):
+    def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s, counts=None):
         timings = {handle.name: [Timing(case) for case in cases] for handle in handles}
         names = [handle.name for handle in handles]
         for name in names:
             self.measured[name] = self.measured.get(name, 0) + 1
-        for process in range(how.processes if how else 3):
+        for process in range(counts.processes if counts else 3):
             for number in range(len(cases)):
                 known = have.group(process, number)
                 if known is None:

@@ -11,7 +11,7 @@ from harness.judge import phases
 from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
-from harness.judge.phases import JUDGE, Plan
+from harness.judge.phases import JUDGE, Counts
 from harness.problem import folders
 from harness.problem.folders import Case, Submission, UsageError
 from harness.runner import matmul
@@ -58,7 +58,7 @@ class Counting:
         return Outcome("PASSED", us=1.0, host_us=1.0, ready_us=1.0, outside_us=1.0)
 
 
-def waves(cases: list[Case], handles: int, how: Plan, paired: bool = False, memory: int = MEMORY) -> list[int]:
+def waves(cases: list[Case], handles: int, how: Counts, paired: bool = False, memory: int = MEMORY) -> list[int]:
     """How many processes of submissions a benchmark has alive, wave by wave; each is called as often as `how` says."""
     session = Counting(memory)
     made = [RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(handles)]
@@ -100,13 +100,13 @@ def case(weight_bytes: int) -> Case:
 )
 def test_no_more_are_alive_than_their_weights_leave_room_for(monkeypatch, weights, handles, wanted):
     monkeypatch.setattr(phases, "PREPARED_SHARE", ROOM / MEMORY)
-    how = Plan(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
+    how = Counts(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
     assert waves([case(n) for n in weights], handles, how) == wanted
 
 
 def test_the_two_of_a_pair_are_never_parted(monkeypatch):
     monkeypatch.setattr(phases, "PREPARED_SHARE", ROOM / MEMORY)
-    how = Plan(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
+    how = Counts(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
     assert waves([case(500)], 2, how, paired=True) == [2] * 10
     assert waves([case(250)], 2, how, paired=True) == [4] * 5
     with pytest.raises(UsageError, match="leave it out with --case"):
@@ -116,7 +116,7 @@ def test_the_two_of_a_pair_are_never_parted(monkeypatch):
 def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
     """What was told of a run goes into the next, but for one group of the second part: that part alone runs again."""
     monkeypatch.setattr(phases, "PREPARED_SHARE", ROOM / MEMORY)
-    how = Plan(processes=2, samples=3, warmups=1, buffers=2, audits=0, together=8)
+    how = Counts(processes=2, samples=3, warmups=1, buffers=2, audits=0, together=8)
     cases, told = [case(400), case(10)], {}
 
     def handles() -> list[RunnerHandle]:
@@ -143,7 +143,7 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
 
 def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
     """It is not called again on that case, in no process; on others it is, and the other submission on all."""
-    how = Plan(processes=2, samples=3, warmups=1, buffers=2, audits=0)
+    how = Counts(processes=2, samples=3, warmups=1, buffers=2, audits=0)
     handles = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in ("bad", "good")]
     right, wrong = Outcome("PASSED", us=1.0, host_us=1.0), Outcome("INCORRECT", "mismatch")
     finished = phases.Group(0, 0, {"bad": [right, wrong], "good": [right] * 3}, {"empty": [1.0]}, ["1"])
@@ -207,7 +207,7 @@ class Readings(Counting):
         return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
 
 
-def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.Finished = phases.NOTHING) -> tuple:
+def all_readings(monkeypatch, flops: list[int | None], how: Counts, have: phases.Finished = phases.NOTHING) -> tuple:
     """-> (what the judge measured of cases with these operations, the session, the groups it was told of)."""
     monkeypatch.setattr(phases.native, "read_configs", lambda _: 2)
     monkeypatch.setattr(phases.environment, "clocks", lambda: (None, None))
@@ -222,7 +222,7 @@ def all_readings(monkeypatch, flops: list[int | None], how: Plan, have: phases.F
     return found, session, told
 
 
-HOW = Plan(processes=4, samples=2, warmups=1, buffers=2, audits=0, together=2)
+HOW = Counts(processes=4, samples=2, warmups=1, buffers=2, audits=0, together=2)
 
 
 def test_the_roof_is_the_larger_of_bytes_and_operations(monkeypatch):
@@ -272,7 +272,7 @@ def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
     made = [
         RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(1 + paired)
     ]
-    how = Plan(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
+    how = Counts(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
     timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, paired, counts=how)
     for (timing,) in timings.values():
         if late == 3:
@@ -298,7 +298,7 @@ def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
             return super().call(handle, request)
 
     made = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in "abc"]
-    how = Plan(processes=4, samples=3, warmups=0, buffers=2, audits=0)
+    how = Counts(processes=4, samples=3, warmups=0, buffers=2, audits=0)
     session = Told()
     session.weights = lambda case: ""
     phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, counts=how)

@@ -57,7 +57,8 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
     right, text = _asked(reference, data, answer)
     if right:
         return True, ""
-    claim, parts = claims.told(reference.ref_kernel(tree.clone(data)))
+    told, parts = claims.told(reference.ref_kernel(tree.clone(data)))
+    claim = forms.read(told)
     own = forms.answer(claim, map(tree.clone, parts), forms.classes_of(claim))
     right, own_text = _asked(reference, data, own)
     if not right:

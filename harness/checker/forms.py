@@ -1,5 +1,6 @@
 """What a runner says that a call returned: its faults, and the answer put together again."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,17 @@ from harness.results import text
 from harness.runner import objects, tree
 
 _SHOWN = 8  # items of an answer in a message
+
+
+def read(claim: dict) -> dict:
+    """Return a claim with its keys and plain values, which are JSON, as such. ValueError: one is none."""
+    said = claim.get("value", "")
+    return {
+        **claim,
+        "value": json.loads(said) if claim["type"] == "value" else said,
+        "keys": [json.loads(key) for key in claim.get("keys", ())],
+        "items": [read(item) for item in claim.get("items", ())],
+    }
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
@@ -42,7 +54,7 @@ def _outline(claim: dict) -> str:
     if claim["type"] == "value":
         return type(claim["value"]).__name__
     if claim["type"] not in tree.CONTAINERS:
-        return claim.get("value") or claim["type"]
+        return claim["value"] or claim["type"]
     keys = [f"{key}: " for key in claim["keys"]] or [""] * len(claim["items"])
     shown = [f"{key}{_outline(item)}" for key, item in zip(keys, claim["items"], strict=False)]
     more = [f"{len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []

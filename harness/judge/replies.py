@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.results import text
 from harness.runner import clock
-from harness.runner.claims import CLAIMS, TEXT_CHARS
+from harness.runner.claims import CLAIMS
 from harness.sandbox.process import Died
 
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
@@ -52,7 +52,6 @@ Count = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
 # -0.0 becomes 0.0.
 Time = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False), AfterValidator(abs)]
 Taken = Annotated[float, Field(ge=_LEAST_US, le=_MOST_US, allow_inf_nan=False)]
-Plain = Annotated[str, Field(max_length=TEXT_CHARS)] | int | float | bool | None
 Names = Annotated[list[Name], Field(max_length=LISTED)]
 
 
@@ -103,8 +102,8 @@ class Prepared(Reply):
 class Claim(Reply):
     """One object that a call returned. same: it is the tensor that the judge handed out.
 
-    In a GPU MODE folder a container has `items`, their `keys`, and its class as `value`; else `value` is a plain value.
-    These are contents, and are not cleaned.
+    In a GPU MODE folder a container has `items`, `keys`, which are JSON, and its class as `value`; else `value` is a
+    plain value as JSON.
     """
 
     type: Name
@@ -116,8 +115,8 @@ class Claim(Reply):
     conj: bool = False
     neg: bool = False
     items: Annotated[list["Claim"], Field(max_length=CLAIMS)] = []
-    keys: Annotated[list[Plain], Field(max_length=CLAIMS)] = []
-    value: Plain = ""
+    keys: Annotated[list[Name], Field(max_length=CLAIMS)] = []
+    value: Text = ""
 
 
 Claims = Annotated[list[Claim], Field(max_length=CLAIMS)]

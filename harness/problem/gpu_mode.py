@@ -89,10 +89,8 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
     """Return the Python files that task.yml lists, and task.py and utils.py where it does not, by the name that they
     are imported by. UsageError: one is missing, or has no such name.
     """
-    places = {"utils.py": [folder, folder.parent], "task.py": [folder]}
-    found = {
-        name: place / name for name, beside in places.items() for place in beside[::-1] if (place / name).is_file()
-    }
+    unlisted = [folder.parent / "utils.py", folder / "utils.py", folder / "task.py"]
+    found = {path.name: path for path in unlisted if path.is_file()}
     found |= {one.name: folder / (one.source or one.name) for one in listed if "@" not in one.source}
     found = {name: path.resolve() for name, path in found.items() if name not in _UNUSED}
     for name, path in {**found, "reference.py": folder / "reference.py"}.items():

@@ -2,7 +2,8 @@
 
 A claim is {"type": "Tensor", dtype, shape, stride, device, same} or {"type": name of another class}. In a folder from
 elsewhere there is one, of all that came back: it is a specification of harness/runner/tree.py, whose leaves are such
-claims and {"type": "value", "value"}. conj, neg: torch keeps the tensor's values conjugated or negated in memory.
+claims and {"type": "value", "value": JSON}, and whose keys are JSON. conj, neg: torch keeps the tensor's values
+conjugated or negated in memory.
 """
 
 import json
@@ -16,7 +17,7 @@ from harness.runner.buffers import MappedBuffer, Page
 from harness.runner.failure import RefusedError
 
 CLAIMS = gate.RETURNED  # tensors, numbers and texts in an answer
-TEXT_CHARS = 2**17  # of all texts in an answer: a reply takes a few MiB
+TEXT_CHARS = 16_000  # of all texts in an answer, as JSON: a text of a reply has at most 20,000
 # What a tensor that came back may span, gaps between its elements included: times its elements, and bytes more. Of
 # more, most of what the judge copies and watches would be gaps.
 STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
@@ -82,15 +83,22 @@ def told(answer: object) -> tuple[dict, list[Any]]:
 
     def leaf(value: Any, _: str) -> dict:
         leaves.append(value)
-        return {"type": "value", "value": value} if type(value) in tree.PLAIN else form(value)
+        return {"type": "value", "value": json.dumps(value)} if type(value) in tree.PLAIN else form(value)
 
-    claim = tree.walk(answer, leaf, by_key=True)
-    if len(leaves) > CLAIMS or sum(len(value) for value in leaves if type(value) is str) > TEXT_CHARS:
+    claim = _coded(tree.walk(answer, leaf, by_key=True))
+    if len(leaves) > CLAIMS or sum(len(json.dumps(value)) for value in leaves if type(value) is str) > TEXT_CHARS:
         raise RefusedError(
             f"an answer may have at most {CLAIMS} tensors, numbers and texts, and {TEXT_CHARS} characters in its texts "
             f"(the limits of this judge), got {len(leaves)}"
         )
     return claim, [value for value in leaves if type(value) not in tree.PLAIN]
+
+
+def _coded(claim: dict) -> dict:
+    """Return a claim with its keys as JSON."""
+    if claim["type"] not in tree.CONTAINERS:
+        return claim
+    return {**claim, "keys": [*map(json.dumps, claim["keys"])], "items": [*map(_coded, claim["items"])]}
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:

@@ -6,8 +6,8 @@ That process does not have reference.py. Where data names its classes it comes a
 import ast
 import enum
 import functools
-import importlib
 import operator
+import pkgutil
 import sys
 import types
 from pathlib import Path
@@ -33,8 +33,8 @@ def name_of(value: Any) -> str:
 def find(name: str, task: types.ModuleType | None = None) -> Any:
     """Return what has that name in this process. task: the module whose names those of a task.py are."""
     home, _, path = name.partition(":")
-    module = task if task and home.rpartition(".")[2] == "task" else importlib.import_module(home)
-    return operator.attrgetter(path)(module)
+    of_task = task if home.rpartition(".")[2] == "task" else None
+    return operator.attrgetter(path)(of_task or sys.modules.get(home) or pkgutil.resolve_name(home))
 
 
 def is_of_reference(kind: type) -> bool:

@@ -29,8 +29,8 @@ SEQUENCES = {"tuple": tuple, "list": list, "set": set}
 CONTAINERS = (*SEQUENCES, "named", "dict", "object")
 DEPTH = 32  # containers around a leaf
 KEPT = (
-    "tensors, arrays, numbers and texts, in tuples, lists, dicts (by numbers and texts), dataclasses and objects of "
-    "the reference's classes"
+    "tensors, arrays, numbers and texts, in tuples, lists, dicts (by numbers or texts), dataclasses and objects of "
+    "classes of reference.py"
 )
 
 

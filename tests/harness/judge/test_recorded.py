@@ -318,7 +318,7 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
 def test_the_calls_of_a_phase_share_its_limit():
     class Sleeper:
         def call(self, handle: SimpleNamespace, request: CallRequest) -> Outcome:
-            within.append(request.within_s)
+            within.append(request.remaining_s)
             time.sleep(0.06)
             return Outcome("PASSED")
 

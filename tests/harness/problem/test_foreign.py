@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from harness.checker.checker import Checker
-from harness.judge import limits, phases
+from harness.checker.checker import Caught, Checker
+from harness.judge import limits, phases, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.problem import folders
-from harness.runner import tree
+from harness.runner import claims, tree
 from harness.runner.buffers import Buffer
 from tests.support import SUPPORT
 from tests.support.foreign import COMPILED, FOLDERS, Folder, write
@@ -144,7 +144,7 @@ def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_p
     [
         ("a = [data]\na.append(a)\nreturn a", "RUNTIME_ERROR", "must not contain themselves, and a list does"),
         ("for _ in range(40):\n    data = [data]\nreturn data", "RUNTIME_ERROR", "nested at most 32 deep"),
-        ("return 'x' * 2**28", "RUNTIME_ERROR", "and 131072 characters in its texts"),
+        ("return 'x' * 2**28", "RUNTIME_ERROR", "and 16000 characters in its texts"),
         ("return type('Half', (float,), {})(0.5)", "INCORRECT", "custom_kernel must return Tensor, got Half"),
         ("return {'y': data * 2}", "INCORRECT", "custom_kernel must return Tensor, got dict(y: Tensor); "),
         (
@@ -210,3 +210,42 @@ def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
         buffer.close()
     assert layouts[0] == layouts[1]
     assert not any(word in str(layouts) for word in ("half", "whole"))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {},
+        {"type": "tuple", "items": [{"type": "value", "value": "1"}] * 60},
+        {"type": "object", "value": "os:system", "keys": ['"__class__"'], "items": [{"type": "value", "value": "1"}]},
+        {"type": "dict", "keys": ["[1]"], "items": [{"type": "value", "value": "1"}]},
+        {"type": "value", "value": "no JSON"},
+        {"type": "class", "value": "os:system"},
+        {"device": "cuda"},
+        {"dtype": "float64"},
+        {"dtype": "Tensor"},
+        {"shape": [2**40]},
+        {"shape": [2**48] * 4, "stride": [0] * 4},
+        {"stride": [0]},
+        {"stride": [-1]},
+        {"stride": [1, 1]},
+        {"conj": True},
+        {"value": "ndarray"},
+    ],
+    ids=str,
+)
+def test_what_a_runner_says_of_its_answer_is_not_believed(tmp_path, lie):
+    """Whatever the claim is, the bytes are those that were fetched, and the verdict is the check's or INCORRECT."""
+    write(tmp_path, Folder())
+    made = Checker({"folder": str(tmp_path), "ours": False, "device": "cpu", "files": {}})
+    found = made.content({"case": {"size": 40}, "seed": 5}, [])
+    buffer = Buffer(found["sizes"])
+    made.buffers["one"] = [buffer]
+    made.fill({"runner": "one", "buffer": 0, "key": None}, [])
+    claim, (part,) = claims.told(made.pristine * 2)
+    made.caught["one"] = Caught("", [tree.raw(part).clone()])
+    said = {**replies.Claim(type="").model_dump(), **claim, **lie}
+    verdict = made.judge({"runner": "one", "buffer": 0, "claims": [said], "baseline": False}, [])
+    buffer.close()
+    assert verdict["status"] == ("INCORRECT" if lie not in ({}, {"conj": True}) else "PASSED"), verdict
+    assert verdict["reason"] or not lie or verdict["status"] == "PASSED"

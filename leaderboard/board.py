@@ -203,14 +203,9 @@ def _row(
 
     lead: how it took the lead after the base run, if it did.
     """
-    row: dict[str, Any] = dict.fromkeys(STANDING) | {
-        "variant": variant,
-        "done": 0,
-        "wanted": len(cases),
-        "notes": [],
-        "base": False,
-    }
-    row |= {"baseline": any(record.get("baseline") for record in lines.record), "reason": ""} | _resources(lines)
+    row: dict[str, Any] = dict.fromkeys(STANDING) | {"variant": variant, "done": 0, "wanted": len(cases), "notes": []}
+    row |= {"baseline": any(record.get("baseline") for record in lines.record), "base": False, "reason": ""}
+    row |= _resources(lines)
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"), math.nan)
     ran = lines[~lines.kind.isin(("compile", "model"))]
     ran = ran[(ran.status != "UNSUPPORTED").groupby(ran.run_id).transform("any")]
@@ -305,13 +300,8 @@ def _state(run: pd.DataFrame, times: list[dict], lines: pd.DataFrame) -> tuple[s
 def _time(variant: str, case: str, record: dict | None, run_id: str, base: bool, baseline: bool) -> dict:
     """One variant's time in one case. A time that is no positive finite number is INVALID_MEASUREMENT, whatever the
     record says; a case without a record is MISSING."""
-    time: dict[str, Any] = dict.fromkeys(TIMES, math.nan) | {
-        "variant": variant,
-        "case": case,
-        "run_id": run_id,
-        "base": base,
-    }
-    time |= {"baseline": baseline, "status": "MISSING", "reason": "no record", "roofline_kind": ""}
+    time: dict[str, Any] = dict.fromkeys(TIMES, math.nan) | {"variant": variant, "case": case, "run_id": run_id}
+    time |= {"base": base, "baseline": baseline, "status": "MISSING", "reason": "no record", "roofline_kind": ""}
     if record is None:
         return time
     time |= {"status": record["status"], "reason": _text(record.get("reason"))}
@@ -393,12 +383,10 @@ def _by_target(record: dict) -> list[dict]:
         return [record]
     if record["status"] != "COMPILED":
         named.add(record["target"])  # the target that failed has left nothing
-    return [
-        record
-        | {"target": name}
-        | {"resources": [item for item in record["resources"] if (item.get("target") or record["target"]) == name]}
-        for name in sorted(named)
-    ]
+    its = {name: [] for name in sorted(named)}
+    for item in record["resources"]:
+        its[item.get("target") or record["target"]].append(item)
+    return [record | {"target": name, "resources": resources} for name, resources in its.items()]
 
 
 def _resources(lines: pd.DataFrame) -> dict:

@@ -11,16 +11,13 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output  # noqa: E402
+from leaderboard import command  # noqa: E402
 from problems.common import venv  # noqa: E402
-
-if TYPE_CHECKING:
-    from leaderboard.unpaired import Pair
 
 NAME = "leaderboard/compare.py"
 HELP = """A and B: a file of records, or words that choose records: problem=, variant=, target=, machine=, run=, commit=
@@ -33,23 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _options(arguments)
     venv.enter(NAME)
-    from harness.results import record, text
-    from leaderboard import unpaired
-
-    try:
-        chosen = [unpaired.choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
-        for complaint in dict.fromkeys(said for one in chosen for said in one.complaints):
-            output.complain(f"{NAME}: {complaint}")
-        code = _compare(unpaired.pairs(*chosen), options.fail_on_regression)
-        output.flush()
-        return code
-    except (BrokenPipeError, output.ClosedError):
-        output.abandon()
-        return output.CLOSED_EXIT
-    except (ValueError, OSError, record.StorageError) as error:
-        output.abandon()
-        output.complain(f"{NAME}: {text.line(record.said_of(error) if isinstance(error, OSError) else error)}")
-        return output.USAGE_EXIT
+    return command.run(NAME, lambda: _compare(options))
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -70,14 +51,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _compare(pairs: list[Pair], percent: float | None) -> int:
+def _compare(options: argparse.Namespace) -> int:
     from harness.judge import verdict
+    from leaderboard import unpaired
 
-    found: list[str] = []
+    chosen = [unpaired.choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
+    for complaint in dict.fromkeys(said for one in chosen for said in one.complaints):
+        output.complain(f"{NAME}: {complaint}")
+    percent, found = options.fail_on_regression, []
+    pairs = unpaired.pairs(*chosen)
     for pair in pairs:
-        for line in pair.lines():
-            output.say(line)
-        output.say("")
+        output.say("\n".join(pair.lines()) + "\n\n")
         found += pair.regressions(percent) if percent is not None else []
     if percent is None:
         return 0

@@ -15,6 +15,7 @@ from leaderboard.tables import Table
 
 Steps = dict[str, list[dict]]  # by the table's title
 GAPS, OUTSIDE = "gaps between kernels", "outside of ops"
+WORDS = {"config", "format", "source", "state"}  # columns that are no numbers
 
 
 def steps(records: Iterable[dict], machine: str) -> Steps:
@@ -22,66 +23,53 @@ def steps(records: Iterable[dict], machine: str) -> Steps:
     found: dict[str, dict[str, dict]] = {}
     for one in records:
         if one["kind"] == "latency":
-            of_title = found.setdefault(f"{one['problem']}, {one['target']}, on {machine}", {})
-            of_title[repr(one["case"])] = one
-    return {title: list(newest.values()) for title, newest in found.items()}
+            found.setdefault(title(one, machine), {})[repr(one["case"])] = one
+    return {name: list(newest.values()) for name, newest in found.items()}
+
+
+def title(one: dict, machine: str) -> str:
+    return f"{one['problem']}, {one['target']}, on {machine}" if one["kind"] == "latency" else ""
 
 
 def table(records: list[dict], known: Provenance) -> Table:
-    """Header and rows, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
-    names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
-    header = [
-        *names,
-        "eager us",
-        "graph us",
-        "in a row us",
-        "tokens/s",
-        "SOL us",
-        "% of SOL",
-        "launches",
-        "source",
-        "state",
-    ]
+    """A row per case, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
+    names = _fields(records)
+    header = [*names, "eager us", "graph us", "in a row us", "tokens/s", "SOL us", "% of SOL", "launches"]
     rows = []
     for one in records:
-        case = one["case"] or {}
-        row = [text.line(case.get(name, ""), tables.REASON) for name in names]
+        row = _case(one, names)
         row += [tables.us(us) for us in (number(one.get("eager_us")), graph_us(one), number(one.get("row_us")))]
         row += [f"{rate:,.0f}" if (rate := tokens_a_second(one)) > 0 else "", tables.us(number(one.get("sol_us")))]
-        row += [tables.percent(share(one)), launches(one), known.state(one)]
-        rows.append([*row, state(one, known)])
-    return header, rows
+        row += [tables.percent(share(one)), launches(one), known.state(one), state(one, known)]
+        rows.append(row)
+    kinds = ["" if one["status"] == "PASSED" else "failed" for one in records]
+    return Table([*header, "source", "state"], rows, WORDS, kinds)
+
+
+def _fields(records: Iterable[dict]) -> list[str]:
+    return list(dict.fromkeys(name for one in records for name in one["case"] or {}))
+
+
+def _case(one: dict, names: list[str]) -> list[str]:
+    return [text.line((one["case"] or {}).get(name, ""), tables.REASON) for name in names]
 
 
 def winners(steps: Steps, known: Provenance) -> list[list[str]]:
     """The rows of tables.winners for a step of one sequence of each model, the first context that is recorded of it: no
     baseline is timed there.
     """
-    rows = []
+    rows: dict[str, list[str]] = {}
     for title, records in steps.items():
         problem, _, machine = title.partition(", on ")
-        seen = set()
         for one in records:
             case = one["case"] or {}
             other = {"new", "early", "kernels"} & set(case)
             if case.get("batch") == 1 and not other and one["status"] != "UNSUPPORTED":
                 what = ", ".join(str(value) for name, value in case.items() if name not in ("batch", "context"))
-                if what in seen:
-                    continue
-                seen.add(what)
-                time = f"{tables.us(number(one.get('median_us')))} us"
-                rows.append(
-                    [
-                        f"{problem}, {what}, a token",
-                        one["variant"],
-                        time,
-                        f"{tables.percent(share(one))} of SOL",
-                        "",
-                        machine,
-                        known.state(one),
-                    ]
-                )
-    return rows
+                time, of_sol = f"{tables.us(number(one.get('median_us')))} us", f"{tables.percent(share(one))} of SOL"
+                name = f"{problem}, {what}, a token"
+                rows.setdefault(f"{title} {what}", [name, one["variant"], time, of_sol, "", machine, known.state(one)])
+    return list(rows.values())
 
 
 def graph_us(one: dict) -> float:
@@ -110,30 +98,21 @@ def components(one: dict) -> dict[str, float]:
 
 
 def breakdown(records: list[dict]) -> Table:
-    """Header and rows: of each case us, launches and share of every op, the longest first."""
-    names = list(dict.fromkeys(name for one in records for name in one["case"] or {}))
-    header, rows = [*names, "op", "us", "launches", "% of step"], []
+    """A row per case and op: us, launches and share of the step, the longest first."""
+    names, rows = _fields(records), []
     for one in records:
         found = one.get("breakdown") or {}
         span = number(found.get("span_us"))
-        case = [text.line((one["case"] or {}).get(name, ""), tables.REASON) for name in names]
         for op, part in (found.get("ops") or {}).items():
             us = number(part.get("us"))
-            rows.append(
-                [
-                    *case,
-                    text.line(op, tables.REASON) or OUTSIDE,
-                    tables.us(us),
-                    str(part.get("launches") or ""),
-                    tables.percent(us / span) if span > 0 else "",
-                ]
-            )
-    return header, rows
+            named, of_step = text.line(op, tables.REASON) or OUTSIDE, tables.percent(us / span) if span > 0 else ""
+            rows.append([*_case(one, names), named, tables.us(us), str(part.get("launches") or ""), of_step])
+    return Table([*names, "op", "us", "launches", "% of step"], rows, WORDS | {"op"})
 
 
 def layers(records: list[dict]) -> Table:
-    """Header and rows: us a layer, from two cases that differ in their number of layers only (flash-4l256e and
-    flash-8l256e): the difference of their times, and of their SOL, by that of their layers.
+    """us a layer, from two cases that differ in their number of layers only (flash-4l256e and flash-8l256e): the
+    difference of their times, and of their SOL, by that of their layers.
     """
     found: dict[tuple, dict[int, dict]] = {}
     for one in records:
@@ -153,18 +132,18 @@ def layers(records: list[dict]) -> Table:
             for name in ("median_us", "row_us", "sol_us")
         )
         values = [text.line(dict(rest).get(name, ""), tables.REASON) for name in names]
-        rows.append(
-            [
-                config,
-                *values,
-                f"{fewest} and {most}",
-                tables.us(us),
-                tables.us(row),
-                tables.us(sol),
-                tables.percent(sol / us) if us > 0 else "",
-            ]
-        )
-    return header, rows
+        times = [*map(tables.us, (us, row, sol)), tables.percent(sol / us) if us > 0 else ""]
+        rows.append([config, *values, f"{fewest} and {most}", *times])
+    return Table(header, rows, WORDS)
+
+
+def ops(records: list[dict]) -> Table:
+    """What fills each op of a model, in each of its cases that differ."""
+    filled: dict[str, dict[str, None]] = {}
+    for one in records:
+        for op, what in (one.get("kernels") or {}).items():
+            filled.setdefault(op, {})[text.line(what or "", 80)] = None
+    return Table(["op", "filled by"], [[op, ", ".join(found)] for op, found in filled.items()], {"op", "filled by"})
 
 
 def share(one: dict) -> float:
@@ -189,8 +168,7 @@ def notes(records: list[dict]) -> list[str]:
 
 
 def state(one: dict, known: Provenance) -> str:
-    said = (
-        [] if one["status"] == "PASSED" else [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"]
-    )
+    failed = one["status"] != "PASSED"
+    said = [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"] if failed else []
     said += [PROBLEM_CHANGED] if known.problem_changed(one) else []
     return "; ".join([*said, *provenance.warnings([one])]) or "ok"

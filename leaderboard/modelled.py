@@ -62,24 +62,20 @@ def predicted_us(problem: str, target: str) -> float | None:
     operations, whichever take longer; None for another target, and for a problem that is no folder of ours or does not
     say its bytes. ValueError: its task.py fails.
     """
-    folder = load.PROBLEMS / problem
-    if target not in GPU or not (folder / "task.py").is_file():
+    folder, gpu = load.PROBLEMS / problem, GPU.get(target, "")
+    if not gpu or not (folder / "task.py").is_file():
         return None
-    gpu = GPU[target]
     try:
-        task = load.module(folder, "task")
-        both = [
-            (
-                case.bytes_moved() / RATES[gpu][0],
-                (case.flops() if hasattr(case, "flops") else 0) / flops_rate(gpu, getattr(case, "activation", None)),
-            )
-            for case in vars(task).get(f"BENCHMARKS_{target.upper()}", task.BENCHMARKS)
-        ]
+        task, least = load.module(folder, "task"), []
+        for case in vars(task).get(f"BENCHMARKS_{target.upper()}", task.BENCHMARKS):
+            flops = case.flops() if hasattr(case, "flops") else 0
+            rate = flops_rate(gpu, getattr(case, "activation", None))
+            least.append(1e6 * max(case.bytes_moved() / RATES[gpu][0], flops / rate))
     except AttributeError:
         return None
     except Exception as error:
         raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from error
-    return stats.geomean([1e6 * max(pair) for pair in both])
+    return stats.geomean(least)
 
 
 def prediction(problem: str, target: str) -> str:

@@ -7,13 +7,13 @@ record is left out with a warning, and what is shown of a record is text, never 
 import argparse
 import dataclasses
 import difflib
+import itertools
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from harness.problem import sources
@@ -22,11 +22,14 @@ from harness.results.screen import Screen, track
 from leaderboard import board, latency, tables
 from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
+from leaderboard.tables import Section, Table
 from problems.common import load
 
 BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
 MARKS = BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
 PLAIN_WIDTH = 250  # columns, where the output is no terminal
+WORDS = {"variant", "source", "state", "against", "verdict", "run", "case"}  # columns at the left, in a terminal
+STYLES = {"first": "bold green", "baseline": "yellow"}
 DIFF_LINES = 20  # of a stale table, shown by --check
 
 
@@ -120,58 +123,41 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
     if not shown:
         nothing = "No machine's records are committed yet.\n"
         return nothing, nothing, shown.complaints
-    header, rows = tables.winners(shown.boards)
-    rows += latency.winners(shown.steps, shown.known)
-    return tables.grid(header, rows, {"problem", "winner", "machine", "source"}), markdown(shown), shown.complaints
+    first = tables.winners(shown.boards)
+    first = dataclasses.replace(first, rows=first.rows + latency.winners(shown.steps, shown.known))
+    return tables.grid(first), markdown(shown), shown.complaints
 
 
 def markdown(shown: Shown) -> str:
     """Boards, then the latencies of whole models."""
-    words = {"config", "format", "source", "state"}
-    parts = [
-        tables.section(f"{title}: {what}", table, notes, words)
-        for title, records in shown.steps.items()
-        for what, table, notes in (
-            ("time per decode step", latency.table(records, shown.known), latency.notes(records)),
-            ("time of a layer", latency.layers(records), []),
-        )
-        if table[1]
-    ]
-    boards = [tables.markdown(shown.boards, shown.complaints)] if shown.boards or shown.complaints else []
-    return "\n".join([*boards, *parts])
+    parts = [tables.markdown(tables.section(one)) for one in shown.boards]
+    parts += [f"Warning: {tables.escape(line)}" for line in shown.complaints]
+    for title, records in shown.steps.items():
+        steps, layers = latency.table(records, shown.known), latency.layers(records)
+        step = Section(f"{title}: time per decode step", [], [("", steps)], latency.notes(records))
+        parts.append(tables.markdown(step))
+        if layers.rows:
+            parts.append(tables.markdown(Section(f"{title}: time of a layer", [], [("", layers)], [])))
+    return "\n\n".join(parts) + "\n"
 
 
 def terminal(shown: Shown, console: Console) -> None:
     """Print the boards, then the latencies of whole models, as tables."""
-    for one in shown.boards:
-        console.rule(_text(tables.title(one), "bold"), align="left")
-        for line in tables.facts(one):
-            console.print(_text(line, "dim"))
-        header, rows = tables.standing(one)
-        styles = ["bold green" if row[0] == "1" else "yellow" if row[0] == "baseline" else "" for row in rows]
-        _print(console, header, rows, styles)
-        (header, rows), common = tables.by_case(one)
-        if rows:
-            console.print(_text(f"By case, us. All have {common}." if common else "By case, us."))
-            _print(console, header, rows, [""] * len(rows))
-        header, rows = tables.pairs(one)
-        if rows:
-            console.print(Text("Interleaved pairs, variant / other:"))
-            _print(console, header, rows, [""] * len(rows))
-        for line in tables.notes(one):
-            console.print(_text(line, "dim"))
-        console.print()
+    sections = [tables.section(one) for one in shown.boards]
     for title, records in shown.steps.items():
-        console.rule(_text(f"{title}: time per decode step", "bold"), align="left")
-        for what, (header, rows) in (
-            ("", latency.table(records, shown.known)),
-            ("A layer:", latency.layers(records)),
-            ("Where the time of a step goes:", latency.breakdown(records)),
-        ):
-            if rows:
-                console.print(_text(what))
-                _print(console, header, rows, [""] * len(rows))
-        for line in latency.notes(records):
+        named = [("", latency.table(records, shown.known)), ("A layer:", latency.layers(records))]
+        named += [("Where the time of a step goes:", latency.breakdown(records))]
+        found = [(above, table) for above, table in named if table.rows]
+        sections.append(Section(f"{title}: time per decode step", [""], found, latency.notes(records)))
+    for one in sections:
+        console.rule(_text(one.title, "bold"), align="left")
+        for line in one.facts:
+            console.print(_text(line, "dim"))
+        for above, table in one.tables:
+            if above:
+                console.print(_text(above))
+            _print(console, table)
+        for line in one.notes:
             console.print(_text(line, "dim"))
         console.print()
 
@@ -181,18 +167,15 @@ def _text(said: str, style: str = "") -> Text:
     return Text(text.line(said), style=style)
 
 
-def _print(console: Console, header: list[str], rows: list[list[str]], styles: list[str]) -> None:
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    words, whole = (
-        {"variant", "source", "state", "against", "verdict", "run", "case"},
-        {"variant", "geomean us", "mean us"},
-    )
-    for name in header:
+def _print(console: Console, table: Table) -> None:
+    drawn = rich.table.Table(box=None, pad_edge=False, header_style="bold")
+    for name in table.header:
         # Names and times stay whole on a narrow terminal; the state wraps.
-        grid.add_column(_text(name), justify="left" if name in words else "right", no_wrap=name in whole)
-    for row, style in zip(rows, styles, strict=True):
-        grid.add_row(*map(_text, row), style=style)
-    console.print(grid)
+        whole = name in ("variant", "geomean us", "mean us")
+        drawn.add_column(_text(name), justify="left" if name in WORDS else "right", no_wrap=whole)
+    for row, kind in itertools.zip_longest(table.rows, table.kinds[: len(table.rows)], fillvalue=""):
+        drawn.add_row(*map(_text, row), style=STYLES.get(kind, ""))
+    console.print(drawn)
 
 
 def _problem(words: str, results: Path) -> str:
@@ -214,39 +197,32 @@ def report(options: argparse.Namespace) -> int:
     options.problems = [_problem(words, options.results) for words in options.problems]
     folders = sorted(path.name for path in options.results.glob("*") if path.is_dir())
     if options.machine is not None and options.machine not in folders:
-        raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {_list(folders)})")
+        there = ", ".join(folders) or "none"
+        raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {there})")
     machines = folders if options.machine is None else [options.machine]
     shown = read(options.results, machines, options.problems, folders)
     for complaint in shown.complaints:
         output.complain(f"warning: {text.line(complaint)}")
     if not shown:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
-        where = "" if options.machine is None else f" on {options.machine}{_elsewhere(options, folders)}"
+        where = "" if options.machine is None else f" on {options.machine}"
         out = sys.stdout if options.format == "terminal" else sys.stderr
         print(f"no records{of}{where}: run `.venv/bin/python harness/run.py PROBLEM` first", file=out)
-    if options.html or options.serve:
-        return _site(shown, options)
-    if options.format == "csv":
+    if options.html:
+        from leaderboard.site import build  # matplotlib, jinja2 and pygments take most of a second to import
+
+        count = build.write(shown, options.results, options.html)
+        output.complain(f"wrote {count} pages in {options.html}: open {options.html / 'index.html'}")
+    elif options.format == "csv":
         print(tables.csv(shown.boards), end="")
     elif options.format == "markdown" and shown:
         print(markdown(shown), end="")
     elif shown:
         screen = Screen(highlight=False)
         terminal(shown, screen if screen.is_terminal else Screen(highlight=False, width=PLAIN_WIDTH))
-    if options.out and shown.boards:
+    if options.out and shown.boards and not options.html:
         _write(shown, options.out)
     return 0
-
-
-def _elsewhere(options: argparse.Namespace, machines: list[str]) -> str:
-    """A remark on the machines that do have records of the problems wanted."""
-    by_machine, _ = records_of(options.results, machines, options.problems)
-    found = [machine for machine in machines if by_machine[machine]]
-    return f" (there are some on: {_list(found)})" if found else ""
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _write(shown: Shown, folder: Path) -> None:
@@ -264,20 +240,6 @@ def _write(shown: Shown, folder: Path) -> None:
     output.complain(f"wrote {', '.join(names)} in {folder}")
 
 
-def _site(shown: Shown, options: argparse.Namespace) -> int:
-    """Write the page, and serve it if that is wanted."""
-    from leaderboard.site import build  # matplotlib, jinja2 and pygments take most of a second to import
-
-    with tempfile.TemporaryDirectory() as draft:
-        folder = options.html or Path(draft)
-        count = build.write(shown, options.results, folder)
-        if options.html:
-            output.complain(f"wrote {count} pages in {folder}: open {folder / 'index.html'}")
-        if options.serve:
-            build.serve(folder)
-    return 0
-
-
 def _text_of(option: str, file: Path) -> str:
     """ValueError, which names the option: it cannot be read."""
     try:
@@ -292,22 +254,17 @@ def readme(options: argparse.Namespace) -> int:
     for complaint in complaints:
         output.complain(f"warning: {text.line(complaint)}")
     pages = {top: winners, top.parent / BOARDS: boards}
+    names = {file: str(file.relative_to(top.parent)) for file in pages}
     old = {file: _text_of("--readme", file) for file in pages}
-    new = {
-        file: output.spliced(old[file], MARKS, table, str(file.relative_to(top.parent)))
-        for file, table in pages.items()
-    }
-    stale = [file for file in pages if new[file] != old[file]]
-    for file in pages:
-        name = file.relative_to(top.parent)
-        if not options.check:
-            if file in stale:
-                output.write_whole(file, new[file])  # a README cut short by a kill would lose its text
-            print(f"{name}: the table is " + ("rewritten" if file in stale else "unchanged"))
-        elif file not in stale:
+    new = {file: output.spliced(old[file], MARKS, table, names[file]) for file, table in pages.items()}
+    for file, name in names.items():
+        if old[file] == new[file]:
             print(f"{name}: the table is current")
+        elif not options.check:
+            output.write_whole(file, new[file])  # a README cut short by a kill would lose its text
+            print(f"{name}: the table is rewritten")
         else:
             print(f"{name}: the table is stale; run `.venv/bin/python leaderboard/report.py --readme {top.name}`")
             sides = (old[file].splitlines(), new[file].splitlines(), "as it stands", "from the records")
             print("\n".join(list(difflib.unified_diff(*sides, lineterm="", n=0))[:DIFF_LINES]))
-    return int(options.check and bool(stale))
+    return int(options.check and old != new)

@@ -26,25 +26,20 @@ def name(said: object) -> str:
 
 def by_variant(board: Board) -> DotPlot | None:
     """Each variant's metric with its interval, and its roofline; the fastest on top."""
-    found = board.standing[board.standing.geomean_us.notna()]
-    kinds = [
-        1 if one.baseline else 0 if not pd.isna(one.rank) else 2 for one in rows_of(found)
-    ]  # of `names`: a board of one kind needs no legend
-    lines = [
-        Dots(
-            f"{one.rank}. {name(one.variant)}" if not pd.isna(one.rank) else name(one.variant),
-            [Point(one.geomean_us, one.lo_us, one.hi_us, kind)],
-            [one.geomean_us * one.roofline_share] if one.roofline_share > 0 else [],
-            f"{tables.us(one.geomean_us)} us" + (f", {_share(one.roofline_share)}" if one.roofline_share > 0 else ""),
-        )
-        for one, kind in list(zip(rows_of(found), kinds, strict=True))[:MOST_LINES]
-    ]
+    found = list(rows_of(board.standing[board.standing.geomean_us.notna()]))
+    kinds = [1 if one.baseline else 0 if not pd.isna(one.rank) else 2 for one in found]  # positions in `names`
+    lines = []
+    for one, kind in zip(found[:MOST_LINES], kinds, strict=False):
+        label = name(one.variant) if pd.isna(one.rank) else f"{one.rank}. {name(one.variant)}"
+        rooflines = [one.geomean_us * one.roofline_share] if one.roofline_share > 0 else []
+        said = f"{tables.us(one.geomean_us)} us"
+        said += f", {tables.percent(one.roofline_share)} of roofline" if rooflines else ""
+        lines.append(Dots(label, [Point(one.geomean_us, one.lo_us, one.hi_us, kind)], rooflines, said))
     if not lines:
         return None
-    names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds) + 1]
-    about = (
-        f"{board.metric} of the times of a call over {text.counted(len(board.cases), 'case')}, us, with 95 % interval"
-    )
+    names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds) + 1]  # one needs no legend
+    cases = text.counted(len(board.cases), "case")
+    about = f"{board.metric} of the times of a call over {cases}, us, with 95 % interval"
     return DotPlot(lines, names, about, "measured roofline", frozenset({1}))
 
 
@@ -55,24 +50,14 @@ def by_case(board: Board) -> DotPlot | None:
     cells = {(one.variant, one.case): one for one in rows_of(board.times[board.times.base])}
     lines = []
     for case in board.cases:
-        its = [(number, cells.get((variant, case))) for number, variant in enumerate(shown)]
-        points = [
-            Point(one.median_us, one.lo_us, one.hi_us, number)
-            for number, one in its
-            if one is not None and one.median_us > 0
-        ]
-        rooflines = [one.roofline_us for _, one in its if one is not None and one.roofline_us > 0]
-        middle = [sorted(rooflines)[len(rooflines) // 2]] if rooflines else []
-        lines.append(Dots(own[case], points, middle))
+        its = [(number, cells[variant, case]) for number, variant in enumerate(shown) if (variant, case) in cells]
+        points = [Point(one.median_us, one.lo_us, one.hi_us, number) for number, one in its if one.median_us > 0]
+        rooflines = sorted(one.roofline_us for _, one in its if one.roofline_us > 0)
+        lines.append(Dots(own[case], points, rooflines[len(rooflines) // 2 :][:1]))
     if not any(line.points for line in lines):
         return None
-    return DotPlot(
-        lines,
-        [name(variant) for variant in shown],
-        "time of a call, us, median with 95 % interval",
-        "measured roofline",
-        _baselines(board, shown),
-    )
+    names, axis = [name(variant) for variant in shown], "time of a call, us, median with 95 % interval"
+    return DotPlot(lines, names, axis, "measured roofline", _baselines(board, shown))
 
 
 def _baselines(board: Board, shown: Sequence[str]) -> frozenset[int]:
@@ -80,10 +65,14 @@ def _baselines(board: Board, shown: Sequence[str]) -> frozenset[int]:
     return frozenset(number for number, variant in enumerate(shown) if variant in known)
 
 
+def timed(board: Board) -> set[str]:
+    """The variants with a time in the base run."""
+    return set(board.times[board.times.base & board.times.median_us.notna()].variant)
+
+
 def series(board: Board) -> list[str]:
     """The variants of the base run that are drawn by case: the first of the board, and the first baselines."""
-    timed = set(board.times[board.times.base & board.times.median_us.notna()].variant)
-    shown = board.standing[board.standing.variant.isin(timed)]
+    shown = board.standing[board.standing.variant.isin(timed(board))]
     baselines = list(shown[shown.baseline.astype(bool)].variant)[:BASELINES]
     others = list(shown[~shown.baseline.astype(bool)].variant)[: plot.MOST_SERIES - len(baselines)]
     return [variant for variant in shown.variant if variant in {*others, *baselines}]
@@ -93,11 +82,8 @@ def history(board: Board, points: Sequence[trend.Timing]) -> Lines | None:
     """The metric of the drawn variants over the commits at which they were timed."""
     places = trend.commits(points)
     shown = [variant for variant in series(board) if any(point.variant == variant for point in points)]
-    found = [
-        (name(variant), [(places[p.commit][0], p.us) for p in points if p.variant == variant]) for variant in shown
-    ]
-    labels = [label for _, label in places.values()]
-    axis = f"{board.metric} of the times, us, by commit"
+    found = [(name(one), [(places[p.commit][0], p.us) for p in points if p.variant == one]) for one in shown]
+    labels, axis = [label for _, label in places.values()], f"{board.metric} of the times, us, by commit"
     return Lines(labels, found, axis, baselines=_baselines(board, shown)) if found else None
 
 
@@ -228,7 +214,3 @@ def _point(shown: DotPlot, point: Point) -> str:
     what = f"{shown.names[point.series]} " if len(shown.names) > 1 else ""
     interval = f" ({point.lo:.4g} to {point.hi:.4g})" if math.isfinite(point.lo) else ""
     return f"{what}{point.x:.4g}{interval}"
-
-
-def _share(share: float) -> str:
-    return f"{tables.percent(share)} of roofline"

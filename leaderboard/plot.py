@@ -34,21 +34,9 @@ PAD = 6
 LABEL = 400  # characters of a label; it wraps
 # Okabe and Ito's palette, which the common forms of colour blindness tell apart; shapes say it once more. The page
 # replaces each colour by the theme's (site/page.css), so no two names may share one.
-COLOURS = {
-    "ink": "#1f2328",
-    "muted": "#59636e",
-    "grid": "#dfe3e8",
-    "paper": "#fefefe",
-    "roofline": "#c0392b",
-    "s0": "#0072b2",
-    "s1": "#d55e00",
-    "s2": "#009e73",
-    "s3": "#a3528a",
-    "s4": "#8a6d00",
-    "s5": "#2a8fc7",
-    "s6": "#5a5f69",
-    "s7": "#7f3b08",
-}
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#a3528a", "#8a6d00", "#2a8fc7", "#5a5f69", "#7f3b08")
+COLOURS = {"ink": "#1f2328", "muted": "#59636e", "grid": "#dfe3e8", "paper": "#fefefe", "roofline": "#c0392b"}
+COLOURS |= {f"s{number}": colour for number, colour in enumerate(SERIES)}
 SHAPES = "oDs^vPX*"
 MOST_SERIES = len(SHAPES)
 MOST_POINTS = 400  # of a strip; more are thinned evenly
@@ -193,26 +181,6 @@ def _any_glyph() -> Iterator[None]:
         yield
 
 
-def overlaps(drawn: Figure) -> list[tuple[str, str]]:
-    """Pairs of texts that overlap, or (text, "") for one that leaves the picture, by matplotlib's own extents."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    with matplotlib.rc_context(STYLE), _any_glyph():
-        canvas = FigureCanvasAgg(drawn)
-        canvas.draw()
-        boxes = [(one.get_text(), one.get_window_extent(canvas.get_renderer())) for one in drawn.texts]
-    whole = drawn.bbox
-    bad = [(said, "") for said, box in boxes if box.x0 < whole.x0 - 1 or box.x1 > whole.x1 + 1]
-    boxes.sort(key=lambda found: found[1].y0)
-    for number, (one, box) in enumerate(boxes):
-        for other, its in boxes[number + 1 :]:
-            if its.y0 >= box.y1:
-                break
-            if min(box.x1, its.x1) - max(box.x0, its.x0) > 0.5 and min(box.y1, its.y1) - max(box.y0, its.y0) > 0.5:
-                bad.append((one, other))
-    return bad
-
-
 # --- the sheet
 
 
@@ -227,17 +195,8 @@ class _Sheet:
     def say(self, x: float, y: float, said: str, ha: str = "left", size: int = SIZE, colour: str = "ink") -> None:
         """Text around (x, y), centred in y."""
         if said:
-            self.figure.text(
-                x,
-                y,
-                said,
-                transform=self.px,
-                ha=ha,
-                va="center_baseline",
-                size=size,
-                color=COLOURS[colour],
-                parse_math=False,
-            )
+            how: dict[str, Any] = {"transform": self.px, "ha": ha, "va": "center_baseline", "color": COLOURS[colour]}
+            self.figure.text(x, y, said, size=size, parse_math=False, **how)
 
     def line(self, x: Sequence[float], y: Sequence[float], colour: str, lw: float = 1, **how: Any) -> None:
         """A line through these points, with gaps at NaN."""
@@ -251,16 +210,9 @@ class _Sheet:
 
     def shapes(self, x: Sequence[float], y: Sequence[float], series: int, hollow: bool) -> None:
         colour = f"s{series % MOST_SERIES}"
-        self.line(
-            x,
-            y,
-            colour,
-            linestyle="none",
-            marker=SHAPES[series % MOST_SERIES],
-            markersize=6.5,
-            markeredgewidth=1.3,
-            markerfacecolor=COLOURS["paper" if hollow else colour],
-        )
+        how: dict[str, Any] = {"marker": SHAPES[series % MOST_SERIES], "markersize": 6.5, "markeredgewidth": 1.3}
+        face = COLOURS["paper" if hollow else colour]
+        self.line(x, y, colour, linestyle="none", markerfacecolor=face, **how)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,8 @@ def of(problem: str, variant: Submission, target: str, results: Path) -> list[st
     """
     commit, dirty = environment.commit()
     source = scan.source_hash(variant.file, variant.folder)
-    said = [
-        f"{variant.name} of {problem}, for {target}; source hash {source}, commit {(commit or 'unknown')[:12]}"
-        f"{' with changes' if dirty else ''}"
-    ]
+    where = f"{(commit or 'unknown')[:12]}{' with changes' if dirty else ''}"
+    said = [f"{variant.name} of {problem}, for {target}; source hash {source}, commit {where}"]
     by_machine = {folder.name: record.read(folder.name, problem, results) for folder in sorted(results.glob("*"))}
     known = Provenance(one for found in by_machine.values() for one in found)
     wanted = (variant.name, target, "PASSED")

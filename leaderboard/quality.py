@@ -5,12 +5,13 @@ paired a variant with itself counts too. docs/exploits.jsonl has what became of 
 (tests/exploits/exploit_table.py). A line that is none of these is named and left out.
 """
 
-from collections.abc import Iterable
+import collections
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from harness.results import ranking, record, schema, stats
 from leaderboard.board import Board, rows_of
@@ -23,46 +24,10 @@ FOLDER = "judge"
 ALLOWED = 0.95  # what the lower end of an attack's ratio must be above
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-
-class _Ratio(_Line):
-    ratio: float = Field(gt=0)
-    ci95: schema.Interval
-    word: str
-
-
-class _Comparison(_Line):
-    kind: Literal["comparison"]
-    problem: str
-    case: dict[str, Any]
-    time: str
-    commit: str | None = None
-    plan: dict[str, Any] = {}
-    slowed_by_cycles: int | None = None
-    same: _Ratio | None = Field(None, alias="a/b")
-    slowed: _Ratio | None = Field(None, alias="s/a")
-
-
-class _Loop(_Line):
-    case: dict[str, Any]
-    judge_us: float = Field(gt=0)
-    loop_us: float = Field(gt=0)
-    ratio: float
-    standard_error: float
-
-
-class _Loops(_Line):
-    kind: Literal["bare_loop"]
-    problem: str
-    variant: str
-    time: str
-    cases: list[_Loop]
-
-
-class Attack(_Line):
+class Attack(BaseModel):
     """One form of an attack, honest in `form` of four calls. ratio, low, high: of its times to the honest form's."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     file: schema.Name
     form: int
@@ -74,18 +39,13 @@ class Attack(_Line):
     processes: int = 0
 
     @property
-    def broken(self) -> bool:
-        """Whether it passed with a time that may be false."""
-        return self.low is not None and self.low <= ALLOWED
-
-    @property
     def outcome(self) -> str:
-        """What the judge made of it."""
+        """What the judge made of it: below the bound is what passed with a time that may be false."""
         if self.verdict != "PASSED":
             return "refused"
         if self.low is None:
             return "not timed"
-        return "BELOW THE BOUND" if self.broken else "honest time"
+        return "BELOW THE BOUND" if self.low <= ALLOWED else "honest time"
 
 
 @dataclass(frozen=True)
@@ -134,17 +94,17 @@ def read(results: Path, machines: Iterable[str], boards: Iterable[Board]) -> Qua
     found = Quality()
     for machine in machines:
         for file in sorted(path for path in (results / machine / FOLDER).glob("*.jsonl") if path.is_file()):
-            lines, said = record.parse_lines(file.read_bytes(), str(file.relative_to(results)), _experiment)
+            read_line = functools.partial(_experiment, machine)
+            lines, said = record.parse_lines(file.read_bytes(), str(file.relative_to(results)), read_line)
             found.complaints += said
-            for line in lines:
-                _take(found, machine, line)
+            found.comparisons += [one for line in lines for one in line.get("comparisons", ())]
+            found.loops += [one for line in lines for one in line.get("loops", ())]
     for board in boards:
         for pair in rows_of(board.pairs):
             if pair.against == f"{pair.variant}#2":
                 where = (board.machine, f"{board.problem}, {pair.variant}", pair.case, "")
-                found.comparisons.append(
-                    Comparison(*where, pair.ratio, pair.lo, pair.hi, pair.word, "", pair.run_id, "")
-                )
+                numbers = (pair.ratio, pair.lo, pair.hi, pair.word, "", pair.run_id, "")
+                found.comparisons.append(Comparison(*where, *numbers))
     data = EXPLOITS.read_bytes() if EXPLOITS.is_file() else b""
     lines, said = record.parse_lines(data, EXPLOITS.name, _attack)
     last = {(one["file"], one["form"]): Attack.model_validate(one) for one in lines}
@@ -154,10 +114,7 @@ def read(results: Path, machines: Iterable[str], boards: Iterable[Board]) -> Qua
 
 def counts(comparisons: Iterable[Comparison]) -> dict[str, int]:
     """How often each verdict was given, the most frequent first."""
-    found: dict[str, int] = {}
-    for one in comparisons:
-        found[one.word] = found.get(one.word, 0) + 1
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(collections.Counter(one.word for one in comparisons).most_common())
 
 
 def by_plan(comparisons: Iterable[Comparison]) -> dict[tuple[str, str], dict[str, int]]:
@@ -168,51 +125,45 @@ def by_plan(comparisons: Iterable[Comparison]) -> dict[tuple[str, str], dict[str
     return {key: counts(of_plan) for key, of_plan in found.items()}
 
 
-def summary(attack: Attack) -> str:
-    """The first line of the attack's docstring; "" where its file is gone or cannot be read."""
-    file = ATTACKS / f"{attack.file}.py"
+def summary(file: Path) -> str:
+    """The first line of a file's docstring; "" where the file is gone or cannot be read."""
     try:
         return load.summary(file) if file.is_file() else ""
     except (OSError, SyntaxError, ValueError):
         return ""
 
 
-def _take(found: Quality, machine: str, line: dict) -> None:
-    if line["kind"] == "comparison":
-        one = _Comparison.model_validate(line)
-        for planted, ratio in (("", one.same), (f"{one.slowed_by_cycles} cycles", one.slowed)):
-            if ratio is not None:
-                lo, hi = ratio.ci95
-                # Before there was UNDECIDED, SAME was said where neither of the others was.
-                near = 1 - stats.SAME_WITHIN <= lo <= hi <= 1 + stats.SAME_WITHIN
-                word = "UNDECIDED" if ratio.word == "SAME" and not near else ratio.word
-                numbers = (ratio.ratio, lo, hi, word, str(one.plan.get("processes", "")))
-                label, commit = ranking.case_label(one.case), (one.commit or "")[:7]
-                found.comparisons.append(Comparison(machine, one.problem, label, planted, *numbers, one.time, commit))
-    elif line["kind"] == "bare_loop":
-        loops = _Loops.model_validate(line)
-        found.loops += [
-            Loop(
-                machine,
-                loops.problem,
-                loops.variant,
-                ranking.case_label(one.case),
-                one.judge_us,
-                one.loop_us,
-                one.ratio,
-                one.standard_error,
-            )
-            for one in loops.cases
-        ]
+def _experiment(machine: str, line: bytes) -> dict[str, list]:
+    """The comparisons or the loops of a line of an experiment; {} of another kind. ValueError: it is none."""
+    one = record.loads(line)
+    try:
+        if one.get("kind") == "comparison":
+            return {"comparisons": list(_comparisons(machine, one))}
+        if one.get("kind") == "bare_loop":
+            where = (machine, str(one["problem"]), str(one["variant"]))
+            return {"loops": [_loop(where, case) for case in one["cases"]]}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no experiment: {type(error).__name__}: {error}") from None
+    return {}
 
 
-def _experiment(line: bytes) -> dict:
-    """A line of an experiment; one of another kind as it is. ValueError: it is none."""
-    found = record.loads(line)
-    model = {"comparison": _Comparison, "bare_loop": _Loops}.get(str(found.get("kind")))
-    if model:
-        schema.check(found, model)
-    return found if "kind" in found else found | {"kind": ""}
+def _comparisons(machine: str, one: dict) -> Iterator[Comparison]:
+    if "a/b" not in one and "s/a" not in one:
+        raise KeyError("a/b")
+    for planted, key in (("", "a/b"), (f"{one.get('slowed_by_cycles')} cycles", "s/a")):
+        if (pair := one.get(key)) is not None:
+            ratio, lo, hi = map(float, (pair["ratio"], *pair["ci95"]))
+            # Before there was UNDECIDED, SAME was said where neither of the others was.
+            near = 1 - stats.SAME_WITHIN <= lo <= hi <= 1 + stats.SAME_WITHIN
+            word = "UNDECIDED" if pair["word"] == "SAME" and not near else str(pair["word"])
+            where = (machine, str(one["problem"]), ranking.case_label(one["case"]), planted)
+            processes, commit = str((one.get("plan") or {}).get("processes", "")), str(one.get("commit") or "")[:7]
+            yield Comparison(*where, ratio, lo, hi, word, processes, str(one["time"]), commit)
+
+
+def _loop(where: tuple[str, str, str], case: dict) -> Loop:
+    numbers = (float(case[key]) for key in ("judge_us", "loop_us", "ratio", "standard_error"))
+    return Loop(*where, ranking.case_label(case["case"]), *numbers)
 
 
 def _attack(line: bytes) -> dict:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output  # noqa: E402
+from leaderboard import command  # noqa: E402
 from problems.common import venv  # noqa: E402
 
 RESULTS = ROOT / "leaderboard" / "results"
@@ -30,25 +31,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or files that cannot be read or written."""
     options = _options(arguments)
     venv.enter("leaderboard/report.py")
-    from harness.results import record, text
+    return command.run("leaderboard/report.py", lambda: _report(options))
+
+
+def _report(options: argparse.Namespace) -> int:
     from leaderboard import pages
 
-    try:
-        pages.see_folder(options.results)
-        for option, folder in (("--out", options.out), ("--html", options.html)):
-            if folder:
-                output.see_folder(option, folder)
-        code = pages.readme(options) if options.readme else pages.report(options)
-        output.flush()
-        return code
-    except (BrokenPipeError, output.ClosedError):
-        output.abandon()
-        return output.CLOSED_EXIT
-    except (ValueError, OSError, MemoryError, record.StorageError) as error:
-        output.abandon()
-        said = record.said_of(error) if isinstance(error, OSError) else error
-        output.complain(f"leaderboard/report.py: {text.line(said) or type(error).__name__}")
-        return 2
+    pages.see_folder(options.results)
+    for option, folder in (("--out", options.out), ("--html", options.html)):
+        if folder:
+            output.see_folder(option, folder)
+    return pages.readme(options) if options.readme else pages.report(options)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -58,7 +51,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write board.md, board.csv and pictures there")
     parser.add_argument("--html", type=Path, metavar="DIR", help="write the page there: boards, pictures, sources")
-    parser.add_argument("--serve", action="store_true", help="open the page in a browser; without --html from a draft")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="fill in FILE and leaderboard/README.md beside it")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is stale")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: leaderboard/results")
@@ -66,11 +58,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.check and not options.readme:
         options.readme = ROOT / "README.md"
-    shown = options.out or options.html or options.serve or options.format != "terminal"
+    shown = options.out or options.html or options.format != "terminal"
     if options.readme and (options.problems or options.machine or shown):
         parser.error(
-            "--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --format, --out, "
-            "--html or --serve"
+            "--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --format, --out or --html"
         )
     return options
 

@@ -1,10 +1,10 @@
-"""A board as text: what was measured where, one table for the terminal and for Markdown, and one long table for CSV.
+"""A board as tables of text: for the terminal, Markdown and the page; and one long table for CSV.
 
-What a submission has written, say a reason, is in the rows and lines as it is. It is made safe where it is rendered: by
-`escape` for Markdown, in `csv`, and by leaderboard/report.py for the terminal.
+What a submission has written, say a reason, is in the rows and lines as it is. It is made safe where it is rendered.
 """
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -16,15 +16,43 @@ WIDE = 6  # cases that stand in columns beside each other; more get a table of t
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 CSV = [
     *("machine", "problem", "target", "rank", "variant", "baseline", "case", "run_id", "base", "status", "source"),
-    *("reason", "done"),
-    *("wanted", "time_us", "lo_us", "hi_us", "n", "roofline_us", "roofline_kind", "roofline_share"),
-    *("baseline_ratio", "bytes"),
-    "flops",
-    *("empty_call_us", "host_us", "setup_us", "rel_error", "max_error", "tolerance", "attempts"),
-    *("registers", "spill_bytes"),
+    *("reason", "done", "wanted", "time_us", "lo_us", "hi_us", "n", "roofline_us", "roofline_kind", "roofline_share"),
+    *("baseline_ratio", "bytes", "flops", "empty_call_us", "host_us", "setup_us", "rel_error", "max_error"),
+    *("tolerance", "attempts", "registers", "spill_bytes"),
 ]
 
-Table = tuple[list[str], list[list[str]]]
+
+@dataclass(frozen=True)
+class Table:
+    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "first", "baseline", "failed" or "";
+    [] where all are alike.
+    """
+
+    header: list[str]
+    rows: list[list[str]]
+    words: set[str] = field(default_factory=set)
+    kinds: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what is below it. tables: each with the line above it, "" for none."""
+
+    title: str
+    facts: list[str]
+    tables: list[tuple[str, Table]]
+    notes: list[str]
+
+
+def section(board: Board) -> Section:
+    """All that is shown of a board."""
+    tables = [("", standing(board, with_cases=True))]
+    if board.timed and len(board.cases) > WIDE:
+        _, common = ranking.apart(board.cases)
+        tables.append((f"By case, us. All have {common}." if common else "By case, us.", by_case(board)))
+    if len(board.pairs):
+        tables.append(("Interleaved pairs, variant / other:", pairs(board)))
+    return Section(title(board), facts(board), tables, notes(board))
 
 
 def title(board: Board) -> str:
@@ -49,27 +77,25 @@ def facts(board: Board) -> list[str]:
     return lines + [f"Run: {run['run_id']}, {run['time']}, commit {commit}"]
 
 
-def standing(board: Board) -> Table:
-    """-> (header, rows). With times: a row per variant, and up to WIDE cases as columns, for which the measured
-    roofline and the empty call have rows. Without: what was compiled.
+def standing(board: Board, with_cases: bool = False) -> Table:
+    """With times: a row per variant. with_cases: also up to WIDE cases as columns, for which the measured roofline and
+    the empty call have rows. Without times: what was compiled.
     """
+    found = list(rows_of(board.standing))
     if not board.timed:
-        return ["variant", "source", "state", "registers", "spilled"], [
-            [row.variant, row.source, _state(row, resources=False), *_compiled(row)] for row in rows_of(board.standing)
-        ]
+        rows = [[row.variant, row.source, _state(row, resources=False), *_compiled(row)] for row in found]
+        return Table(["variant", "source", "state", "registers", "spilled"], rows, {"variant", "source", "state"})
     with_run = not board.standing.base.all()
     with_baseline = bool(board.standing.baseline_ratio.notna().any())
-    header = ["rank", "variant", f"{board.metric} us", "95 % interval", "% of roofline"] + [
-        "baseline / this"
-    ] * with_baseline
-    shown = board.cases if len(board.cases) <= WIDE else []
-    header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run
-    header += ["source", "state"]
+    header = ["rank", "variant", f"{board.metric} us", "95 % interval", "% of roofline"]
+    header += ["baseline / this"] * with_baseline
+    shown = board.cases if with_cases and len(board.cases) <= WIDE else []
+    header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["source", "state"]
     cells = {(row.variant, row.case): row for row in rows_of(board.times)}
     rows = []
-    for row in rows_of(board.standing):
+    for row in found:
         rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
-        line = [rank, row.variant, us(row.geomean_us), _interval(row), percent(row.roofline_share)]
+        line = [rank, row.variant, us(row.geomean_us), interval(row.lo_us, row.hi_us), percent(row.roofline_share)]
         line += [times_baseline(row)] * with_baseline
         line += [_cell(cells.get((row.variant, case))) for case in shown]
         line += [f"{row.done}/{row.wanted}", worst_error(board.times, row), str(row.attempts or "")]
@@ -80,20 +106,32 @@ def standing(board: Board) -> Table:
         kinds = "/".join(sorted(set(of_base.roofline_kind) - {""})) if name == "roofline" else ""
         line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_baseline + spans
         rows.append(line + [""] * (len(header) - len(line)))
-    return header, rows
+    return Table(header, rows, {"variant", "run", "source", "state"}, [*map(_kind, found)])
+
+
+def _kind(row: Any) -> str:
+    if row.baseline:
+        return "baseline"
+    if row.status not in ("PASSED", *UNRUN):
+        return "failed"
+    return "first" if not pd.isna(row.rank) and row.rank == 1 else ""
+
+
+def first_of(board: Board) -> Any:
+    """The row of standing that ranks first; None where none is ranked."""
+    return next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
 
 
 def winners(boards: list[Board]) -> Table:
-    """Return (header, rows): the first of each board. x baseline: see times_baseline."""
+    """The first of each board. x baseline: see times_baseline."""
     header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine", "source"]
     rows = []
     for board in boards:
-        first = next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
-        if first is not None:
+        if first := first_of(board):
             name, time = f"{board.problem}, {board.target}", f"{us(first.geomean_us)} us"
             line = [name, first.variant, time, percent(first.roofline_share), times_baseline(first)]
             rows.append([*line, board.machine, first.source])
-    return header, rows
+    return Table(header, rows, {"problem", "winner", "machine", "source"})
 
 
 def times_baseline(row: Any) -> str:
@@ -106,13 +144,11 @@ def times_baseline(row: Any) -> str:
     return f"{row.baseline_ratio:.2f}x{some}"
 
 
-def by_case(board: Board) -> tuple[Table, str]:
-    """Of a board with more than WIDE cases -> ((header, rows), what all cases have in common): a row per case, with the
-    time, share of the measured roofline and rate of each variant of the base run. No rows for another board.
+def by_case(board: Board) -> Table:
+    """A row per case, with the time, share of the measured roofline and rate of each variant of the base run. The
+    case is without the fields that all cases share.
     """
-    if not board.timed or len(board.cases) <= WIDE:
-        return ([], []), ""
-    own, shared = ranking.apart(board.cases)
+    own, _ = ranking.apart(board.cases) if board.cases else ({}, "")
     of_base = board.times[board.times.base]
     timed = set(of_base[of_base.median_us.notna()].variant)
     variants = [name for name in board.standing.variant if name in timed]
@@ -121,24 +157,24 @@ def by_case(board: Board) -> tuple[Table, str]:
     with_baseline = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
     rows = []
     for case in board.cases:
-        line = [own[case]]
-        line += [_cell(cells.get((name, case)), rate=True) for name in variants]
+        line = [own[case], *(_cell(cells.get((name, case)), rate=True) for name in variants)]
         if with_baseline:
             ratio = getattr(cells.get((best.iloc[0], case)), "baseline_ratio", math.nan)
             line.append(f"{ratio:.2f}x" if ratio > 0 else "")
         its = of_base[of_base.case == case]
-        rows.append(line + [_span(its.roofline_us), _span(its.empty_call_us)])
-    header = ["case", *variants] + ["baseline / first"] * with_baseline + ["measured roofline", "empty call"]
-    return (header, rows), shared
+        rows.append([*line, _span(its.roofline_us), _span(its.empty_call_us)])
+    header = ["case", *variants, *["baseline / first"] * with_baseline, "measured roofline", "empty call"]
+    return Table(header, rows, {"case"})
 
 
 def pairs(board: Board) -> Table:
-    """-> (header, rows) of the paired runs; no rows where there are none."""
-    rows = []
-    for row in rows_of(board.pairs):
-        interval = f"{row.lo:.4f} to {row.hi:.4f}"
-        rows.append([row.variant, row.against, row.case, f"{row.ratio:.4f}", interval, row.word, row.run_id])
-    return ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"], rows
+    """The newest paired run of each two variants, by case."""
+    rows = [
+        [row.variant, row.against, row.case, f"{row.ratio:.4f}", f"{row.lo:.4f} to {row.hi:.4f}", row.word, row.run_id]
+        for row in rows_of(board.pairs)
+    ]
+    header = ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"]
+    return Table(header, rows, {"variant", "against", "case", "verdict"})
 
 
 def notes(board: Board) -> list[str]:
@@ -160,31 +196,12 @@ def notes(board: Board) -> list[str]:
     return lines + board.notes
 
 
-def markdown(boards: list[Board], complaints: list[str]) -> str:
-    """The boards as GitHub Markdown, a heading each; ends with a newline."""
-    parts = []
-    for board in boards:
-        header, rows = standing(board)
-        left = {"variant", "run", "source", "state"}
-        parts.append(f"### {escape(title(board))}")
-        parts.append("\n".join(f"- {escape(line)}" for line in facts(board)))
-        parts.append(grid(header, rows, left))
-        (header, rows), common = by_case(board)
-        if rows:
-            parts.append(escape(f"By case, us. All have {common}." if common else "By case, us."))
-            parts.append(grid(header, rows, {"case"}))
-        header, rows = pairs(board)
-        if rows:
-            parts.append("Interleaved pairs, variant / other:")
-            parts.append(grid(header, rows, {"variant", "against", "case", "verdict"}))
-        parts += [escape(line) for line in notes(board)]
-    parts += [f"Warning: {escape(line)}" for line in complaints]
-    return "\n\n".join(parts) + "\n"
-
-
-def section(title: str, table: Table, notes: list[str], left: set[str]) -> str:
-    """One more table as GitHub Markdown; `left`: columns of words. Ends with a newline."""
-    return "\n\n".join([f"### {escape(title)}", grid(*table, left), *map(escape, notes)]) + "\n"
+def markdown(shown: Section) -> str:
+    """A section as GitHub Markdown."""
+    parts = [f"### {escape(shown.title)}", "\n".join(f"- {escape(line)}" for line in shown.facts)]
+    for above, table in shown.tables:
+        parts += [escape(above), grid(table)]
+    return "\n\n".join([*filter(None, parts), *map(escape, shown.notes)])
 
 
 def frame(boards: list[Board]) -> pd.DataFrame:
@@ -234,9 +251,15 @@ def percent(share: float) -> str:
 escape = text.markdown
 
 
-def grid(header: list[str], rows: list[list[str]], left: set[str]) -> str:
-    rule = ["---" if name in left else "---:" for name in header]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [map(escape, header), rule, *(map(escape, r) for r in rows)])
+def grid(table: Table) -> str:
+    """A table as GitHub Markdown."""
+    rule = ["---" if name in table.words else "---:" for name in table.header]
+    lines = [map(escape, table.header), rule, *(map(escape, row) for row in table.rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def interval(lo: float, hi: float) -> str:
+    return f"{us(lo)} to {us(hi)}" if math.isfinite(lo) else ""
 
 
 def _cell(time: Any, rate: bool = False) -> str:
@@ -250,10 +273,6 @@ def _cell(time: Any, rate: bool = False) -> str:
     about = [percent(time.roofline_share)] if time.roofline_share > 0 else []
     about += [f"{time.flops / time.median_us / 1e6:.3g} TFLOP/s"] if rate and time.flops > 0 else []
     return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
-
-
-def _interval(row: Any) -> str:
-    return f"{us(row.lo_us)} to {us(row.hi_us)}" if math.isfinite(row.lo_us) else ""
 
 
 def worst_error(times: pd.DataFrame, row: Any) -> str:

@@ -53,23 +53,19 @@ def timings(board: Board, records: Iterable[dict]) -> list[Timing]:
     return points
 
 
-def first_correct(points: Sequence[Timing]) -> Timing | None:
-    """The first correct version: of the earliest run that has one, the slowest that is no baseline."""
-    ours = [point for point in points if not point.baseline]
-    return max((p for p in ours if p.run_id == ours[0].run_id), key=lambda p: p.us, default=None) if ours else None
-
-
 def records_broken(points: Sequence[Timing]) -> list[Timing]:
-    """The first correct version, then each that was faster than all before it; of one run only the fastest."""
-    first = first_correct(points)
-    if first is None:
-        return []
-    found, best = [first], first
-    for run_id in dict.fromkeys(point.run_id for point in points):
-        ours = [point for point in points if point.run_id == run_id and not point.baseline]
-        fastest = min(ours, key=lambda p: p.us, default=best)
-        if fastest.us < best.us:
-            found, best = [*found, fastest], fastest
+    """The first correct version, then each that was faster than all before it; of one run only the fastest. The first
+    correct version is, of the earliest run that has one, the slowest that is no baseline.
+    """
+    by_run: dict[str, list[Timing]] = {}
+    for point in points:
+        if not point.baseline:
+            by_run.setdefault(point.run_id, []).append(point)
+    found: list[Timing] = []
+    for ours in by_run.values():
+        found += [] if found else [max(ours, key=lambda point: point.us)]
+        fastest = min(ours, key=lambda point: point.us)
+        found += [fastest] if fastest.us < found[-1].us else []
     return found
 
 

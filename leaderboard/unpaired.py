@@ -47,6 +47,18 @@ class Run:
             f"{facts['machine'] or 'an unknown machine'}, commit {commit}{dirty}"
         )
 
+    def samples(self, label: str) -> list[list[float]]:
+        """The times of a case by process in us; [] where it was not timed, or failed."""
+        one = self.cases.get(label) or {}
+        return (one.get("samples_us") or []) if one.get("status") == "PASSED" else []
+
+    def time(self, label: str) -> str:
+        """The time of a case in us as text, or what there is instead."""
+        one = self.cases.get(label)
+        if one is None:
+            return "-"
+        return f"{one['median_us']:.2f}" if one["status"] == "PASSED" and one.get("median_us") else one["status"]
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -72,7 +84,7 @@ class Pair:
     @property
     def common(self) -> list[str]:
         """The labels of the cases that both were timed on."""
-        return [label for label in self.a.cases if _samples(self.a, label) and _samples(self.b, label)]
+        return [label for label in self.a.cases if self.a.samples(label) and self.b.samples(label)]
 
     @property
     def failed(self) -> list[str]:
@@ -80,7 +92,7 @@ class Pair:
         return [one["status"] for one in self.a.cases.values() if one["status"] != "PASSED"]
 
     def ratio(self, labels: list[str]) -> Ratio:
-        return stats.compare_unpaired([(_samples(self.a, label), _samples(self.b, label)) for label in labels])
+        return stats.compare_unpaired([(self.a.samples(label), self.b.samples(label)) for label in labels])
 
     def differ(self) -> list[str]:
         """What is known to differ between the runs, in words."""
@@ -97,41 +109,36 @@ class Pair:
         """The comparison as text."""
         same = self.a.first["run_id"] == self.b.first["run_id"]
         when = "one run, but not its pairs" if same else ", ".join(["runs at other times", *self.differ()])
-        said = [
+        common, every = self.common, list({**self.a.cases, **self.b.cases})
+        rows = [("case", "A us", "B us", "A / B")]
+        for label in every:
+            ratio = _shown(self.ratio([label])) if label in common else ""
+            rows.append((label, self.a.time(label), self.b.time(label), ratio))
+        if common:
+            count = "" if len(common) == len(every) else f" of {len(common)} of {len(every)} cases"
+            rows.append((f"geomean{count}", "", "", _shown(self.ratio(common))))
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        return [
             f"{self.problem}, {self.target}: time of A / time of B; below 1 A is faster",
             f"  A: {self.a}",
             f"  B: {self.b}",
             f"  UNPAIRED: {when}. The intervals (95 %) have the scatter within each run, not what differs",
+            *(f"  {label:<{wide[0]}}  {a:>{wide[1]}}  {b:>{wide[2]}}  {ratio}" for label, a, b, ratio in rows),
         ]
-        rows = [(label, *self._row(label)) for label in {**self.a.cases, **self.b.cases}]
-        if labels := self.common:
-            count = "" if len(labels) == len(rows) else f" of {len(labels)} of {len(rows)} cases"
-            rows.append((f"geomean{count}", "", "", _shown(self.ratio(labels))))
-        header = ("case", "A us", "B us", "A / B")
-        width = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
-        for label, a, b, ratio in (header, *rows):
-            said.append(f"  {label:<{width[0]}}  {a:>{width[1]}}  {b:>{width[2]}}  {ratio}")
-        return said
-
-    def _row(self, label: str) -> tuple[str, str, str]:
-        times = [_time(run.cases.get(label)) for run in (self.a, self.b)]
-        return times[0], times[1], _shown(self.ratio([label])) if label in self.common else ""
 
     def regressions(self, percent: float) -> list[str]:
         """Where A is slower by more than `percent` %, in words: single cases, and all of them together; and the cases
         that only B was timed on.
         """
-        cases = [(label, [label]) for label in self.common]
-        found = [
-            f"{self.problem}, {self.a.variant}, {label}: B was timed on it, A was not"
-            for label in self.b.cases
-            if _samples(self.b, label) and not _samples(self.a, label)
-        ]
-        for what, labels in [*cases, *([("all cases together", self.common)] if cases else [])]:
-            ratio = self.ratio(labels)
+        about, common = f"{self.problem}, {self.a.variant}", self.common
+        lost = [label for label in self.b.cases if self.b.samples(label) and not self.a.samples(label)]
+        found = [f"{about}, {label}: B was timed on it, A was not" for label in lost]
+        ratios = {label: self.ratio([label]) for label in common}
+        ratios |= {"all cases together": self.ratio(common)} if common else {}
+        for what, ratio in ratios.items():
             if ratio.regressed(percent):
                 lo, hi = ratio.ci99
-                found.append(f"{self.problem}, {self.a.variant}, {what}: {ratio.ratio:.4f} (99 %: {lo:.4f}..{hi:.4f})")
+                found.append(f"{about}, {what}: {ratio.ratio:.4f} (99 %: {lo:.4f}..{hi:.4f})")
         return found
 
 
@@ -209,18 +216,6 @@ def pairs(a: Chosen, b: Chosen) -> list[Pair]:
 
 def _variants(chosen: Chosen, problem: str, target: str) -> dict[str, Run]:
     return {key[2]: run for key, run in chosen.runs.items() if key[:2] == (problem, target)}
-
-
-def _samples(run: Run, label: str) -> list[list[float]]:
-    """The times of a case by process in us; [] where it was not timed, or failed."""
-    one = run.cases.get(label) or {}
-    return (one.get("samples_us") or []) if one.get("status") == "PASSED" else []
-
-
-def _time(one: dict | None) -> str:
-    if one is None:
-        return "-"
-    return f"{one['median_us']:.2f}" if one["status"] == "PASSED" and one.get("median_us") else one["status"]
 
 
 def _shown(ratio: Ratio) -> str:

@@ -12,21 +12,18 @@ source from pygments, which escape themselves, are put in as they are.
 
 import collections
 import functools
-import http.server
 import shlex
 import shutil
-import webbrowser
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 from markupsafe import Markup
 from pygments.formatters.html import HtmlFormatter
 
-from harness.results import output, stats, text
+from harness.results import output, ranking, stats, text
 from harness.results.screen import track
 from leaderboard import checks, latency, pictures, plot, quality, tables, trend
 from leaderboard.board import Board
@@ -38,6 +35,9 @@ HERE = Path(__file__).resolve().parent
 THEMES = (("light", "default"), ("dark", "github-dark"))  # pygments' styles
 MOST_LINKS = 8  # problems in the bar at the top; more are reached from the first page
 MARK = ".page"  # a file of every folder that holds a page
+RATIOS = {"same": "time of a kernel / time of the same kernel", "planted": "time of a slowed copy / time of the kernel"}
+HISTORY = "Over the commits. Runs are not paired: one machine differs from another of its name by some percent."
+SPEED_UP = "The fastest so far. The first correct version is the slowest of the earliest run that has one."
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,6 @@ def _see_free(folder: Path) -> None:
         )
 
 
-def serve(folder: Path) -> None:
-    """Serve `folder` to this machine only, and open it in a browser, until Ctrl-C."""
-    handler = functools.partial(_Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        address = f"http://127.0.0.1:{server.server_address[1]}/"
-        output.say(f"serving {folder} at {address} (Ctrl-C ends it)")
-        webbrowser.open(address)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            output.complain("")
-
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of a request."""
-
-
 class Site:
     """All pages of what the records show."""
 
@@ -101,10 +83,13 @@ class Site:
         self.checks, said = checks.read()
         self.quality.complaints += said
         loader = jinja2.FileSystemLoader(HERE / "templates")
-        self.environment = jinja2.Environment(
+        self.environment: Any = jinja2.Environment(
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        self.environment.filters["shell"] = shlex.quote
+        self.environment.filters |= {"shell": shlex.quote, "line": text.line, "value": grids.value, "slug": grids.slug}
+        given: dict[str, Any] = {"grids": grids, "latency": latency, "quality": quality, "tables": tables}
+        given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
+        self.environment.globals |= given | {"known": shown.known}
         self.rows = tables.frame(shown.boards)
         self.profiles = variant.profiles(self.variants())
 
@@ -134,10 +119,8 @@ class Site:
         if len(self.problems()) <= MOST_LINKS:
             links += [(name, problem_page(name)) for name in self.problems()]
         links += [("Model", "model.html"), ("Judge", "judge.html")]
-        rendered = self.environment.get_template(template).render(
-            root=root, title=title, links=links, place=place, slug=grids.slug, **given
-        )
-        output.write_whole(file, rendered)
+        found = self.environment.get_template(template)
+        output.write_whole(file, found.render(root=root, title=title, links=links, place=place, **given))
 
     def picture(self, shown: plot.Plot | None, key: str, caption: str, root: str, files: bool = False) -> Any:
         """A picture for a page; None where there is nothing to draw. files: also write it as SVG and PNG."""
@@ -150,155 +133,83 @@ class Site:
     # --- pages
 
     def index(self) -> None:
-        by_machine: dict[str, list[tuple[Board, grids.Grid]]] = {}
+        machines: dict[str, list[Board]] = {}
         for board in self.shown.boards:
-            table = grids.standing(board, grids.key_of(board), lambda name, of=board: variant_page(of.problem, name))
-            by_machine.setdefault(board.machine, []).append((board, table))
-        first = grids.boards(self.shown.boards, lambda b: f"{problem_page(b.problem)}#{grids.key_of(b)}", "first")
-        said = [text.line(one) for one in self.shown.complaints + self.quality.complaints]
-        self.page(
-            "index.html",
-            "index.html",
-            "Leaderboard",
-            first=first,
-            machines=by_machine,
-            complaints=said,
-            facts=tables.facts,
-            problem_page=problem_page,
-            runs=_runs(self.shown.records.values()),
-        )
+            machines.setdefault(board.machine, []).append(board)
+        records = [one for found in self.shown.records.values() for one in found]
+        runs = {"records": len(records), "runs": len({one["run_id"] for one in records})}
+        complaints = [text.line(one) for one in self.shown.complaints + self.quality.complaints]
+        given = {"boards": self.shown.boards, "machines": machines, "runs": runs, "complaints": complaints}
+        self.page("index.html", "index.html", "Leaderboard", **given)
 
     def problem(self, name: str) -> None:
         """The page of a problem: a section for each of its boards."""
-        root = "../"
-        sections = [self._section(board, root) for board in self.shown.boards if board.problem == name]
-        self.page(problem_page(name), "problem.html", text.line(name), sections=sections, about=_about(name))
+        sections = [self._section(board) for board in self.shown.boards if board.problem == name]
+        about = quality.summary(load.PROBLEMS / name / "task.py")
+        self.page(problem_page(name), "problem.html", text.line(name), sections=sections, about=about)
 
-    def _section(self, board: Board, root: str) -> dict[str, Any]:
-        key, points = grids.key_of(board), trend.timings(board, self.shown.records[board.machine])
-
-        def href(name: str) -> str:
-            return variant_page(board.problem, name)
-
-        cases, shared = grids.by_case(board, f"{key}-cases")
+    def _section(self, board: Board) -> dict[str, Any]:
+        root, key, points = "../", grids.key_of(board), trend.timings(board, self.shown.records[board.machine])
+        shared = ranking.apart(board.cases)[1] if board.cases else ""
         drawn, total = pictures.by_variant(board), int(board.standing.geomean_us.notna().sum())
         left = f"; the first {len(drawn.lines)} of {total} variants" if drawn and len(drawn.lines) < total else ""
-        timed = len(set(board.times[board.times.base & board.times.median_us.notna()].variant))
-        series = pictures.series(board)
-        more = (
-            f"; {len(series)} of the {timed} variants of the run, the table below has all"
-            if timed > len(series)
-            else ""
-        )
-        in_common = f"; all cases have {shared}" if shared else ""
-        csv = f"{key}.csv"
-        output.write_whole(self.folder / "pictures" / csv, tables.csv([board]))
-        broken = trend.records_broken(points)
+        series, timed = pictures.series(board), len(pictures.timed(board))
+        more = f"; {len(series)} of the {timed} variants of the run, the table below has all"
+        by_case = f"By case{more if timed > len(series) else ''}{f'; all cases have {shared}' if shared else ''}."
+        output.write_whole(self.folder / "pictures" / f"{key}.csv", tables.csv([board]))
         return {
             "board": board,
             "key": key,
-            "title": f"{board.target} on {board.machine}",
-            "facts": tables.facts(board),
-            "standing": grids.standing(board, f"{key}-variants", href),
-            "csv": f"{root}pictures/{csv}",
-            "by_variant": self.picture(drawn, f"{key}-variant", f"By variant{left}.", root, files=True),
-            "by_case": self.picture(
-                pictures.by_case(board), f"{key}-case", f"By case{more}{in_common}.", root, files=True
-            ),
-            "cases": cases,
             "shared": shared,
-            "pairs": grids.pairs(board, f"{key}-pairs"),
-            "history": self.picture(
-                pictures.history(board, points),
-                f"{key}-history",
-                "Over the commits. Runs are not paired: one machine differs from another of its name by some percent.",
-                root,
-            ),
-            "speed_up": self.picture(
-                pictures.speed_up(points),
-                f"{key}-speed",
-                "The fastest so far. The first correct version is the slowest of the earliest run that has one.",
-                root,
-            ),
-            "milestones": grids.milestones(broken, f"{key}-fastest", href),
-            "notes": tables.notes(board),
+            "broken": trend.records_broken(points),
+            "by_variant": self.picture(drawn, f"{key}-variant", f"By variant{left}.", root, files=True),
+            "by_case": self.picture(pictures.by_case(board), f"{key}-case", by_case, root, files=True),
+            "history": self.picture(pictures.history(board, points), f"{key}-history", HISTORY, root),
+            "speed_up": self.picture(pictures.speed_up(points), f"{key}-speed", SPEED_UP, root),
         }
 
     def variant(self, problem: str, name: str) -> None:
         """The page of a variant: what it is, then a section for each of its boards."""
         place = variant_page(problem, name)
-        folder, root = (self.folder / place).parent, "../../"
+        folder, stem, root = (self.folder / place).parent, Path(place).stem, "../../"
         folder.mkdir(parents=True, exist_ok=True)
-        found = []
-        for board in self.shown.boards:
-            if board.problem == problem and name in set(board.standing.variant):
-                found.append(variant.section(board, name, self.shown.records[board.machine]))
-        sections = [
-            {
-                "key": (key := grids.key_of(one.board)),
-                "board": one.board,
-                "row": one.row,
-                "rank": "" if pd.isna(one.row.rank) else str(one.row.rank),
-                "title": f"{one.board.target} on {one.board.machine}",
-                "facts": one.facts,
-                "back": f"{root}{problem_page(problem)}#{key}",
-                "cases": grids.cases_of(one.judged, f"{key}-cases"),
-                "samples": self.picture(
-                    pictures.samples(one.timed),
-                    f"{key}-samples",
-                    _thinned(one.timed),
-                    root,
-                ),
-                "resources": one.resources,
-            }
-            for one in found
-        ]
-        stem = Path(place).stem
+        boards = [one for one in self.shown.boards if one.problem == problem and name in set(one.standing.variant)]
+        found = [variant.section(board, name, self.shown.records[board.machine]) for board in boards]
         rows = self.rows[(self.rows.problem == problem) & (self.rows.variant == name)]
-        downloads = variant.downloads(folder, stem, rows, found)
-        profiles = [variant.profile(file, folder, stem) for file in self.profiles.get((problem, name), ())]
         self.page(
             place,
             "variant.html",
             text.line(name),
             problem=problem,
-            sections=sections,
-            downloads=downloads,
-            profiles=profiles,
+            sections=found,
+            samples=[
+                self.picture(
+                    pictures.samples(one.timed), f"{grids.key_of(one.board)}-samples", _thinned(one.timed), root
+                )
+                for one in found
+            ],
+            downloads=variant.downloads(folder, stem, rows, found),
+            profiles=[variant.profile(file, folder, stem) for file in self.profiles.get((problem, name), ())],
             source=variant.source(problem, name),
-            problem_href=root + problem_page(problem),
         )
 
     def model(self) -> None:
-        sections = []
-        for title, records in self.shown.steps.items():
-            key = grids.slug(title.replace(", ", "-"))
-            problem, _, rest = title.partition(", ")
-            machine = rest.partition(", on ")[2]
-            every = [
-                one
-                for one in self.shown.records[machine]
-                if one["kind"] == "latency" and one["problem"] == problem and rest.startswith(one["target"])
-            ]
-            sections.append(
-                {
-                    "title": title,
-                    "key": key,
-                    "steps": grids.steps(records, self.shown.known, f"{key}-steps"),
-                    "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
-                    "parts": self.picture(
-                        pictures.components(records), f"{key}-parts", "Where a step's time goes.", "", files=True
-                    ),
-                    "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
-                    "layers": grids.of_model("Time of a layer", latency.layers(records), f"{key}-layers"),
-                    "breakdown": grids.of_model(
-                        "Where a step's time goes", latency.breakdown(records), f"{key}-breakdown"
-                    ),
-                    "ops": grids.ops(records, f"{key}-ops"),
-                }
-            )
-        found = [self._check(one) for one in self.checks]
-        self.page("model.html", "model.html", "The composed model", sections=sections, checks=found)
+        sections = [self._model(title, records) for title, records in self.shown.steps.items()]
+        checked = [self._check(one) for one in self.checks]
+        self.page("model.html", "model.html", "The composed model", sections=sections, checks=checked)
+
+    def _model(self, title: str, records: list[dict]) -> dict[str, Any]:
+        key, machine = grids.slug(title.replace(", ", "-")), title.partition(", on ")[2]
+        every = [one for one in self.shown.records[machine] if latency.title(one, machine) == title]
+        parts = pictures.components(records)
+        return {
+            "title": title,
+            "key": key,
+            "records": records,
+            "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
+            "parts": self.picture(parts, f"{key}-parts", "Where a step's time goes.", "", files=True),
+            "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
+        }
 
     def _check(self, one: checks.Check) -> dict[str, Any]:
         key = grids.slug(f"{one.problem}-{one.config}-{one.format}")
@@ -306,40 +217,27 @@ class Site:
         return {
             "check": one,
             "key": key,
-            "ops": grids.op_times(one, f"{key}-op"),
             "times": self.picture(pictures.op_times(one), f"{key}-ops", "The ops of one step.", ""),
             "errors": self.picture(pictures.layer_errors(one), f"{key}-errors", said, ""),
-            "layers": grids.layers(one, f"{key}-layer"),
         }
 
     def judge(self) -> None:
-        found, outcomes = self.quality, collections.Counter(attack.outcome for attack in self.quality.attacks)
-        self.page(
-            "judge.html",
-            "judge.html",
-            "How good the judge is",
-            outcomes=outcomes,
-            allowed=quality.ALLOWED,
-            within=tables.percent(stats.SAME_WITHIN),
-            same=self._compared("same", [one for one in found.comparisons if not one.planted]),
-            planted=self._compared("planted", [one for one in found.comparisons if one.planted]),
-            loops=grids.loops(found.loops, "loops"),
-            attacks=grids.attacks(found.attacks, "attacks"),
-        )
+        found = self.quality
+        outcomes = collections.Counter(attack.outcome for attack in found.attacks)
+        compared = {
+            "same": self._compared("same", [one for one in found.comparisons if not one.planted]),
+            "planted": self._compared("planted", [one for one in found.comparisons if one.planted]),
+        }
+        within = tables.percent(stats.SAME_WITHIN)
+        given = {"loops": found.loops, "attacks": found.attacks, "outcomes": outcomes, "within": within}
+        self.page("judge.html", "judge.html", "How good the judge is", **compared, **given)
 
     def _compared(self, key: str, found: list[quality.Comparison]) -> dict[str, Any]:
         """What is shown of comparisons of one kind."""
         found = sorted(found, key=lambda one: one.ratio)
-        what = "a slowed copy / time of the kernel" if key == "planted" else "a kernel / time of the same kernel"
-        drawn = pictures.ratios(
-            [(f"{one.processes or '?'} processes", one.ratio, one.lo, one.hi) for one in found], f"time of {what}"
-        )
-        return {
-            "counts": quality.counts(found),
-            "plans": grids.plans(found, f"{key}-plans"),
-            "picture": self.picture(drawn, key, f"{len(found)} comparisons with their 95 % intervals, by ratio.", ""),
-            "all": grids.comparisons(found, f"{key}-all"),
-        }
+        named = [(f"{one.processes or '?'} processes", one.ratio, one.lo, one.hi) for one in found]
+        said = f"{len(found)} comparisons with their 95 % intervals, by ratio."
+        return {"found": found, "picture": self.picture(pictures.ratios(named, RATIOS[key]), key, said, "")}
 
 
 def problem_page(name: str) -> str:
@@ -350,27 +248,12 @@ def variant_page(problem: str, name: str) -> str:
     return f"variants/{grids.slug(problem)}/{grids.slug(name)}.html"
 
 
-def _about(name: str) -> str:
-    """The first line of a problem's docstring; "" where the checkout has no such problem."""
-    task = load.PROBLEMS / name / "task.py"
-    try:
-        return load.summary(task) if task.is_file() else ""
-    except (OSError, SyntaxError, ValueError):
-        return ""
-
-
 def _thinned(timed: Iterable[dict]) -> str:
     """The caption of a strip plot."""
     most = max((sum(map(len, one.get("samples_us") or [])) for one in timed), default=0)
     if most <= plot.MOST_POINTS:
         return "Every scored time, by case and process."
     return f"Scored times by case and process, of {most} a case at most every {-(-most // plot.MOST_POINTS)}th."
-
-
-def _runs(by_machine: Iterable[Iterable[dict]]) -> dict[str, int]:
-    """How many records and runs there are."""
-    records = [one for found in by_machine for one in found]
-    return {"records": len(records), "runs": len({one["run_id"] for one in records})}
 
 
 def _highlighting(theme: tuple[str, str]) -> str:

@@ -1,7 +1,5 @@
 """What a variant's page shows: its records on each board, its source in this checkout, its profiles, its downloads."""
 
-import csv
-import io
 import json
 import shutil
 from collections.abc import Iterable, Sequence
@@ -28,6 +26,15 @@ from problems.common import load
 LEXERS = {".py": PythonLexer, ".cu": CudaLexer, ".cuh": CudaLexer}  # others: C++
 DIGEST = ".txt"  # of a profile, to read; the other files are for a tool
 NO_RECORD = "no record"
+RESOURCES = {
+    "registers": "registers a thread",
+    "spill_bytes": "B spilled",
+    "stack_bytes": "B of stack",
+    "shared_bytes": "B of static shared memory",
+    "bytes": "B of machine code",
+    "tmem_columns": "columns of tensor memory",
+}
+FACTS = (*("source_hash", "code_hash", "problem_hash", "harness_hash"), *("clocks_mhz", "throttle", "sandbox", "audit"))
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,11 @@ class Section:
     timed: list[dict]
     facts: list[tuple[str, str]]
     resources: list[str]
+
+    @property
+    def rank(self) -> str:
+        """Its rank on the board, "" where it has none."""
+        return "" if pd.isna(self.row.rank) else str(self.row.rank)
 
 
 @dataclass(frozen=True)
@@ -70,28 +82,14 @@ def section(board: Board, name: str, records: Iterable[dict]) -> Section:
     judged = sorted(last.values(), key=lambda one: one["kind"] != "benchmark")
     timed = [one for one in judged if one["kind"] == "benchmark" and one["status"] == "PASSED"]
     compiled = [one for one in mine if one["kind"] == "compile" and one.get("resources")]
-    kernels = [one for one in (compiled[-1]["resources"] if compiled else ()) if _of(one, compiled[-1], board.target)]
+    kernels = compiled[-1]["resources"] if compiled else []
+    kernels = [one for one in kernels if (one.get("target") or compiled[-1]["target"]) == board.target]
     facts = _facts((timed or judged or run or mine)[-1], timed)
     return Section(board, row, judged, timed, facts, list(map(_resource, kernels)))
 
 
-def _of(resource: dict, one: dict, target: str) -> bool:
-    return (resource.get("target") or one["target"]) == target
-
-
 def _resource(one: dict) -> str:
-    said = [
-        f"{one[key]} {what}"
-        for key, what in (
-            ("registers", "registers a thread"),
-            ("spill_bytes", "B spilled"),
-            ("stack_bytes", "B of stack"),
-            ("shared_bytes", "B of static shared memory"),
-            ("bytes", "B of machine code"),
-            ("tmem_columns", "columns of tensor memory"),
-        )
-        if one.get(key) is not None
-    ]
+    said = [f"{one[key]} {what}" for key, what in RESOURCES.items() if one.get(key) is not None]
     said += [f"{count} {text.line(name, 60)}" for name, count in (one.get("sass") or {}).items()]
     return f"{text.line(one.get('name') or 'kernel', 200)}: {', '.join(said) or NO_RECORD}"
 
@@ -101,21 +99,9 @@ def _facts(one: dict, timed: Sequence[dict]) -> list[tuple[str, str]]:
     environment, clock = one.get("environment") or {}, one.get("clock") or {}
     commit = (one.get("commit") or NO_RECORD) + (" with uncommitted changes" if one.get("dirty") else "")
     found = [("run", one["run_id"]), ("time", one["time"]), ("commit", commit)]
-    found += [(key, _words(environment.get(key))) for key in environment]
+    found += [(key, _words(environment[key])) for key in environment]
     found += [(f"clock, {key}", _words(clock[key])) for key in clock]
-    found += [
-        (key.replace("_", " "), _words(one.get(key)))
-        for key in (
-            "source_hash",
-            "code_hash",
-            "problem_hash",
-            "harness_hash",
-            "clocks_mhz",
-            "throttle",
-            "sandbox",
-            "audit",
-        )
-    ]
+    found += [(key.replace("_", " "), _words(one.get(key))) for key in FACTS]
     calls = [len(one.get("seeds") or ()) for one in timed]
     return [*found, ("secret seeds", f"{sum(calls)} in {len(calls)} cases" if any(calls) else NO_RECORD)]
 
@@ -136,13 +122,9 @@ def source(problem: str, name: str) -> Source | None:
     if not file.is_file():
         return None
     try:
-        files = sources.files_of(file)
+        files, summary = sources.files_of(file), load.summary(file)
     except ERRORS:
-        files = [file]
-    try:
-        summary = load.summary(file)
-    except ERRORS:
-        summary = ""
+        files, summary = [file], ""
     return Source(text.line(summary), [_highlighted(one) for one in files])
 
 
@@ -188,12 +170,11 @@ def downloads(folder: Path, stem: str, rows: pd.DataFrame, found: Sequence[Secti
 
 
 def _samples(found: Sequence[Section]) -> str:
-    out = io.StringIO()
-    lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(["machine", "target", "run_id", "case", "process", "call", "us"])
+    rows = []
     for section in found:
         for one in section.timed:
             where = (section.board.machine, one["target"], one["run_id"], ranking.case_label(one["case"]))
             for process, group in enumerate(one.get("samples_us") or []):
-                lines.writerows([*where, process, call, us] for call, us in enumerate(group))
-    return out.getvalue()
+                rows += [(*where, process, call, us) for call, us in enumerate(group)]
+    columns = ["machine", "target", "run_id", "case", "process", "call", "us"]
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")

@@ -28,31 +28,25 @@ def unranked(row: pd.Series) -> bool:
     return row["rank"] is pd.NA
 
 
-# --- reading: tests/harness/results/test_record.py
-
-
 def test_no_records_no_boards():
     assert board.build([], "box", EXPECTED) == []
-
-
-def test_a_time_that_is_no_date_is_an_error():
-    with pytest.raises(ValueError):
-        one([line("test", "a", time="yesterday")])
 
 
 # --- ranks
 
 
-def test_overlapping_intervals_share_a_rank():
-    assert board.ranks([(1, 2), (1.9, 3), (3.5, 4)]) == [1, 1, 3]
-    assert board.ranks([(1, 2), (2, 3)]) == [1, 1]  # touching is overlapping
-    assert board.ranks([(3, 4), (1, 2)]) == [1, 2]  # an interval may lie off its own geomean
-    assert board.ranks([]) == []
-
-
-def test_ties_are_with_the_groups_leader_not_with_the_neighbour():
-    """a ~ b and b ~ c, but a and c are apart: c is third, and d is tied with c."""
-    assert board.ranks([(1, 2), (1.5, 3), (2.5, 4), (3.9, 5)]) == [1, 1, 3, 3]
+@pytest.mark.parametrize(
+    ("intervals", "ranks"),
+    [
+        ([(1, 2), (1.9, 3), (3.5, 4)], [1, 1, 3]),
+        ([(1, 2), (2, 3)], [1, 1]),  # touching is overlapping
+        ([(3, 4), (1, 2)], [1, 2]),  # an interval may lie off its own geomean
+        ([(1, 2), (1.5, 3), (2.5, 4), (3.9, 5)], [1, 1, 3, 3]),  # a tie is with the group's leader, not the neighbour
+        ([], []),
+    ],
+)
+def test_ranks_are_shared_where_intervals_overlap(intervals, ranks):
+    assert board.ranks(intervals) == ranks
 
 
 def test_board_ranks_by_geomean_and_shares_ranks():
@@ -66,16 +60,13 @@ def test_board_ranks_by_geomean_and_shares_ranks():
     assert (found["slow"].lo_us, found["slow"].hi_us) == interval
 
 
-def test_times_follow_the_standing_and_the_boards_cases():
-    found = one([record for variant in "cbad" for record in full(variant, 1 + ord(variant) / 100)])
+def test_times_follow_the_standing_whatever_the_order_of_lines():
+    records = [record for variant in "cbad" for record in full(variant, 1 + ord(variant) / 100)]
+    found = one(records)
     assert found.cases == [board.case_label(case) for case in CASES]
     places = list(zip(found.times.variant, found.times.case, strict=True))
     assert places == [(name, case) for name in "abcd" for case in found.cases]
-
-
-def test_order_of_lines_within_a_run_does_not_matter():
-    records = full("a", 1.1) + full("b", 1.5) + full("peer_p", 2.0, baseline=True)
-    pd.testing.assert_frame_equal(one(records).standing, one(records[::-1]).standing)
+    pd.testing.assert_frame_equal(found.standing, one(records[::-1]).standing)
 
 
 def test_what_another_clock_timed_has_no_rank():
@@ -102,37 +93,48 @@ def test_a_confirmation_by_another_clock_does_not_lead():
 # --- gaps and failures
 
 
-def test_a_missing_case_is_unranked_with_its_coverage():
-    row = rows(one(full("a", 1.1) + full("b", 1.05)[:2]))["b"]
+FAILED = {1: line("benchmark", "b", case=1, status="TIMEOUT", reason="no answer in 60 s")}
+UNSERVED = line("benchmark", "b", case=2, status="UNSUPPORTED", reason="k below 4096")
+LATER = {"run": "r2", "minute": 9}
+
+
+@pytest.mark.parametrize(
+    ("records", "status", "done", "reason"),
+    [
+        (full("b", 1.05)[:2], "MISSING", 2, "not timed: m=7168 k=2048 l=4"),
+        ([FAILED.get(i, one) for i, one in enumerate(full("b", 1.0))], "TIMEOUT", 2, "no answer in 60 s"),
+        ([*full("b", 1.0), line("test", "b", case=2, status="INCORRECT", reason="off")], "INCORRECT", 3, "off"),
+        ([*full("b", 1.0), line("test", "b", **LATER, status="INCORRECT", reason="new seed")], "INCORRECT", 0, "seed"),
+        ([*full("b", 1.0)[:2], UNSERVED], "UNSUPPORTED", 2, "k below 4096"),
+        ([line("test", "b", case=None, status="RULE_BROKEN", reason="b.py:3")], "RULE_BROKEN", 0, "all cases: b.py:3"),
+        ([line("test", "b", **LATER)], "MISSING", 0, "tested, not timed"),
+        ([line("test", "b", **LATER, case=None, status="UNSUPPORTED", reason="no GPU")], "UNSUPPORTED", 0, "no GPU"),
+    ],
+)
+def test_variant_with_gap_or_failure_has_no_rank_and_says_why(records, status, done, reason):
+    row = rows(one(full("a", 1.1) + records))["b"]
     assert unranked(row) and math.isnan(row.geomean_us)
-    assert (row.done, row.wanted, row.status) == (2, 3, "MISSING")
-    assert row.reason == "not timed: m=7168 k=2048 l=4"
+    assert (row.status, row.done, row.wanted) == (status, done, 3) and reason in row.reason
 
 
-def test_a_case_that_nobody_timed_is_missing_from_all():
+@pytest.mark.parametrize(
+    "records",
+    [
+        [line("test", "b", run="r0", status="INCORRECT"), *full("b", 1.0, minute=5), *full("a", 1.1, minute=5)],
+        [*full("a", 1.1), *full("b", 1.0), line("test", "b", **LATER, case=None, status="UNSUPPORTED")],
+        [*full("a", 1.1), line("benchmark", "b", case=0, status="INVALID_MEASUREMENT"), *full("b", 1.0)],
+    ],
+)
+def test_earlier_failures_and_other_machines_do_not_undo_a_result(records):
+    row = rows(one(records))["b"]
+    assert row["rank"] == 1 and row.status == "PASSED"
+
+
+def test_case_that_nobody_timed_is_missing_from_all_where_cases_are_known():
     found = rows(one(full("a", 1.1)[:2] + full("b", 1.2)[:2]))
     assert all(unranked(row) and (row.done, row.wanted) == (2, 3) for row in found.values())
-
-
-def test_without_a_set_of_cases_the_base_runs_cases_count():
-    found = rows(one(full("a", 1.1) + full("b", 1.05)[:2], {}))
+    found = rows(one(full("a", 1.1) + full("b", 1.05)[:2], {}))  # else those of the base run count
     assert found["a"]["rank"] == 1 and unranked(found["b"]) and found["b"].wanted == 3
-
-
-def test_a_failed_case_is_unranked_with_status_and_reason():
-    failed = full("b", 1.0)
-    failed[1] = line("benchmark", "b", case=1, status="TIMEOUT", reason="no answer in 60 s")
-    found = one(full("a", 1.1) + failed)
-    row = rows(found)["b"]
-    assert unranked(row) and (row.status, row.done) == ("TIMEOUT", 2) and "no answer in 60 s" in row.reason
-    assert list(found.times[found.times.variant == "b"].status) == ["PASSED", "TIMEOUT", "PASSED"]
-
-
-def test_a_failed_test_case_outweighs_good_times():
-    wrong = line("test", "b", case=2, status="INCORRECT", reason="mismatch found!")
-    row = rows(one([*full("a", 1.1), *full("b", 1.0), wrong]))["b"]
-    assert unranked(row) and row.status == "INCORRECT" and "mismatch found!" in row.reason
-    assert math.isnan(row.geomean_us)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -3.0, None, "18.0", True])
@@ -151,90 +153,35 @@ def test_without_valid_samples_there_is_no_interval_and_no_rank(value):
     assert unranked(row) and row.status == "PASSED" and any("no interval" in note for note in row.notes)
 
 
-def test_a_later_failure_takes_the_rank_away():
-    again = line("test", "b", run="r2", minute=9, status="INCORRECT", reason="wrong on a new seed")
-    row = rows(one(full("a", 1.1) + full("b", 1.0) + [again]))["b"]
-    assert unranked(row) and (row.status, row.run_id) == ("INCORRECT", "r2")
-
-
-def test_an_earlier_failure_is_history():
-    before = line("test", "b", run="r0", minute=0, status="INCORRECT", reason="wrong")
-    row = rows(one([before, *full("a", 1.1, minute=5), *full("b", 1.0, minute=5)]))["b"]
-    assert row["rank"] == 1 and row.status == "PASSED"
-
-
-def test_unsupported_elsewhere_does_not_undo_a_result_but_shows_where_nothing_else_is_known():
-    later = line("test", "b", run="r2", minute=9, case=None, status="UNSUPPORTED", reason="no GPU")
-    row = rows(one(full("a", 1.1) + full("b", 1.0) + [later]))["b"]
-    assert row["rank"] == 1
-    row = rows(one([*full("a", 1.1), later]))["b"]
-    assert unranked(row) and (row.status, row.reason) == ("UNSUPPORTED", "no GPU")
-
-
-def test_an_unsupported_case_is_a_failure_of_that_variant():
-    part = full("b", 1.0)[:2] + [line("benchmark", "b", case=2, status="UNSUPPORTED", reason="k below 4096")]
-    row = rows(one(full("a", 1.1) + part))["b"]
-    assert unranked(row) and row.status == "UNSUPPORTED" and "k below 4096" in row.reason
-
-
-def test_a_verdict_on_the_whole_entry_has_a_row():
-    broken = line("test", "b", case=None, status="RULE_BROKEN", reason="b.py:3: the word")
-    row = rows(one([*full("a", 1.1), broken]))["b"]
-    assert (row.status, row.reason) == ("RULE_BROKEN", "all cases: b.py:3: the word")
-
-
-def test_the_last_attempt_of_a_case_counts():
-    first = line("benchmark", "b", case=0, status="INVALID_MEASUREMENT", reason="below the bound")
-    assert rows(one([*full("a", 1.1), first, *full("b", 1.0)]))["b"]["rank"] == 1
-
-
-def test_tested_but_not_timed():
-    row = rows(one([*full("a", 1.1), line("test", "b", run="r2", minute=5)]))["b"]
-    assert unranked(row) and row.reason == "tested, not timed"
-
-
 # --- runs
 
 
-def test_the_newest_run_of_several_variants_is_the_board():
-    old = full("a", 1.0) + full("b", 1.5)
-    new = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
-    found = one(old + new)
+NEWER = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
+
+
+@pytest.mark.parametrize("records", [full("a", 1.0) + full("b", 1.5) + NEWER, NEWER + full("a", 1.0) + full("b", 1.5)])
+def test_newest_run_of_several_variants_is_the_board(records):
+    found = one(records)
     assert found.run["run_id"] == "r2" and found.run["time"] == "2026-01-02 03:05:00 UTC"
     assert list(rows(found)) == ["b", "a"]
 
 
-def test_a_variant_from_another_run_is_shown_and_not_ranked():
-    alone = full("c", 0.9, run="r2", minute=5)
+def test_variant_from_another_run_is_shown_and_not_ranked():
+    alone = full("c", 0.9, run="r2", minute=5) + full("a", 0.5, run="r3", minute=6, source_hash="new")
     found = one(full("a", 1.1) + full("b", 1.2) + alone)
-    row = rows(found)["c"]
-    assert found.run["run_id"] == "r1"
-    assert unranked(row) and row.run_id == "r2" and not row.base and board.OTHER_RUN in row.notes
-    assert row.geomean_us == pytest.approx(0.9 * stats.geomean(ROOFS))  # shown, though
-    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+    a, c = rows(found)["a"], rows(found)["c"]
+    assert unranked(c) and c.run_id == "r2" and not c.base and board.OTHER_RUN in c.notes
+    assert c.geomean_us == pytest.approx(0.9 * stats.geomean(ROOFS))  # shown, though
+    assert found.run["run_id"] == a.run_id == "r1" and [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+    assert a.notes == ["newer run r3 of another source, not comparable: PASSED"]
 
 
-def test_a_newer_run_alone_neither_replaces_the_boards_time_nor_hides():
-    row = rows(one(full("a", 1.1) + full("b", 1.2) + full("a", 0.5, run="r2", minute=5, source_hash="new")))["a"]
-    assert row.run_id == "r1" and row["rank"] == 1
-    assert row.notes == ["newer run r2 of another source, not comparable: PASSED"]
-
-
-def test_a_paired_run_does_not_displace_the_field():
+def test_paired_run_does_not_displace_the_field():
     pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91]}
     paired = full("a", 0.9, run="r2", minute=5, against=pair) + full("b", 1.0, run="r2", minute=5)
     found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.3) + paired)
     assert found.run["run_id"] == "r1" and list(found.pairs.case) == list(found.cases)
-    assert found.pairs.iloc[0].to_dict() == {
-        "variant": "a",
-        "against": "b",
-        "case": "m=7168 k=16384 l=1",
-        "ratio": 0.9,
-        "lo": 0.89,
-        "hi": 0.91,
-        "word": "FASTER",
-        "run_id": "r2",
-    }
+    assert list(found.pairs.iloc[0]) == ["a", "b", "m=7168 k=16384 l=1", 0.9, 0.89, 0.91, "FASTER", "r2"]
 
 
 def test_a_run_that_failed_does_not_become_the_board():
@@ -270,19 +217,11 @@ def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
     assert list(rows(found)) == ["a", "b"]
 
 
-def test_a_single_newest_run_is_a_board_of_one():
+def test_single_variants_make_a_board_and_incomplete_runs_displace_none():
     found = rows(one(full("a", 1.0) + full("b", 1.1, run="r2", minute=5)))
     assert found["b"]["rank"] == 1 and unranked(found["a"])
-
-
-def test_an_incomplete_run_of_several_does_not_displace_a_complete_one():
     part = full("a", 0.9, run="r2", minute=5)[:1] + full("b", 0.8, run="r2", minute=5)[:1]
     assert one(full("a", 1.1) + full("b", 1.2) + part).run["run_id"] == "r1"
-
-
-def test_runs_are_ordered_by_time_not_by_place_in_the_file():
-    new = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
-    assert one(new + full("a", 1.0) + full("b", 1.5)).run["run_id"] == "r2"
 
 
 def test_times_of_cases_outside_the_set_are_named():
@@ -294,7 +233,7 @@ def test_times_of_cases_outside_the_set_are_named():
 # --- baselines, compiled variants, targets
 
 
-def test_peers_are_unranked_and_measure_the_others():
+def test_baselines_are_unranked_and_the_fastest_in_each_case_measures_the_others():
     records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, baseline=True)
     found = one(records + full("peer_fast", 2.0, baseline=True, setup_us=812.0))
     baseline = rows(found)["peer_fast"]
@@ -302,11 +241,7 @@ def test_peers_are_unranked_and_measure_the_others():
     assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
     assert [rows(found)[name].baseline_ratio for name in "ab"] == pytest.approx([2.0, 2 / 3])
     assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)
-
-
-def test_of_several_baselines_the_fastest_in_each_case_counts():
-    factors = (1.0, 4.0, 4.0)
-    other = [bench("peer_q", case, factors[case] * ROOFS[case], baseline=True) for case in range(3)]
+    other = [bench("peer_q", case, factor * ROOFS[case], baseline=True) for case, factor in enumerate((1.0, 4.0, 4.0))]
     a = rows(one(full("a", 1.0) + full("peer_p", 2.0, baseline=True) + other))["a"]
     assert a.baseline_ratio == pytest.approx(4 ** (1 / 3)) and a.baseline_cases == 3
     assert tables.times_baseline(a) == "1.59x"
@@ -321,19 +256,14 @@ def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
     assert board.OTHER_RUN in rows(found)["peer_o"].notes
 
 
-def test_a_peer_that_serves_some_cases_is_the_measure_in_those_alone():
+def test_baseline_that_serves_some_cases_measures_in_those_alone():
     says = {"status": "UNSUPPORTED", "reason": "serves l=1 or 8 alone", "baseline": True}
     gaps = [line("test", "peer_p", case=2, **says), line("benchmark", "peer_p", case=2, **says)]
-    found = one(full("a", 1.0) + full("peer_p", 2.0, baseline=True)[:2] + gaps)
+    part = [*full("a", 1.0), *full("peer_p", 2.0, baseline=True)[:2], *gaps]
+    found = one(part)
     a, baseline = rows(found)["a"], rows(found)["peer_p"]
-    assert (baseline.status, baseline.done, baseline.wanted, baseline.notes) == (
-        "PASSED",
-        2,
-        3,
-        ["serves l=1 or 8 alone"],
-    )
+    assert (baseline.status, baseline.done, baseline.notes) == ("PASSED", 2, ["serves l=1 or 8 alone"])
     assert unranked(baseline) and math.isnan(baseline.geomean_us) and a["rank"] == 1
-    assert a.baseline_ratio == pytest.approx(2.0) and a.baseline_cases == 2
     assert tables.times_baseline(a) == "2.00x in 2 of 3"
     ratios = list(found.times[found.times.variant == "a"].baseline_ratio)
     assert ratios[:2] == pytest.approx([2.0] * 2) and math.isnan(ratios[2])
@@ -341,61 +271,50 @@ def test_a_peer_that_serves_some_cases_is_the_measure_in_those_alone():
     whole = rows(one(full("a", 1.0) + full("peer_p", 2.0, baseline=True) + gaps[:1]))  # of the tests alone
     assert whole["peer_p"].geomean_us > 0 and whole["a"].baseline_ratio == pytest.approx(2.0)
     wrong = line("test", "peer_p", case=1, status="INCORRECT", baseline=True)
-    assert (
-        rows(one([*full("a", 1.0), *full("peer_p", 2.0, baseline=True)[:2], *gaps, wrong]))["peer_p"].status
-        == "INCORRECT"
-    )
+    assert rows(one([*part, wrong]))["peer_p"].status == "INCORRECT"
 
 
-def test_compile_records_alone_are_compiled_not_run():
+def test_compiled_variant_is_not_run_and_a_board_of_these_is_not_timed():
     kernels = [{"name": "k1", "registers": 40, "spill_bytes": 0}, {"name": "k2", "registers": 64, "spill_bytes": 8}]
-    records = [*full("a", 1.1), line("compile", "b", case=None, status="COMPILED", resources=kernels)]
-    row = rows(one(records))["b"]
+    compiled = line("compile", "b", case=None, status="COMPILED", resources=kernels)
+    row = rows(one([*full("a", 1.1), compiled]))["b"]
     assert unranked(row) and row.status == "COMPILED" and row.notes == ["compiled, not run"]
     assert (row.registers, row.spill_bytes, row.kernels) == (64, 8, 2)
-    assert list(rows(one(records))) == ["a", "b"]
-
-
-def test_a_board_of_compiled_variants_knows_that_nothing_ran():
-    found = one([line("compile", "b", case=None, status="COMPILED", resources=[])])
+    found = one([compiled | {"resources": []}, line("test", "b", **LATER, case=None, status="UNSUPPORTED")])
     assert not found.timed and found.times.empty and rows(found)["b"].kernels == 0
-    skipped = line("test", "b", run="r2", minute=5, case=None, status="UNSUPPORTED")
-    assert not one([line("compile", "b", case=None, status="COMPILED"), skipped]).timed
 
 
 SM100 = {"target": "sm100", "case": None}
 
 
-def test_what_was_right_in_the_model_is_model_checked_and_never_run():
-    compiled = line("compile", "b", status="COMPILED", resources=[], **SM100)
-    right = [line("model", "b", status="MODEL_CHECKED", target="sm100", case=case) for case in (0, 1, 1)]
-    (found,) = board.build([compiled, *right], "box", {}, predictions={("nvfp4_gemv", "sm100"): "a prediction"})
+COMPILED = line("compile", "b", status="COMPILED", resources=[], **SM100)
+RIGHT = [line("model", "b", status="MODEL_CHECKED", target="sm100", case=case) for case in (0, 1, 1)]
+RACE = line("model", "b", status="RUNTIME_ERROR", reason="eager: a race", target="sm100", minute=1)
+MENDED = line("model", "b", status="MODEL_CHECKED", target="sm100", minute=3)
+
+
+@pytest.mark.parametrize(
+    ("records", "status", "said"),
+    [
+        ([COMPILED, *RIGHT], "MODEL_CHECKED", "compiled, model-checked (2 test cases), never run"),
+        (RIGHT, "MODEL_CHECKED", "model-checked (2 test cases), never run"),
+        ([COMPILED, RACE], "RUNTIME_ERROR", "in the model, m=7168 k=16384 l=1: eager: a race"),
+        ([COMPILED, RACE, MENDED], "MODEL_CHECKED", "compiled, model-checked (1 test case), never run"),
+        ([COMPILED, MENDED | {"source_hash": "before"}], "COMPILED", "compiled, not run"),
+    ],
+)
+def test_compiled_variant_has_the_state_of_the_model(records, status, said):
+    (found,) = board.build(records, "box", {}, predictions={("nvfp4_gemv", "sm100"): "a prediction"})
     row = rows(found)["b"]
     assert unranked(row) and not found.timed and found.notes[-1] == "a prediction"
-    assert row.status == "MODEL_CHECKED" and row.notes == ["compiled, model-checked (2 test cases), never run"]
-    (found,) = board.build(right, "model", {})
-    assert rows(found)["b"].notes == ["model-checked (2 test cases), never run"]
+    assert (row.status, [*row.notes, row.reason][0]) == (status, said)
 
 
-def test_a_fault_in_the_model_is_the_state_of_what_was_compiled():
-    compiled = line("compile", "b", status="COMPILED", resources=[], **SM100)
-    wrong = line("model", "b", status="RUNTIME_ERROR", reason="eager: a race", target="sm100", minute=1)
-    right = line("model", "b", status="MODEL_CHECKED", target="sm100", case=1, minute=2)
-    row = rows(board.build([compiled, right, wrong], "box", {})[0])["b"]
-    assert (row.status, row.reason[:13]) == ("RUNTIME_ERROR", "in the model,") and row.reason.endswith("eager: a race")
-    mended = line("model", "b", status="MODEL_CHECKED", target="sm100", minute=3)
-    assert rows(board.build([compiled, right, wrong, mended], "box", {})[0])["b"].status == "MODEL_CHECKED"
-
-
-def test_the_model_says_nothing_of_another_source_or_of_what_has_run():
-    compiled = line("compile", "b", status="COMPILED", resources=[], **SM100)
-    other = line("model", "b", status="MODEL_CHECKED", target="sm100", source_hash="before")
-    assert rows(board.build([compiled, other], "box", {})[0])["b"].notes == ["compiled, not run"]
+def test_model_says_nothing_of_what_has_run():
     wrong = line("model", "a", status="INCORRECT", minute=9)
     assert rows(one([*full("a", 1.1), wrong]))["a"].status == "PASSED"
-    elsewhere = [line("test", "b", target="sm100"), line("model", "b", status="MODEL_CHECKED", target="sm100")]
-    known = Modelled(elsewhere, Provenance())
-    row = rows(board.build([compiled], "box", {}, modelled=known)[0])["b"]
+    known = Modelled([line("test", "b", target="sm100"), MENDED], Provenance())
+    row = rows(board.build([COMPILED], "box", {}, modelled=known)[0])["b"]
     assert row.notes == ["compiled, model-checked (1 test case), not run here"]
 
 
@@ -411,13 +330,10 @@ def test_a_later_compile_error_is_the_state():
     assert unranked(row) and (row.status, row.reason) == ("COMPILE_ERROR", "no such instruction")
 
 
-def test_a_compile_record_for_two_targets_is_on_both_boards():
+def test_targets_and_problems_have_boards_of_their_own():
     kernels = [{"target": target, "registers": n, "spill_bytes": 0} for target, n in (("sm90", 40), ("sm100", 50))]
     boards = board.build([line("compile", "b", case=None, status="COMPILED", resources=kernels)], "box", {})
     assert {b.target: b.standing.iloc[0].registers for b in boards} == {"sm90": 40, "sm100": 50}
-
-
-def test_targets_and_problems_have_boards_of_their_own():
     records = full("a", 1.1) + full("a", 9.0, target="cpu") + full("a", 2.0, problem="other")
     boards = board.build(records, "box", {})
     assert [(b.problem, b.target) for b in boards] == [("nvfp4_gemv", "cpu"), ("nvfp4_gemv", "sm90"), ("other", "sm90")]
@@ -495,29 +411,29 @@ def test_a_newer_run_of_the_field_decides_anew():
     assert (found["a"]["rank"], found["b"]["rank"]) == (1, 2)
 
 
-def test_the_judge_and_the_board_agree_on_the_leader():
-    wanted = [board.case_label(case) for case in CASES]
-    failed = line("test", "a", run="r5", minute=20, status="INCORRECT", reason="wrong")
-    for records in (
+@pytest.mark.parametrize(
+    "records",
+    [
         FIELD,
         FIELD + confirmed(1.0),
         FIELD + confirmed(1.1),
-        [*FIELD, failed],
+        [*FIELD, line("test", "a", run="r5", minute=20, status="INCORRECT", reason="wrong")],
         full("a", 1.1)[:2],
         [],
         FIELD + full("peer_p", 0.9, baseline=True),
         FIELD + full("e", 0.5, run="r6", minute=21),
         confirmed(1.0),
-        [*FIELD, *confirmed(1.0), failed],
         full("a", 1.1) + full("a#2", 1.0),
-    ):
-        chain = ranking.leaders(records, wanted)
-        boards = [b for b in board.build(records, "box", EXPECTED) if b.target == "sm90"]
-        first = boards[0].standing.iloc[0] if boards else None
-        assert bool(chain) == (first is not None and first["rank"] is not pd.NA)
-        if chain:
-            told = (chain[-1].variant, chain[-1].run_id, chain[-1].value, chain[-1].lo, chain[-1].hi)
-            assert told == (first.variant, first.run_id, first.geomean_us, first.lo_us, first.hi_us)
+    ],
+)
+def test_judge_and_board_agree_on_the_leader(records):
+    chain = ranking.leaders(records, [board.case_label(case) for case in CASES])
+    boards = [b for b in board.build(records, "box", EXPECTED) if b.target == "sm90"]
+    first = boards[0].standing.iloc[0] if boards else None
+    assert bool(chain) == (first is not None and first["rank"] is not pd.NA)
+    if chain:
+        told = (chain[-1].variant, chain[-1].run_id, chain[-1].value, chain[-1].lo, chain[-1].hi)
+        assert told == (first.variant, first.run_id, first.geomean_us, first.lo_us, first.hi_us)
 
 
 def test_attempts_are_the_runs_that_timed_it_and_no_fewer_than_a_record_says():

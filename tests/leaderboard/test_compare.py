@@ -1,20 +1,12 @@
-"""leaderboard/compare.py: unpaired ratios of records, what differs between the runs, and the exit code for CI; and the
-workflows that call it.
-"""
+"""leaderboard/compare.py: unpaired ratios of records, what differs between the runs, and the exit code for CI."""
 
 import re
-import shlex
 
 import pytest
-import yaml
 
-from harness import run
 from harness.results import stats
 from leaderboard import compare
-from tests.support import ROOT
 from tests.support.records import CASES, bench, full, samples, write
-
-WORKFLOWS = sorted((ROOT / "docs" / "ci").glob("*.yml"))
 
 
 @pytest.fixture
@@ -94,31 +86,17 @@ def test_a_file_with_and_without_words(capsys, results, tmp_path):
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (
-            "nothing.jsonl",
-            "run=r1",
-            ": A must be a file of records, or words problem=, .*, got 'nothing.jsonl'$",
-        ),
+        ("nothing.jsonl", "run=r1", ": A must be a file of records, or words problem=, .*, got 'nothing.jsonl'$"),
         ("run=r1", "variants=x", ": B must be a file of records, .*, got 'variants=x'$"),
         ("run=r1", "", ": B must be .*, got ''$"),
-        ("", "run=r1", ": A must be .*, got ''$"),
-        ("run=r1", "/dev/null", ": B must be .*, got '/dev/null'$"),
         ("/", "run=r1", ": A must be .*, got '/'$"),
+        ("run=r1", "/proc/self/mem", "Input/output error: /proc/self/mem$"),
         ("run=r1", "run=r9", ": B: no timed benchmark record matches 'run=r9' in "),
-        ("run=r1", "variant=sm90_v1 problem=moe_gemm", "no timed benchmark record matches"),
     ],
 )
 def test_bad_use_is_one_line(capsys, results, a, b, message):
     code, out, err = said(capsys, results, a, b)
     assert code == 2 and re.search(message, err) and err.count("\n") == 1 and not out
-
-
-def test_a_file_that_cannot_be_read_is_one_line(capsys, results):
-    assert said(capsys, results, "run=r1", "/proc/self/mem") == (
-        2,
-        "",
-        "leaderboard/compare.py: Input/output error: /proc/self/mem\n",
-    )
 
 
 def test_nothing_in_common_names_what_each_has(capsys, results):
@@ -127,43 +105,14 @@ def test_nothing_in_common_names_what_each_has(capsys, results):
     assert code == 2 and "A has moe_gemm sm90 sm90_x; B has nvfp4_gemv sm90 sm90_v1" in err
 
 
-@pytest.mark.parametrize("percent", ["-1", "nan", "inf"])
-def test_the_share_is_a_number(capsys, results, percent):
-    with pytest.raises(SystemExit):
-        compare.main(["run=r1", "run=r1", "--fail-on-regression", percent])
-    assert "--fail-on-regression must be 0 or more" in capsys.readouterr().err
+def test_share_is_a_number(capsys, results):
+    for percent in ("-1", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            compare.main(["run=r1", "run=r1", "--fail-on-regression", percent])
+        assert "--fail-on-regression must be 0 or more" in capsys.readouterr().err
 
 
 def test_equal_samples_give_1_and_an_interval_as_wide_as_their_scatter():
     near, wide = (stats.compare_unpaired([(samples(10.0, s), samples(10.0, s))]) for s in (0.004, 0.04))
     assert near.ratio == wide.ratio == 1.0 and near.ci99[0] < near.ci95[0] < 1 < near.ci95[1] < near.ci99[1]
     assert wide.ci95[1] - wide.ci95[0] > 5 * (near.ci95[1] - near.ci95[0])
-    with pytest.raises(ValueError, match="cases must not be empty"):
-        stats.compare_unpaired([])
-
-
-@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
-def test_the_example_workflows_are_workflows_whose_commands_exist(file):
-    flow = yaml.safe_load(file.read_text())
-    assert {"name", "permissions", "jobs"} < set(flow) and True in flow, "YAML reads the key `on` as true"
-    assert flow["permissions"] == {"contents": "read"}
-    steps = [step for job in flow["jobs"].values() for step in job["steps"]]
-    assert all(("uses" in step) != ("run" in step) for step in steps)
-    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
-    (checkout,) = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
-    assert checkout["with"]["fetch-depth"] == 0
-    commands = [shlex.split(step["run"]) for step in steps if "run" in step]
-    assert ["make", "setup"] in commands and len(commands) >= 3
-    for words in commands:
-        assert not any("${{" in word for word in words), "what a pull request says does not reach a shell"
-        if "harness/run.py" in words:
-            args, further = run.parser().parse_known_args(words[2:])
-            assert not further and (ROOT / "problems" / args.problem).is_dir()
-        elif "leaderboard/compare.py" in words:
-            assert compare._options(words[2:]).b
-
-
-def test_there_is_a_workflow_for_each_kind_of_runner():
-    assert [file.stem for file in WORKFLOWS] == ["cpu", "gpu"]
-    jobs = [job for file in WORKFLOWS for job in yaml.safe_load(file.read_text())["jobs"].values()]
-    assert {str(job["runs-on"]) for job in jobs} == {"ubuntu-24.04", "['self-hosted', 'linux', 'gpu']"}

@@ -122,13 +122,8 @@ def tree(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("changed", "others"),
     [
-        ("common/shared.cuh", "a"),
-        ("common/deep.cuh", "a"),
-        ("common/other.cuh", ""),
-        ("common/helper.py", "b"),
-        ("common/deeper.py", "b"),
-        ("p/variants/a.cu", "a"),
-        ("p/variants/c.py", "c"),
+        *[("common/shared.cuh", "a"), ("common/deep.cuh", "a"), ("common/other.cuh", ""), ("common/helper.py", "b")],
+        *[("common/deeper.py", "b"), ("p/variants/a.cu", "a"), ("p/variants/c.py", "c")],
     ],
 )
 def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed, others):

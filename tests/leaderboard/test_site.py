@@ -13,7 +13,6 @@ import pytest
 from harness.tools import endtoend, profiling
 from leaderboard import report
 from leaderboard.site import build, grids
-from tests.leaderboard import test_many
 from tests.support.records import bench, full, line, write
 
 HOSTILE = ("<script>", '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}", "a b#c?d%2e", "$x$", "漢字", "x" * 200)
@@ -68,7 +67,7 @@ def hostile(tmp_path_factory) -> tuple[Path, dict[str, Parsed]]:
         return folder, site(folder / "results", folder / "site")
 
 
-def test_every_link_leads_somewhere_and_no_id_is_there_twice(hostile):
+def test_links_lead_somewhere_and_ids_are_unique(hostile):
     folder, found = hostile
     assert len(found) == 1 + 1 + len(HOSTILE) + 4 + 2
     for name, page in found.items():
@@ -84,21 +83,12 @@ def test_every_link_leads_somewhere_and_no_id_is_there_twice(hostile):
             if parts.fragment:
                 other = found[str(target.resolve().relative_to(folder / "site"))]
                 assert unquote(parts.fragment) in other.ids, (name, link)
+        assert page.rows.count(None) == page.tags["thead"], name
+        assert all(f"#{row}" in page.links for row in page.rows if row) and page.unlabelled == [], name
+    assert sum(page.tags["svg"] for page in found.values()) > 20
 
 
-def test_every_row_has_an_address_and_every_picture_a_text(hostile):
-    _, found = hostile
-    pictures = 0
-    for name, page in found.items():
-        heads = page.tags["thead"]
-        assert page.rows.count(None) == heads, name
-        assert all(f"#{row}" in page.links for row in page.rows if row)
-        assert page.unlabelled == [], name
-        pictures += page.tags["svg"]
-    assert pictures > 20
-
-
-def test_what_a_submission_has_written_is_text(hostile):
+def test_text_of_a_submission_is_escaped(hostile):
     folder, found = hostile
     for name, page in found.items():
         assert page.tags["script"] == 1 and page.tags["img"] == page.tags["b"] == 0, name
@@ -121,16 +111,7 @@ def test_what_is_not_recorded_is_said(hostile):
     assert "No record: no decode step was timed yet." in model and "Error by layer" in model
 
 
-def test_the_boards_show_ties_coverage_attempts_and_ratios(tmp_path):
-    tied = [*full("a", 1.10), *full("b", 1.10), *full("c", 2.0, attempt=3), *full("peer_p", 2.2, baseline=True)]
-    write(tmp_path / "r", "box", [*tied, *full("part", 1.0)[:2]])
-    shown = site(tmp_path / "r", tmp_path / "s")
-    text = " ".join(" ".join(shown["index.html"].text).split())
-    assert text.count("1 (tie)") == 2 and "3/3 cases" in text and "2/3 cases" in text and "2.00x" in text
-    assert "and 1 more (tie)" in text and "not timed: m=7168 k=2048 l=4" in text
-
-
-def test_the_page_of_a_variant_has_its_source_samples_and_profile(tmp_path, monkeypatch):
+def test_variant_page_has_source_samples_and_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "OUT", tmp_path / "profiles")
     (tmp_path / "profiles").mkdir()
     for name in ("sm90_plain-1.txt", "sm90_plain-1.trace.json", "sm90_plain-1.ncu-rep", "sm90_plainer-1.txt", "x.txt"):
@@ -152,26 +133,13 @@ def test_the_page_of_a_variant_has_its_source_samples_and_profile(tmp_path, monk
     assert len((folder / "sm90_plain.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_page_of_the_model_has_what_the_check_left(tmp_path, monkeypatch):
+def test_model_page_has_what_the_check_left(tmp_path, monkeypatch):
     monkeypatch.setattr(endtoend, "OUT", tmp_path / "checks")
     (tmp_path / "checks" / "dsv4_forward").mkdir(parents=True)
-    layers = [
-        {"after": f"layers.{n}", "alone": 0.01 * n, "alone_budget": 0.2, "drift": None, "drift_budget": 0.3}
-        for n in range(3)
-    ]
-    left = {
-        "problem": "dsv4_forward",
-        "config": "tiny",
-        "format": "<b>",
-        "device": "cpu",
-        "right": False,
-        "context": 9,
-        "time": "2026-01-02T03:04:05+00:00",
-        "kernels": {"fmha": "x/y"},
-        "step_us": 200.0,
-        "layers": layers,
-        "ops_us": {"fmha": 150.0, "linear": 40.0},
-    }
+    layer = {"after": "layers.2", "alone": 0.02, "alone_budget": 0.2, "drift": None, "drift_budget": 0.3}
+    left = {"problem": "dsv4_forward", "config": "tiny", "format": "<b>", "device": "cpu", "right": False, "context": 9}
+    left |= {"time": "2026-01-02T03:04:05+00:00", "kernels": {"fmha": "x/y"}, "step_us": 200.0, "layers": [layer]}
+    left |= {"ops_us": {"fmha": 150.0, "linear": 40.0}}
     folder = tmp_path / "checks" / "dsv4_forward"
     (folder / "a.json").write_text(json.dumps(left))
     (folder / "b.json").write_text(json.dumps(left | {"step_us": "x"}))
@@ -183,22 +151,14 @@ def test_the_page_of_the_model_has_what_the_check_left(tmp_path, monkeypatch):
     assert "dsv4_forward/b.json: not what a check leaves (step_us: " in "".join(shown["index.html"].text)
 
 
-def test_a_folder_without_records_has_a_page_that_says_so(tmp_path):
+def test_folder_without_records_has_a_page_that_says_so(tmp_path):
     (tmp_path / "r").mkdir()
     shown = site(tmp_path / "r", tmp_path / "s")
     assert set(shown) == {"index.html", "model.html", "judge.html"}
     assert "No record: no variant was judged yet." in "".join(shown["index.html"].text)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(capsys, tmp_path):
-    write(tmp_path / "r", "box", full("a", 1.0))
-    (tmp_path / "file").write_text("")
-    assert report.main(["--results", str(tmp_path / "r"), "--html", str(tmp_path / "file")]) == 2
-    said = f"leaderboard/report.py: --html: cannot write {tmp_path / 'file'}: Not a directory: give a folder"
-    assert capsys.readouterr().err.startswith(said)
-
-
-def test_a_page_replaces_a_page_and_no_other_files(capsys, tmp_path):
+def test_page_replaces_a_page_and_no_other_files(capsys, tmp_path):
     write(tmp_path / "r", "box", full("a", 1.0))
     words = ["--results", str(tmp_path / "r"), "--html", str(tmp_path / "s")]
     assert report.main(words) == report.main(words) == 0
@@ -209,28 +169,7 @@ def test_a_page_replaces_a_page_and_no_other_files(capsys, tmp_path):
     assert "--html must name a new or empty folder, or one with an earlier page: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", ["--html", "--serve"])
-def test_the_page_goes_with_no_readme(capsys, tmp_path, more):
-    words = [more, str(tmp_path)] if more == "--html" else [more]
-    with pytest.raises(SystemExit):
-        report.main(["--check", *words])
-    assert "no PROBLEM, --machine, --format, --out, --html or --serve" in capsys.readouterr().err
-
-
-def test_serving_ends_with_an_interrupt_and_opens_the_page(capsys, tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr(build.webbrowser, "open", opened.append)
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(build.http.server.ThreadingHTTPServer, "serve_forever", interrupt)
-    write(tmp_path / "r", "box", full("a", 1.0))
-    assert report.main(["--results", str(tmp_path / "r"), "--serve"]) == 0
-    assert len(opened) == 1 and opened[0].startswith("http://127.0.0.1:") and opened[0] in capsys.readouterr().out
-
-
-def test_slugs_are_different_and_short():
+def test_slug_is_short_and_different_for_different_names():
     names = [*HOSTILE, "a", "A/b", "a~2f~b", "~", ".", "..", "x" * 199, "é" * 100, "é" * 101]
     slugs = [grids.slug(name) for name in names]
     assert len(set(slugs)) == len(names)
@@ -238,26 +177,11 @@ def test_slugs_are_different_and_short():
     assert grids.slug("sm90_dp4a") == "sm90_dp4a"
 
 
-def few_runs(folder: Path) -> int:
-    return test_many.write(folder)
-
-
-def many_variants(folder: Path) -> int:
-    """As many records of 667 variants."""
+@pytest.mark.slow
+def test_page_of_ten_thousand_records_takes_a_minute_of_processor_time_at_most(tmp_path):
     for n in range(667):
         tests = [line("test", f"v{n}", case=case) for case in (0, 1, 2) for _ in range(4)]
-        write(folder, "box", [*full(f"v{n}", 1 + n / 100), *tests])
-    return 667 * 15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [few_runs, many_variants])
-def test_ten_thousand_records_make_a_page_within_a_minute(capsys, tmp_path, make):
-    """A minute of processor time: on a busy machine no clock on the wall says how long it takes."""
-    count = make(tmp_path / "r")
-    wall, busy = time.perf_counter(), time.process_time()
-    found = site(tmp_path / "r", tmp_path / "s")
-    wall, busy = time.perf_counter() - wall, time.process_time() - busy
-    assert count >= 10_000 and len(found) > 10 and busy < 60
-    with capsys.disabled():
-        print(f"\n{count} records, {len(found)} pages: {wall:.1f} s, {busy:.1f} s of processor time")
+        write(tmp_path / "r", "box", [*full(f"v{n}", 1 + n / 100), *tests])
+    busy = time.process_time()
+    assert len(site(tmp_path / "r", tmp_path / "s")) == 667 + 4
+    assert time.process_time() - busy < 60

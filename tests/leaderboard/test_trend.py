@@ -22,15 +22,10 @@ def test_only_whole_right_runs_are_points():
     assert points[1].us == pytest.approx(points[0].us * 0.9) and points[0].commit == "0123456"
 
 
-def test_the_first_correct_version_is_the_slowest_of_the_earliest_run_and_no_baseline():
+def test_first_correct_version_is_the_slowest_of_the_earliest_run_and_no_baseline():
     first = [*full("torch", 9.0), *full("fast", 3.0), *full("peer", 1.0, baseline=True)]
     later = [*full("slow", 20.0, run="r2", minute=2), *full("best", 1.5, run="r3", minute=3, commit="feedface")]
     points = trended([*later, *first])
-    assert trend.first_correct(points).variant == "torch"
     assert [one.variant for one in trend.records_broken(points)] == ["torch", "fast", "best"]
     assert list(trend.commits(points).values()) == [(0, "0123456\n2026-01-02"), (1, "feedfac\n2026-01-02")]
-
-
-def test_of_baselines_alone_there_is_no_first_version():
-    points = trended(full("peer", 1.0, baseline=True))
-    assert len(points) == 1 and trend.first_correct(points) is None and trend.records_broken(points) == []
+    assert trend.records_broken(trended(full("peer", 1.0, baseline=True))) == [], "of baselines alone there is none"

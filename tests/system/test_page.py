@@ -104,11 +104,11 @@ def test_a_click_or_a_key_sorts(chromium, site):
     def us(said: str) -> float:
         return float(said.replace(",", ""))
 
-    assert press("time, us") == "ascending"
-    times = [us(said) for said in column("time, us")]
+    assert press("geomean us") == "ascending"
+    times = [us(said) for said in column("geomean us")]
     assert times == sorted(times) and len(times) > 4
-    assert press("time, us") == "descending"
-    assert [us(said) for said in column("time, us")] == times[::-1], "2,513 is more than 63.17"
+    assert press("geomean us") == "descending"
+    assert [us(said) for said in column("geomean us")] == times[::-1], "2,513 is more than 63.17"
     assert press("variant") == "ascending" and column("variant") == sorted(column("variant"))
     assert press("rank") == "ascending"
     ranks = [rank for rank in column("rank") if rank.isdecimal()]

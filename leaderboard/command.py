@@ -1,0 +1,28 @@
+"""How the leaderboard's commands end. This file may meet Python 3.8: a command imports it before `venv.enter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.results import output
+
+
+def run(name: str, action: Callable[[], int]) -> int:
+    """Return the exit code of `action`; 2 for bad use, and for files that cannot be read or written, which one line
+    on standard error says.
+    """
+    from harness.problem import folders
+    from harness.results import record, text
+
+    try:
+        code = action()
+        output.flush()
+        return code
+    except (BrokenPipeError, output.ClosedError):
+        output.abandon()
+        return output.CLOSED_EXIT
+    except (ValueError, OSError, SyntaxError, MemoryError, folders.ProblemError, record.StorageError) as error:
+        output.abandon()
+        said = record.said_of(error) if isinstance(error, OSError) else error
+        output.complain(f"{name}: {text.line(said) or type(error).__name__}")
+        return output.USAGE_EXIT

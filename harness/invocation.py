@@ -1,6 +1,5 @@
 """One run of harness/run.py, from its arguments to its records and exit code."""
 
-import argparse
 import contextlib
 import functools
 import json
@@ -12,6 +11,7 @@ from typing import TextIO
 from harness.judge import console, device_lock, phases, resume, verdict, work
 from harness.judge.events import Events
 from harness.judge.judging import Judging
+from harness.judge.options import Options
 from harness.judge.selection import Selection, rule_broken
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
@@ -28,19 +28,18 @@ NEEDS_GPU = "needs a GPU, the run is on a CPU: leave it out, or judge where ther
 
 
 class Run:
-    """One invocation. further: arguments that harness/run.py does not know; defaults: its own; stdout: where --json -
+    """One invocation. further: arguments that harness/run.py does not know; stdout: where --json -
     writes. The properties that follow from the arguments raise UsageError where these are wrong.
     """
 
     def __init__(
         self,
-        arguments: argparse.Namespace,
+        arguments: Options,
         further: list[str],
-        defaults: argparse.Namespace,
         stdout: TextIO,
         events: Events,
     ) -> None:
-        self.args, self.further, self.defaults = arguments, further, defaults
+        self.args, self.further = arguments, further
         self.stdout, self.events = stdout, events
         self.stack = contextlib.ExitStack()
         self.lines: list[dict] = []
@@ -159,9 +158,9 @@ class Run:
         if args.case:
             raise UsageError("--resume does not go with --case, since such a run records nothing: leave one out")
         where = f"{self.problem.name} on {self.machine}"
-        self.file = resume.chosen(self.files, args.resume, where)
+        self.file = resume.chosen(self.files, args.resume or "", where)
         self.stack.callback(self.file.close)
-        resume.adopt(self.file, args, self.defaults)
+        resume.adopt(self.file, args)
         if args.json == "-" != json_before:
             self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if args.events and not events_before:

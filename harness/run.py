@@ -17,7 +17,7 @@ from typing import TextIO
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from harness.judge.options import PAIRED  # noqa: E402
+from harness.judge.options import Options, given  # noqa: E402
 from harness.results import output  # noqa: E402
 from problems.common import venv  # noqa: E402
 
@@ -29,31 +29,19 @@ INTERRUPTED_EXIT = 130  # as shells say it
 SHARD = re.compile(r"(\d{1,4})/(\d{1,4})")
 # The options that have an effect in a run of each kind, besides ALWAYS; others are refused. The first kind whose option
 # is given counts, else that of the mode.
-ALWAYS = ("problem", "device", "events", "quiet", "on", "ray")
-CHOSEN = ("variant", "submission", "all", "case")
+ALWAYS = "problem device events quiet on ray"
+CHOSEN = "variant submission all case"
 EFFECTIVE = {
-    "--print-completion": ("print_completion",),
-    "--list": ("list", "problem", "events"),
-    "--lint": ("lint", *ALWAYS),
-    "--check-only": ("check_only", *ALWAYS),
-    "--sanitize": ("sanitize", *CHOSEN, *ALWAYS),
-    "--mode test": ("mode", *CHOSEN, "seed", "timeout", "shard", "json", *ALWAYS),
-    "--mode benchmark": ("mode", *CHOSEN, "timeout", "shard", "json", "against", "processes", *PAIRED, *ALWAYS),
-    "--mode leaderboard": (
-        "mode",
-        *CHOSEN,
-        "seed",
-        "timeout",
-        "shard",
-        "json",
-        "against",
-        "processes",
-        *PAIRED,
-        "resume",
-        *ALWAYS,
-    ),
-    "--mode profile": ("mode", "variant", "submission", "case", "timeout", *ALWAYS),
-    "--mode latency": ("mode", "case", "json", *ALWAYS),
+    "--print-completion": "print_completion",
+    "--list": "list problem events",
+    "--lint": f"lint {ALWAYS}",
+    "--check-only": f"check_only {ALWAYS}",
+    "--sanitize": f"sanitize {CHOSEN} {ALWAYS}",
+    "--mode test": f"mode {CHOSEN} seed timeout shard json {ALWAYS}",
+    "--mode benchmark": f"mode {CHOSEN} timeout shard json against processes fail_on_regression {ALWAYS}",
+    "--mode leaderboard": f"mode {CHOSEN} seed timeout shard json against processes fail_on_regression resume {ALWAYS}",
+    "--mode profile": f"mode variant submission case timeout {ALWAYS}",
+    "--mode latency": f"mode case json {ALWAYS}",
 }
 CHECK_HELP = """A problem that is a whole model has an end-to-end check, check.py. It runs first with --mode test and
 leaderboard, and only where it passes is the submission judged (else the exit code is 1). It does not run with --mode
@@ -68,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--mode",
         choices=MODES,
-        default="leaderboard",
         help="leaderboard: test, benchmark, record; latency: a model's decode step",
     )
     p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
@@ -80,12 +67,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--processes", type=output.Value(int, "2 to 1000"), metavar="N", help="2 to 1000 of each: more tell more"
-    )
-    p.add_argument(
-        "--same-within",
-        type=output.Value(float, "over 0 and under 50, in percent"),
-        metavar="PERCENT",
-        help="how near to 1 --against calls SAME (1.5)",
     )
     p.add_argument(
         "--fail-on-regression",
@@ -146,14 +127,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return the exit code. What no submission caused is one line on standard error; a bug raises."""
-    args, further = parser().parse_known_args(argv)
+    args, further = parser().parse_known_args(argv, namespace=Options())
     venv.enter(NAME)
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if args.json == "-" else contextlib.nullcontext():
         return _guarded(args, further, stdout)
 
 
-def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> int:
+def _guarded(args: Options, further: list[str], stdout: TextIO) -> int:
     from harness.judge.events import Events
     from harness.problem.folders import ProblemError, UsageError
     from harness.results import text
@@ -176,11 +157,11 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
             from harness.tools import cluster, remote
 
             elsewhere = cluster.run if args.ray else remote.start
-            code = elsewhere(args, further, parser().parse_args([]), stdout)
+            code = elsewhere(args, further, stdout)
         elif code is None:
             from harness.invocation import Run
 
-            run = Run(args, further, parser().parse_args([]), stdout, events)
+            run = Run(args, further, stdout, events)
             code = run.main()
         output.flush()
     except ProblemError as error:
@@ -209,7 +190,7 @@ def _guarded(args: argparse.Namespace, further: list[str], stdout: TextIO) -> in
     return code
 
 
-def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
+def _without_torch(args: Options, further: list[str]) -> int | None:
     """List, or raise UsageError for what is wrong whatever the problem's cases are, before torch is imported. Return
     the exit code; None: the run begins.
     """
@@ -227,7 +208,7 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     if args.new is not None or args.new_variant is not None:
         from harness.tools import scaffold
 
-        return scaffold.run(args, vars(parser().parse_args([])), further)
+        return scaffold.run(args, further)
     if args.list or not args.problem:
         _see_only_listed(args, further)
         if args.list:
@@ -249,11 +230,8 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     if args.against and (other := _takes_no_times(args)):
         raise UsageError(f"--against compares times, and {other} takes none: leave one of the two out")
     _see_effect(args)
-    lonely = [_option(args, name) for name in PAIRED if getattr(args, name) is not None]
-    if lonely and not args.against and args.resume is None:
-        raise UsageError(f"{', '.join(lonely)} goes with --against: give the variant or file to compare with")
-    if args.same_within is not None and not 0 < args.same_within < 50:
-        raise UsageError(f"--same-within must be over 0 and under 50, in percent, got {args.same_within}")
+    if args.fail_on_regression is not None and not args.against and args.resume is None:
+        raise UsageError("--fail-on-regression goes with --against: give the variant or file to compare with")
     if args.fail_on_regression is not None and not 0 <= args.fail_on_regression < math.inf:
         raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
     if args.seed is not None and not 0 <= args.seed < 2**63:
@@ -264,35 +242,34 @@ def _without_torch(args: argparse.Namespace, further: list[str]) -> int | None:
     return None
 
 
-def _see_effect(args: argparse.Namespace) -> None:
+def _see_effect(args: Options) -> None:
     """Raise UsageError for options that have no effect in a run of this kind."""
     from harness.problem.folders import UsageError
 
     stops = ("print_completion", "list", "lint", "check_only", "sanitize")
     kind = next((_option(args, name) for name in stops if getattr(args, name)), f"--mode {args.mode}")
-    known = parser()
-    given = [name for name, value in vars(args).items() if value != known.get_default(name)]
     # Of --json - all else than records goes to standard error, whatever there is; a list has nothing else.
     passing = () if args.list or args.print_completion else ("json", "-")
-    odd = [name for name in given if name not in EFFECTIVE[kind] and (name, getattr(args, name)) != passing]
+    effective = EFFECTIVE[kind].split()
+    odd = [name for name in given(args) if name not in effective and (name, getattr(args, name)) != passing]
     if odd:
         raise UsageError(output.apart(kind, [_option(args, name) for name in odd]))
 
 
-def _option(args: argparse.Namespace, name: str) -> str:
+def _option(args: Options, name: str) -> str:
     """Return an option as the user writes it, --mode with its value."""
     if name == "problem":
         return "PROBLEM"
     return f"--mode {args.mode}" if name == "mode" else f"--{name.replace('_', '-')}"
 
 
-def _takes_no_times(args: argparse.Namespace) -> str:
+def _takes_no_times(args: Options) -> str:
     """Return the option for which a run takes no times that could be compared, "" if there is none."""
     stops = [_option(args, name) for name in ("lint", "check_only", "sanitize") if getattr(args, name)]
     return stops[0] if stops else f"--mode {args.mode}" if args.mode not in ("benchmark", "leaderboard") else ""
 
 
-def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> None:
+def _see_problem(args: Options, further: list[str], folder: Path) -> None:
     """Raise UsageError for a variant that the problem in `folder` lacks, or options that its check does not take."""
     from harness.problem import commits, folders
 
@@ -307,17 +284,17 @@ def _see_problem(args: argparse.Namespace, further: list[str], folder: Path) -> 
         raise folders.UsageError(output.unrecognized(further))
 
 
-def _see_only_listed(args: argparse.Namespace, further: list[str]) -> None:
+def _see_only_listed(args: Options, further: list[str]) -> None:
     """Raise UsageError if there are options that no list takes."""
     from harness.problem import folders
 
     if further:
         raise folders.UsageError(output.unrecognized(further))
-    given = [name for name, value in vars(args).items() if value != parser().get_default(name) and name != "problem"]
-    if given and not args.list:
-        known, given = ", ".join(folders.problem_names()), [f"--{name.replace('_', '-')}" for name in given]
+    others = [name for name in given(args) if name != "problem"]
+    if others and not args.list:
+        known, words = ", ".join(folders.problem_names()), [f"--{name.replace('_', '-')}" for name in others]
         raise folders.UsageError(
-            f"{', '.join(given)}: give PROBLEM too, one of {known}, or a folder; --list only lists"
+            f"{', '.join(words)}: give PROBLEM too, one of {known}, or a folder; --list only lists"
         )
 
 

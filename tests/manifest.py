@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness import run
 from harness.judge import verdict
+from harness.judge.options import Options
 from harness.results import record
 from problems.common import load
 from tests.support import foreign
@@ -57,7 +58,12 @@ def options() -> Iterator[dict]:
     """Each option of harness/run.py, and each exit code with its verdicts."""
     for action in run.parser()._actions:
         name = " ".join(action.option_strings) or action.dest
-        yield {"what": "option", "name": name, "choices": list(action.choices or ()), "default": action.default}
+        yield {
+            "what": "option",
+            "name": name,
+            "choices": list(action.choices or ()),
+            "default": getattr(Options, action.dest, None),
+        }
     for word, code in sorted(verdict.EXIT_CODES.items()):
         yield {"what": "exit code", "name": word, "code": code}
 

@@ -1,6 +1,5 @@
 """The judgement of one run: the test cases, the timed calls, and the confirmation of a new first place."""
 
-import argparse
 import contextlib
 import dataclasses
 import math
@@ -10,11 +9,12 @@ from collections.abc import Callable
 from harness.judge import confirm, console, device_lock, phases, verdict, work
 from harness.judge.events import Events, Progress
 from harness.judge.handle import RunnerHandle
+from harness.judge.options import Options
 from harness.judge.outcome import Audit, Outcome
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
-from harness.results import environment, ranking, record, stats
+from harness.results import environment, ranking, record
 from harness.results.run_file import RunFile
 
 
@@ -30,7 +30,7 @@ class Judging:
         problem: Problem,
         device: str,
         target: str,
-        args: argparse.Namespace,
+        args: Options,
         recorder: Recorder,
         file: RunFile | None,
         enter: Callable[[Submission], Result | None],
@@ -132,8 +132,7 @@ class Judging:
                     self.events.failed(j.submission.name, timing.case.params, bad.status, bad.reason)
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
         if paired:
-            percent = self.args.same_within
-            verdict.pair(*judged, stats.SAME_WITHIN if percent is None else percent / 100)
+            verdict.pair(*judged)
 
     def _counts(self, paired: bool) -> phases.Counts | None:
         """Return the counts with as many processes as were asked for; None: the judge's own."""

@@ -1,6 +1,5 @@
 """--resume: which run goes on, with which options, and whether all that it depends on is as it was."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from harness.judge import work
 from harness.judge.events import see_outputs
+from harness.judge.options import Options
 from harness.problem.folders import UsageError
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
@@ -21,7 +21,6 @@ OPTIONS = (
     "submission",
     "against",
     "processes",
-    "same_within",
     "fail_on_regression",
     "all",
     "seed",
@@ -48,12 +47,12 @@ class ChangedError(UsageError):
     resumable = False
 
 
-def options(arguments: argparse.Namespace) -> dict:
+def options(arguments: Options) -> dict:
     """Return the options as the run's file has them: paths mean the same from any folder."""
     return {name: _absolute(getattr(arguments, name)) for name in OPTIONS} | outputs(arguments)
 
 
-def outputs(arguments: argparse.Namespace) -> dict[str, str | None]:
+def outputs(arguments: Options) -> dict[str, str | None]:
     """Return --json and --events as the run's file has them."""
     given = {name: getattr(arguments, name) for name in OUTPUTS}
     paths = {name: path if path in (None, "-") else os.path.abspath(path) for name, path in given.items()}
@@ -91,7 +90,7 @@ def left(files: Iterable[Contents]) -> list[str]:
     return found
 
 
-def adopt(file: RunFile, arguments: argparse.Namespace, defaults: argparse.Namespace) -> None:
+def adopt(file: RunFile, arguments: Options) -> None:
     """Give `arguments` the options that the run began with, and of its outputs what the user does not give anew.
 
     UsageError: an option is given that the run did not have, or its outputs can no longer be written.
@@ -101,7 +100,7 @@ def adopt(file: RunFile, arguments: argparse.Namespace, defaults: argparse.Names
         raise UsageError(f"--resume: {file.contents.path} lacks {', '.join(missing)} in `arguments`; start a new run")
     for name in OPTIONS:
         given, planned = _absolute(getattr(arguments, name)), began[name]
-        if given != getattr(defaults, name) and given != planned:
+        if given != getattr(Options, name) and given != planned:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"--resume goes on with the options of that run: {option} was {planned!r}, got {given!r}")
         setattr(arguments, name, planned)

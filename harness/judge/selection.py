@@ -1,6 +1,5 @@
 """The choices that the arguments of a run make: submissions and cases; and whether a submission may run here."""
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
+from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import commits, folders, scan, sources
@@ -23,7 +23,7 @@ class Selection:
     """What the arguments of harness/run.py choose of a problem, for a run on `device` and `target`."""
 
     problem: Problem
-    args: argparse.Namespace
+    args: Options
     device: str
     target: str
     stack: contextlib.ExitStack  # closed at the end of the run: copies of other commits' files go then
@@ -154,7 +154,7 @@ class Selection:
         if not chosen:
             known = "; ".join(map(str, cases)) or "none"
             name = self.problem.name
-            tests = any(has_words(str(case), self.args.case) for case in self.problem.tests)
+            tests = any(has_words(str(case), self.args.case or "") for case in self.problem.tests)
             hint = "; test cases are chosen with --mode test" if tests and what == "benchmark" else ""
             raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen

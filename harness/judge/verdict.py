@@ -131,17 +131,17 @@ def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
     return CaseTime(timing.case, timing, readings, None, median, stats.bootstrap_interval(timing.samples))
 
 
-def pair(first: Result, second: Result, within: float = stats.SAME_WITHIN) -> None:
+def pair(first: Result, second: Result) -> None:
     """Give `first` the ratios of its times to the second's, on equal contents, in the cases that both serve; none
-    where one of them failed. within: of 1, for SAME.
+    where one of them failed.
     """
     if any(t.failure and t.failure.status != "UNSUPPORTED" for j in (first, second) for t in j.times):
         return
     both = zip(first.times, second.times, strict=True)
     cases = [None if a.failure or b.failure else ratios(a.timing, b.timing) for a, b in both]
     if served := [case for case in cases if case]:
-        first.against = [_against(second, stats.compare([case]), within) if case else None for case in cases]
-        first.against_all = _against(second, stats.compare(served), within)
+        first.against = [_against(second, stats.compare([case])) if case else None for case in cases]
+        first.against_all = _against(second, stats.compare(served))
 
 
 def regressions(j: Result, percent: float) -> list[str]:
@@ -157,8 +157,8 @@ def regressions(j: Result, percent: float) -> list[str]:
     return found
 
 
-def _against(other: Result, found: stats.Ratio, within: float) -> dict:
-    word = found.word(within)
+def _against(other: Result, found: stats.Ratio) -> dict:
+    word = found.word()
     said = {
         "variant": other.submission.name,
         "ratio": found.ratio,
@@ -166,11 +166,11 @@ def _against(other: Result, found: stats.Ratio, within: float) -> dict:
         "ci99": list(found.ci99),
         "word": word,
         "processes": found.processes,
-        "same_within": within,
+        "same_within": stats.SAME_WITHIN,
     } | ({"commit": other.submission.commit} if other.submission.commit else {})
     if word != "UNDECIDED":
         return said
-    return {**said, "needed": found.needed(within), "needed_range": list(found.needed_range(within))}
+    return {**said, "needed": found.needed(), "needed_range": list(found.needed_range())}
 
 
 class Recorder:

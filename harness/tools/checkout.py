@@ -4,7 +4,6 @@ In a folder there, root/ mirrors this machine's file system as far as files are 
 checkout to another file is the same; job/ is for what a run writes besides its records.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.judge.options import Options
 from harness.problem import folders, sources
 from harness.problem.folders import UsageError
 from harness.results import environment
@@ -32,8 +32,8 @@ class Request:
     files: list[Path]
 
 
-def request(args: argparse.Namespace, further: list[str], defaults: argparse.Namespace) -> Request:
-    """Translate arguments of harness/run.py: args, those that it does not know, and its defaults. UsageError: a file
+def request(args: Options, further: list[str]) -> Request:
+    """Translate arguments of harness/run.py: args, and those that it does not know. UsageError: a file
     that they name is missing.
     """
     values, files = dict(vars(args)), []
@@ -52,7 +52,7 @@ def request(args: argparse.Namespace, further: list[str], defaults: argparse.Nam
     values |= {name: os.path.relpath(f"/job/{name}", f"/{TREE}") for name in ("json", "events") if values[name]}
     arguments = [values.pop("problem"), *further]
     for name, value in values.items():
-        if name not in ("on", "ray") and value != getattr(defaults, name):
+        if name not in ("on", "ray") and value != getattr(Options, name):
             option = f"--{name.replace('_', '-')}"
             arguments.append(option if value is True or value == "" else f"{option}={value}")
     return Request(arguments, files)

@@ -4,8 +4,8 @@ A job gets the files of this checkout, and returns the file of its run, which is
 Of a job whose node or process is lost nothing is kept, and it runs again elsewhere.
 """
 
-import argparse
 import ctypes
+import dataclasses
 import functools
 import io
 import os
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
+from harness.judge.options import Options
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import output, text
@@ -27,10 +28,10 @@ RETRIES = 4  # of a job whose node, or whose process there, is lost
 GRAVEST = (2, 3, 4, 5, 1, 6, 7, 0)  # exit codes, as harness/judge/verdict.py ranks verdicts
 
 
-def run(args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, stdout: TextIO) -> int:
+def run(args: Options, further: list[str], stdout: TextIO) -> int:
     """Run the jobs that `args` names on the cluster at args.ray. Return the exit code of the gravest one.
 
-    args, further, defaults: of harness/run.py; stdout: where --json - writes. UsageError: no Ray here, no cluster
+    args, further: of harness/run.py; stdout: where --json - writes. UsageError: no Ray here, no cluster
     there, or options that do not go together.
     """
     if odd := [f"--{name}" for name in ("resume", "events", "on", "shard") if getattr(args, name) is not None]:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace, further: list[str], defaults: argparse.Namespa
         # All processors of a node, since a variant uses all; of the smallest node, so that every node can serve.
         smallest = min(int(node["CPU"]) for node in nodes if node.get("CPU"))
         resources = {"num_gpus": 1} if device.startswith("cuda") else {"num_cpus": smallest}
-        jobs = _jobs(args, further, defaults, device)
+        jobs = _jobs(args, further, device)
         if not jobs:
             raise UsageError(f"--ray --all: {args.problem} has no variant for {device}")
         with checkout.copied(path for request in jobs.values() for path in request.files) as copy:
@@ -85,9 +86,7 @@ def run(args: argparse.Namespace, further: list[str], defaults: argparse.Namespa
     return min((code for code in codes if code != 7 or not args.all), key=GRAVEST.index, default=7)
 
 
-def _jobs(
-    args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, device: str
-) -> dict[str, Request]:
+def _jobs(args: Options, further: list[str], device: str) -> dict[str, Request]:
     """Return a request for each problem of args.problem (names with commas between) and each variant, by a name; with
     --all these are all variants for the kind of device.
     """
@@ -97,9 +96,10 @@ def _jobs(
         if args.all:
             variants = [name for name, of, _ in folders.listing(folders.place(problem)) if targets & {*of}]
         for variant in variants:
-            one = {"problem": problem, "variant": variant, "all": False, "device": device}
             name = f"{problem} {variant or args.submission or 'winner'}"
-            jobs[name] = checkout.request(argparse.Namespace(**{**vars(args), **one}), further, defaults)
+            jobs[name] = checkout.request(
+                dataclasses.replace(args, problem=problem, variant=variant, all=False, device=device), further
+            )
     return jobs
 
 

@@ -9,7 +9,6 @@ for JSON files of what it found: the page of the leaderboard shows them (leaderb
 the problem's own code, like its reference: no submission of others runs in it.
 """
 
-import argparse
 import os
 import secrets
 import shlex
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
+from harness.judge.options import Options
 from harness.problem.folders import Problem, UsageError
 from harness.results import output
 from harness.sandbox import process
@@ -31,7 +31,7 @@ OUT = process.ROOT / "leaderboard" / "out" / "check"
 MODES = ("test", "leaderboard")  # of harness/run.py: these say that a result is right, or rank it
 
 
-def wanted(problem: Problem, arguments: argparse.Namespace, words: list[str]) -> bool:
+def wanted(problem: Problem, arguments: Options, words: list[str]) -> bool:
     """Return whether the check runs. arguments: harness/run.py's; words: what it does not know. UsageError: there is no
     check that takes the words, or the check was asked for and there is none, or it does not run with these arguments.
     """
@@ -137,7 +137,7 @@ def _file(problem: Problem) -> Path | None:
     return found
 
 
-def _skipped(arguments: argparse.Namespace) -> str:
+def _skipped(arguments: Options) -> str:
     """Return the argument of harness/run.py that switches the check off, or ""."""
     if arguments.lint or arguments.sanitize:
         return "--lint" if arguments.lint else "--sanitize"

@@ -4,7 +4,6 @@ The run is detached there. The same command follows it again, whatever became of
 `.venv/bin/python -m harness.tools.remote HOST --stop` ends it. harness/tools/on_host.sh is what runs on the host.
 """
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import IO, TextIO
 
+from harness.judge.options import Options
 from harness.problem.folders import UsageError
 from harness.results import output, text
 from harness.tools import checkout
@@ -56,13 +56,13 @@ class Host:
         return (done.stdout or b"").decode(errors="replace")
 
 
-def start(args: argparse.Namespace, further: list[str], defaults: argparse.Namespace, stdout: TextIO) -> int:
+def start(args: Options, further: list[str], stdout: TextIO) -> int:
     """Judge on args.on as harness/run.py would here. Return the exit code of the run there.
 
-    args, further, defaults: of harness/run.py; stdout: where --json - writes. UsageError: a file is missing, or the
+    args, further: of harness/run.py; stdout: where --json - writes. UsageError: a file is missing, or the
     host cannot be reached, or runs something else.
     """
-    host, request = Host(args.on), checkout.request(args, further, defaults)
+    host, request = Host(args.on), checkout.request(args, further)
     state, _, arguments = host.call("state").strip().partition("\n")
     same = arguments == shlex.join(request.arguments)
     end = f"`.venv/bin/python -m {NAME} {host.name} --stop` ends it"

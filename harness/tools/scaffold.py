@@ -1,12 +1,12 @@
 """Write the files of a new problem, or of a new variant, that work before anything in them is changed."""
 
-import argparse
 import keyword
 import re
 import shutil
 from pathlib import Path
 
 from harness.judge import console
+from harness.judge.options import Options, given
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
 from harness.results import output, record
@@ -17,11 +17,11 @@ SOURCES = (".cu", ".cpp")
 PLAIN = ("_plain", "_portable")  # ends of names: the variants that are there to be read
 
 
-def run(args: argparse.Namespace, defaults: dict[str, object], further: list[str]) -> int:
+def run(args: Options, further: list[str]) -> int:
     """Do what --new or --new-variant says, print what was written and how to go on. Return the exit code."""
     option = "--new" if args.new is not None else "--new-variant"
     allowed = {"new"} if option == "--new" else {"new_variant", "problem"}
-    others = [name for name, value in vars(args).items() if value != defaults[name] and name not in allowed]
+    others = [name for name in given(args) if name not in allowed]
     if others or further:
         more = ["PROBLEM" if name == "problem" else f"--{name.replace('_', '-')}" for name in others]
         raise UsageError(output.apart(option, [*more, *further]))

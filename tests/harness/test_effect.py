@@ -13,7 +13,6 @@ from harness.results import output
         ("nvfp4_gemv --check-only --seed 0", "--check-only does not go with --seed"),
         ("nvfp4_gemv --sanitize --timeout 5", "--sanitize does not go with --timeout"),
         ("nvfp4_gemv --mode test --processes 4", "--mode test does not go with --processes"),
-        ("nvfp4_gemv --mode test --same-within 1", "--mode test does not go with --same-within"),
         ("nvfp4_gemv --mode benchmark --seed 0", "--mode benchmark does not go with --seed"),
         ("nvfp4_gemv --mode benchmark --resume", "--mode benchmark does not go with --resume"),
         ("nvfp4_gemv --mode profile --all", "--mode profile does not go with --all"),

@@ -12,7 +12,7 @@ from harness.lint import linter
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
-from tests.support import ROOT, SUPPORT, affine
+from tests.support import ROOT, SUPPORT
 
 MINE = (ROOT / "problems/nvfp4_gemv/variants/torch_dequant.py").read_text()
 SMALL = "m=16 k=64"
@@ -281,12 +281,13 @@ def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_
 
 
 def test_more_bytes_than_the_judge_can_read_are_a_fault_of_the_problem(tmp_path, capsys):
-    made = affine.folder(tmp_path / "affine", ("return 4 * self.m * self.k", "return 10**15"))
+    made = shutil.copytree(SUPPORT / "problems" / "vector_add", tmp_path / "vector_add")
+    task = made / "task.py"
+    task.write_text(task.read_text().replace("return 3 * 2 * self.n", "return 10**15"))
     submission = tmp_path / "one.py"
     submission.write_text(
-        'TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    terms = data.w.double() * data.x.double()\n'
-        "    data.y.copy_(terms.sum(1) + data.bias)\n    data.top.copy_(terms.argmax(1))\n    return data.y, data.top\n"
+        'TARGETS = ("cpu",)\nimport torch\n\n\ndef custom_kernel(data):\n    return torch.add(data.x, data.y, out=data.z)\n'
     )
     argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--submission", str(submission), "--processes", "2"]
     assert run.main(argv) == 2
-    assert "bytes_moved() of m=40 k=48 says 1000000000000000 bytes" in capsys.readouterr().err
+    assert "bytes_moved() of n=1048576 says 1000000000000000 bytes" in capsys.readouterr().err

@@ -163,4 +163,4 @@ def test_bash_completes(tmp_path):
 
     assert completed("nvf") == ["nvfp4_gemv"]
     assert completed("nvfp4_gemv", "--mode", "la") == ["latency"]
-    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--same-within", "--shard"}
+    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--shard"}

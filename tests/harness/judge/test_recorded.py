@@ -3,7 +3,6 @@
 The session is made up here, so that every time is known; tests/harness/judge/test_kill.py has the real one.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -16,6 +15,7 @@ import pytest
 from harness import run
 from harness.judge import confirm, device_lock, phases, resume
 from harness.judge.call import CallRequest
+from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.problem import sources
 from harness.problem.folders import UsageError
@@ -241,7 +241,7 @@ def test_a_run_whose_options_are_not_known_cannot_go_on():
     for arguments in (None, {}, {"mode": "test"}):
         file = RunFile.begin(run_line(arguments=arguments))
         with pytest.raises(UsageError, match="start a new run"):
-            resume.adopt(file, argparse.Namespace(), argparse.Namespace())
+            resume.adopt(file, Options())
 
 
 def test_parts_of_a_run_are_one_row_of_the_board(world, folder, capsys):

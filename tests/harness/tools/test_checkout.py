@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from harness import run
+from harness.judge.options import Options
 from harness.problem.folders import UsageError
 from harness.tools import checkout, remote
 from tests.support import ROOT, SUPPORT
 
 
 def request(*argv):
-    args, further = run.parser().parse_known_args(["--on", "x", *argv])
-    return checkout.request(args, further, run.parser().parse_args([]))
+    args, further = run.parser().parse_known_args(["--on", "x", *argv], namespace=Options())
+    return checkout.request(args, further)
 
 
 def test_arguments_are_sent_as_they_were_given():
@@ -21,7 +22,7 @@ def test_arguments_are_sent_as_they_were_given():
         "nvfp4_gemv",
         "--case",
         "m=16 k='$HOME' \"x\" *",
-        "--same-within",
+        "--timeout",
         "2.5",
         "--seed",
         "0",
@@ -29,9 +30,13 @@ def test_arguments_are_sent_as_they_were_given():
         "--resume",
     ]
     sent = request(*argv, "--json", "x", "--events", "y")
-    args, further = run.parser().parse_known_args(sent.arguments)
+    args, further = run.parser().parse_known_args(sent.arguments, namespace=Options())
     outputs = {name: str(Path("..", *[".."] * len(ROOT.parts[1:]), "job", name)) for name in ("json", "events")}
-    assert vars(args) == vars(run.parser().parse_args(argv)) | outputs and not further and not sent.files
+    assert (
+        vars(args) == vars(run.parser().parse_args(argv, namespace=Options())) | outputs
+        and not further
+        and not sent.files
+    )
 
 
 def test_arguments_of_a_problems_own_check_are_kept():

@@ -312,7 +312,6 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
         (["gated", "--check-only", "--submission", "x.py"], "--check-only does not go with --submission"),
         (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only does not go with --case, --seed"),
         (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only does not go with --all, --timeout"),
-        (["gated", "--check-only", "--same-within", "2"], "--check-only does not go with --same-within"),
         (["gated", "--lint", "--seed", "0"], "--lint does not go with --seed"),
         (["plain", "--check-only"], "--check-only: plain has no check.py"),
         (["plain", "--word", "x"], "unrecognized arguments: --word"),

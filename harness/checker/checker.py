@@ -553,8 +553,6 @@ def main(kind: type[Checker] = Checker) -> None:
             said = failure.of_folder(error, reference)
             if device == "cpu" and "cuda" in str(error).lower():
                 said = f"the folder needs a GPU, and this run has none: {said}"
-            if hint := inputs.numbers_as_text(message.get("case", {})):
-                said = f"task.yml: {hint}: {said}"
             reply = {"failed": type(error).__name__, "text": said}
         wire.send(sock, reply, tuple(reply.pop("fds", ())))
         try:

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import random
-import re
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 
 from harness.runner.failure import RefusedError
 from problems.common import check
-
-_EXPONENT = re.compile(r"([-+]?\d+\.?\d*)[eE]([-+]?)(\d+)")
 
 
 def make(reference: ModuleType, task: Any, case: dict, device: str, ours: bool, weights: Any = None) -> Any:
@@ -49,19 +46,6 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
             f"task.yml: a case must name what generate_input takes, {signature}, got {said}: {error}"
         ) from None
     return reference.generate_input(**case)
-
-
-def numbers_as_text(case: dict) -> str:
-    """Return which values of a case are texts that look like numbers with an exponent, and what to write; "" if none.
-    YAML reads 1e-5 as a text, since a number needs a point and a signed exponent there.
-    """
-    said = []
-    for name, value in case.items():
-        if isinstance(value, str) and (found := _EXPONENT.fullmatch(value)):
-            number, sign, exponent = found.groups()
-            instead = f"{number if '.' in number else f'{number}.0'}e{sign or '+'}{exponent}"
-            said.append(f"the case value {name}: {value!r} arrived as text, a number is written {instead}")
-    return "; ".join(said)
 
 
 def compared(reference: ModuleType, data: Any, want: Any, output: Any, baseline: bool) -> check.Result:

@@ -26,7 +26,9 @@ def name_of(value: Any) -> str:
         return str(value).replace(".", ":")
     if isinstance(value, enum.Enum):
         return f"{name_of(type(value))}.{value.name}"
-    named = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and "<" not in value.__qualname__
+    if isinstance(value, types.BuiltinFunctionType):
+        return f"{value.__module__}:{value.__name__}"
+    named = isinstance(value, type | types.FunctionType) and "<" not in value.__qualname__
     return f"{value.__module__}:{value.__qualname__}" if named else ""
 
 
@@ -35,6 +37,20 @@ def find(name: str, task: types.ModuleType | None = None) -> Any:
     home, _, path = name.partition(":")
     of_task = task if home.rpartition(".")[2] == "task" else None
     return operator.attrgetter(path)(of_task or sys.modules.get(home) or pkgutil.resolve_name(home))
+
+
+def see_found(spec: dict) -> None:
+    """RefusedError: a specification of data has a class or function that another process does not find by its name."""
+    if spec["type"] in ("class", "named", "object"):
+        try:
+            find(spec["value"])
+        except (ImportError, AttributeError, ValueError):
+            named = spec["value"] or "one within a function"
+            raise RefusedError(
+                f"a call's data may hold classes and functions that modules define, got {named}"
+            ) from None
+    for item in spec.get("items", ()):
+        see_found(item)
 
 
 def is_of_reference(kind: type) -> bool:

@@ -76,7 +76,9 @@ class Layout:
 
 def describe(value: Any, layout: Layout) -> dict:
     """Return the specification of data, whose tensors get places in `layout`. RefusedError: data may not be such."""
-    return walk(value, layout.leaf)
+    spec = walk(value, layout.leaf)
+    objects.see_found(spec)
+    return spec
 
 
 def walk(

@@ -53,9 +53,9 @@ def results(tmp_path, monkeypatch) -> Path:
     return tmp_path / "results"
 
 
-def short(tmp_path: Path, *arguments: object, start: tuple = (), **environment: str) -> subprocess.Popen:
+def short(tmp_path: Path, *arguments: object, **environment: str) -> subprocess.Popen:
     """A run of its own process with one process of a submission, records in tmp_path / "results"."""
-    command = [sys.executable, *start, "tests/support/short_run.py", tmp_path / "results", 1, *arguments]
+    command = [sys.executable, "tests/support/short_run.py", tmp_path / "results", 1, *arguments]
     command += ["--device", "cpu"]
     (tmp_path / "runtime").mkdir(exist_ok=True, mode=0o700)
     env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")} | environment
@@ -160,33 +160,16 @@ def test_a_build_folder_that_cannot_be_written(tmp_path, folder):
     assert started.returncode == 2 and "set KERNEL_BUILD_DIR to a folder that can be written" in one_line(said)
 
 
-FULL = """import errno, runpy, sys
-from harness.results import record
-from harness.results.run_file import RunFile
-real, count = RunFile._append, 0
-def append(self, *lines):
-    global count
-    count += 1
-    with record.storing(self.contents.path):
-        if count > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-    real(self, *lines)
-RunFile._append = append
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.slow
 def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
-    started = short(tmp_path, folder, "--variant", "good", start=("-c", FULL))
+    started = short(tmp_path, folder, "--variant", "good", FULL_AFTER="3")
     _, said = started.communicate(timeout=120)
     assert started.returncode == 2 and "No space left on device" in one_line(said) and "; go on with --resume " in said
     (path,) = (tmp_path / "results").rglob("*.jsonl")
     kept = path.read_bytes()
     again = short(tmp_path, folder, "--resume")
     out, said = again.communicate(timeout=120)
-    assert again.returncode in (0, 6) and said == "" and "goes on: 3 test outcomes" in out, said
+    assert again.returncode in (0, 6) and said == "" and "goes on: 3 test outcomes" in out, out + said
     assert path.read_bytes().startswith(kept)
 
 

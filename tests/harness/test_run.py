@@ -285,9 +285,8 @@ def test_more_bytes_than_the_judge_can_read_are_a_fault_of_the_problem(tmp_path,
     task = made / "task.py"
     task.write_text(task.read_text().replace("return 3 * 2 * self.n", "return 10**15"))
     submission = tmp_path / "one.py"
-    submission.write_text(
-        'TARGETS = ("cpu",)\nimport torch\n\n\ndef custom_kernel(data):\n    return torch.add(data.x, data.y, out=data.z)\n'
-    )
+    kernel = "def custom_kernel(data):\n    return torch.add(data.x, data.y, out=data.z)\n"
+    submission.write_text(f'import torch\n\nTARGETS = ("cpu",)\n\n\n{kernel}')
     argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--submission", str(submission), "--processes", "2"]
     assert run.main(argv) == 2
     assert "bytes_moved() of n=1048576 says 1000000000000000 bytes" in capsys.readouterr().err

@@ -1,8 +1,10 @@
 """harness/run.py as a process of its own, with fewer processes and calls than a real run, and records elsewhere.
 
 python tests/support/short_run.py RESULTS PROCESSES ARGUMENT...
+FULL_AFTER=N in the environment: the disk is full after N writes to the run's file.
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -18,10 +20,28 @@ if __name__ == "__main__":
 from harness import run  # noqa: E402
 from harness.judge import phases  # noqa: E402
 from harness.results import record  # noqa: E402
+from harness.results.run_file import RunFile  # noqa: E402
 from harness.runner import flush  # noqa: E402
 from harness.sandbox import process  # noqa: E402
 
+
+def fill_disk(left: int) -> None:
+    append = RunFile._append
+
+    def limited(self: RunFile, *lines: str) -> None:
+        nonlocal left
+        left -= 1
+        with record.storing(self.contents.path):
+            if left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, *lines)
+
+    RunFile._append = limited
+
+
 if __name__ == "__main__":
+    if "FULL_AFTER" in os.environ:
+        fill_disk(int(os.environ["FULL_AFTER"]))
     record.RESULTS = Path(sys.argv[1])
     phases.PROCESSES, phases.SAMPLES = dict.fromkeys(("cuda", "cpu"), int(sys.argv[2])), {"cuda": 2, "cpu": 2}
     flush.last_level_cache = lambda: 2**23

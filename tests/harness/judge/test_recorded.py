@@ -3,7 +3,11 @@
 The session is made up here, so that every time is known; tests/harness/judge/test_kill.py has the real one.
 """
 
+<<<<<<< ours
 import contextlib
+=======
+import argparse
+>>>>>>> theirs
 import dataclasses
 import json
 import shutil
@@ -13,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import run
-from harness.judge import confirm, device_lock, phases, resume
+from harness.judge import confirm, phases, resume
 from harness.judge.call import CallRequest
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
@@ -52,22 +56,6 @@ def test_a_whole_run_is_one_file(world, folder, capsys):
     assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
     for line in file.path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
-
-
-@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
-def test_what_a_run_waits_for_is_said_of_a_quiet_one_too(world, folder, monkeypatch, capsys, quiet):
-    said = "waiting for process 1, which is timing on cpu\n"
-
-    def hold(device, say) -> contextlib.AbstractContextManager:
-        say(said.removesuffix("\n"))
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(device_lock, "hold", hold)
-    assert judge(folder, "--variant", "good", "--mode", "benchmark", *quiet) == 0
-    out, err = capsys.readouterr()
-    assert said in (err if quiet else out) and said not in (out if quiet else err)
-    if quiet:
-        assert len(out.splitlines()) == 1  # the verdict
 
 
 @pytest.mark.parametrize("calls", range(13))

@@ -124,12 +124,6 @@ def test_a_folders_own_fault_is_no_verdict_on_a_submission(tmp_path, more, said)
     assert "\n" not in str(raised.value)
 
 
-def test_a_number_with_an_exponent_is_a_text_as_yaml_reads_it(tmp_path):
-    more = "def generate_input(size, eps, seed):\n    return random(size, seed=seed) + eps"
-    with pytest.raises(folders.ProblemError, match=r"reference.py:\d+: TypeError"):
-        outcomes(tmp_path, Folder(more=more, cases="eps: 1e-5"))
-
-
 def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_py(tmp_path):
     more = (
         "class In(NamedTuple):\n    x: torch.Tensor\n\nUSED = [ref_kernel]\n\n"

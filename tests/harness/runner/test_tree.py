@@ -100,6 +100,7 @@ def arrived(value):
         Act.RELU,
         torch.nn.functional.silu,
         torch.nn.functional.gelu,
+        torch.relu,
         Out,
         numpy.arange(6, dtype=numpy.int16)[::-2],
         torch.randn(3, 4).t(),
@@ -160,8 +161,10 @@ class Keyed(dict):
         (b"ab", "got bytes$"),
         (torch.Generator(), "got Generator$"),
         ({(0, 1): "a"}, "got dict$"),
+        ([].append, "functions that modules define, got None:append$"),
+        (dataclasses.make_dataclass("Local", ["x"])(1), "classes and functions that modules define, got types:Local$"),
     ],
-    ids=["function", "complex", "sparse", "dict_of_a_class", "bytes", "generator", "keys"],
+    ids=["function", "complex", "sparse", "dict_of_a_class", "bytes", "generator", "keys", "hidden", "made"],
 )
 def test_what_data_may_not_hold_is_named_with_its_place(value, said):
     with pytest.raises(RefusedError, match=said):

@@ -16,7 +16,7 @@
 namespace cpu {
 
 // Status of a launcher, which problems/common/cpu.py turns into an error.
-enum Status : int { kOk = 0, kNoInstructions = 1, kNoThreads = 2, kNoMemory = 3, kBadIndex = 4 };
+enum Status : int { kOk = 0, kNoThreads = 1, kNoMemory = 2, kBadIndex = 3 };
 
 inline int64_t cores() { return std::max<int64_t>(1, std::thread::hardware_concurrency()); }
 

@@ -1,11 +1,12 @@
-"""Lay out the NVFP4 weights of experts in groups of 16 rows, as the CPU variants of moe_gemm read them."""
+"""The functions of the CPU variants of moe_gemm, and the weights as they read them: NVFP4 in groups of 16 rows."""
 
-import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-POINTERS, NUMBERS = ctypes.c_void_p * 12, ctypes.c_int64 * 6  # a launcher's arguments: tensors, sizes
+from problems.common import cpu
 
 
 class ExpertGroups(NamedTuple):
@@ -31,20 +32,41 @@ class ExpertGroups(NamedTuple):
         """(E, H, I)."""
         return len(self.w13), 8 * self.w13.shape[3], 16 * self.w13.shape[1]
 
-    def arguments(self, inputs: Any, outputs: Any) -> tuple[ctypes.Array, ctypes.Array]:
-        """Return the tensors and the sizes for a launcher. inputs, outputs: moe_gemm's task.Inputs and task.Outputs.
 
-        ValueError: x is on another device than the weights, or topk_ids has more columns than there are experts.
+@dataclass(frozen=True)
+class Experts:
+    """The functions of a variant. unpack_weights, unpack_call, validate: those of moe_gemm's task."""
+
+    launch: cpu.Launcher
+    unpack_weights: Callable[[Any], tuple[int, int, int, str]]
+    unpack_call: Callable[[Any, Any, int], Any]
+    validate: Callable[[Any, int], None]
+
+    def prepare(self, weights: Any) -> ExpertGroups:
+        """Return a copy of the weights in groups of 16 rows, of the same size. ValueError as unpack_weights says."""
+        experts, hidden, inner, _ = self.unpack_weights(weights)
+        return group(weights, experts, hidden, inner)
+
+    def custom_kernel(self, data: Any) -> torch.Tensor:
+        """Write data.outputs.out, bf16 (T, H), and return it; data.weights is what prepare returned.
+
+        ValueError as unpack_call says, and for ids that are no experts; RuntimeError as the launcher.
         """
-        experts, hidden, inner = self.sizes
+        weights, inputs, outputs = data
+        experts, hidden, inner = weights.sizes
+        self.unpack_call(inputs, outputs, hidden)
         tokens, topk = inputs.topk_ids.shape
         if topk > experts:
             raise ValueError(f"topk_ids must have at most {experts} columns, the experts, got {topk}")
-        if inputs.x.device != self.w13.device:
-            raise ValueError(f"x must be on the weights' {self.w13.device}, got {inputs.x.device}")
-        weights: tuple[Any, ...] = self[:8]
-        pointers = [tensor.data_ptr() for tensor in (*weights, *inputs, *outputs)]
-        return POINTERS(*pointers), NUMBERS(tokens, experts, topk, hidden, inner, self.activation == "nvfp4")
+        if inputs.x.device != weights.w13.device:
+            raise ValueError(f"x must be on the weights' {weights.w13.device}, got {inputs.x.device}")
+        quantised = weights.activation == "nvfp4"
+        try:
+            self.launch((*weights[:8], *inputs, *outputs), (tokens, experts, topk, hidden, inner, quantised))
+        except cpu.BadIndex:
+            self.validate(inputs, experts)  # says which
+            raise
+        return outputs.out
 
 
 def group(weights: Any, experts: int, hidden: int, inner: int) -> ExpertGroups:

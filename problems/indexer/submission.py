@@ -1,11 +1,6 @@
 """Select the winner for each target. WINNERS is a literal: the harness reads it without running this file."""
 
-import functools
-from pathlib import Path
-
-from task import input_t, output_t
-
-from problems.common import load
+from problems.common.winner import Winner
 
 # Variants by target, the first that the machine can run.
 WINNERS = {
@@ -14,15 +9,4 @@ WINNERS = {
     "sm100": ("sm90_triton",),
 }
 
-
-@functools.cache
-def _name(target: str) -> str:
-    return load.winner(Path(__file__).parent, target)
-
-
-def custom_kernel(data: input_t) -> output_t:
-    """Write the chosen places into data.out, with the winner for the device of data.q, and return it.
-
-    ValueError: a device without a winner, or data that the variant refuses. Nothing replaces a missing winner.
-    """
-    return load.variant("indexer", _name(load.device_target(data.q.device))).custom_kernel(data)
+custom_kernel = Winner(__file__).custom_kernel

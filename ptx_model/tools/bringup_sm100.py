@@ -37,7 +37,6 @@ TESTS = (
     ("nvfp4_gemv", "sm100_native"),
     ("nvfp4_gemv", "sm100_cute"),
     ("moe_gemm", "sm90_grouped"),
-    ("moe_gemm", "sm90_cute"),
     ("moe_gemm", "sm100_cute"),
     ("fmha_decode", "sm100_cute"),
 )

@@ -39,11 +39,8 @@ SPILLS = {
 # In each run CUDA C++ for the GPU that a variant is tuned for, and one CuTe DSL variant; moe_gemm's takes 15 s, and
 # tests/dsv4/test_experts_kernel.py compiles its experts. tests/common/test_cute_compile.py compiles the one for sm100.
 LONG = {
-    ("moe_gemm", "sm90_cute", "sm100"),
     ("linear_decode", "sm90_mma", "sm100"),
     ("mhc_site", "sm90_columns", "sm100"),
-    ("moe_gemm", "sm90_cute", "sm90"),
-    ("fmha_decode", "sm90_cute", "sm90"),
     ("moe_gemm", "sm90_grouped", "sm100"),
     ("moe_gemm", "sm90_grouped", "sm90"),
     ("nvfp4_gemv", "sm100_cute", "sm100"),

@@ -32,14 +32,6 @@ def run(file: Path, case: object, device: str = "cpu") -> object:
     return reference.compare(data, want, output, peer)
 
 
-@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
-def test_every_cpu_variant_is_right_in_every_case(file):
-    skip_unless_it_runs(file, "cpu")
-    for case in task.TESTS:
-        result = run(file, case)
-        assert result.ok, f"{named(case)}: {result.message}"
-
-
 # One row and one panel of heads, with work enough for two cores: they share out its tiles, of which the last is cut.
 TILED = task.Case(1, 1, 8, 102, 1728, 2, 64, 1728, "random", "plain", 77)
 SMALL = task.Case(1, 1, 1, 8, 8, 4, 2, 8, "random", "plain", 78)

@@ -74,12 +74,10 @@ TILED = [
 ]
 LONG = [
     ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
-    ("moe_gemm", "sm90_cute", "sm100", [moe(2, 5, 2, 192, 64)]),
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(5, 5184, 1), gemv(40, 17472, 1), gemv(130, 1088, 2)]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(5, 1088, 2), gemv(23, 17408, 1), gemv(130, 1088, 2)]),
     ("nvfp4_gemv", "sm90_classic_tma", "sm90", [gemv(40, 17472, 2), gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm90_dp4a", "sm90", [gemv(33, 1088, 2)]),
-    ("moe_gemm", "sm90_cute", "sm100", [moe(7, 8, 2, 192, 320), moe(3, 17, 2, 64, 192, "nvfp4", "subnormal")]),
     (
         "moe_gemm",
         "sm90_grouped",
@@ -126,7 +124,6 @@ LONG = [
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
-    ("fmha_decode", "sm90_cute", "sm90", [fmha(1, 20, 37, 91)]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
 ]
 

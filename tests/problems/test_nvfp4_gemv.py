@@ -405,27 +405,3 @@ def test_peer_torch_fp16_computes_the_product(case):
     assert peer.custom_kernel(data, state) is data.c
     result = reference.compare(data, want, data.c, peer=True)
     assert result.ok, result.message
-
-
-@pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
-def test_every_target_has_a_winner_that_serves_it(target):
-    winners = load.winners(FOLDER)[target]
-    assert winners
-    for winner in winners:
-        file = FOLDER / f"variants/{winner}.py"
-        assert file.is_file() and not winner.startswith("peer_")
-        assert target in load.constants(file, "TARGETS")["TARGETS"]
-
-
-def test_the_last_cpu_winner_runs_on_every_cpu():
-    winners = load.winners(FOLDER)["cpu"]
-    assert not load.constants(FOLDER / f"variants/{winners[-1]}.py", "CPU_FLAGS")
-
-
-def test_submission_refuses_a_device_without_winner(monkeypatch):
-    submission = load.module(FOLDER, "submission")
-    submission._name.cache_clear()
-    monkeypatch.setattr(load, "winners", lambda folder: {"sm90": ("sm90_dp4a",)})
-    data, _ = solved(SMALL[0])
-    with pytest.raises(ValueError, match=r"one of \['sm90'\], for which there is a winner, got 'cpu'"):
-        submission.custom_kernel(data)

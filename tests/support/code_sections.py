@@ -1,7 +1,7 @@
 """Compare the machine code of every kernel in this checkout with that of another commit.
 
     python -m tests.support.code_sections dcba33e
-    python -m tests.support.code_sections main --only moe_gemm/sm90_cute
+    python -m tests.support.code_sections main --only nvfp4_gemv/sm90_cute
 
 Print one line a variant and target, then "N of N equal"; the exit status is 1 if one differs. Each side is compiled
 with its own build code, for all its targets, without a GPU. Compared are the code sections (.text.*) of every kernel,
@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.judge import compiling
 from problems.common import build, load
 from tests.support import ROOT
 
@@ -48,10 +49,11 @@ def jobs(tree: Path) -> Iterator[tuple[str, str]]:
     """(problem/variant, target) of all kernels of `tree`. A composition compiles those of others, torch its own."""
     for file in sorted(tree.glob("problems/*/variants/*.py")):
         problem = file.parent.parent.name
-        compiles = any(
-            isinstance(node, ast.FunctionDef) and node.name == "compile_for" for node in load.parse(file).body
-        )
-        if compiles and problem != COMPOSITION and not file.stem.startswith(("peer_", "torch_")):
+        if (
+            compiling.defines_compile_for(load.parse(file))
+            and problem != COMPOSITION
+            and not file.stem.startswith(("peer_", "torch_"))
+        ):
             yield from ((f"{problem}/{file.stem}", target) for target in load.constants(file, "TARGETS")["TARGETS"])
     yield from ((FUSED, target) for target in build.ARCH)
 

@@ -44,33 +44,31 @@ inline Plan plan(const Problem& p, int64_t panels, int64_t panel_heads, int64_t 
 
 // What the threads of a call keep for the next one: only memory.
 struct State {
-    cpu::Scratch<float> worker;
+    Scratch<float> worker;
     List list;
 };
 
 // Compute all rows. Calls of several threads follow each other: they share the memory that is kept.
-template <class Isa>
-int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
-    using Work = Worker<Isa>;
+static int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     static std::mutex mutex;
     static std::vector<State> states;
-    static cpu::Scratch<float> shared;
+    static Scratch<float> shared;
     const std::lock_guard lock(mutex);
-    const int64_t rows = p.rows(), panels = (p.heads + Work::kPanel - 1) / Work::kPanel, part = Work::kPart;
-    const int64_t tiles = (p.most_entries() + Work::kMost - 1) / Work::kMost;  // of a row at most
-    const Plan plan = fmha::plan(p, panels, Work::kPanel, tiles * part * sizeof(float), cores);
+    const int64_t rows = p.rows(), panels = (p.heads + Worker::kPanel - 1) / Worker::kPanel, part = Worker::kPart;
+    const int64_t tiles = (p.most_entries() + Worker::kMost - 1) / Worker::kMost;  // of a row at most
+    const Plan plan = fmha::plan(p, panels, Worker::kPanel, tiles * part * sizeof(float), cores);
     const int64_t groups = plan.groups;
     if (static_cast<int64_t>(states.size()) < plan.threads) states.resize(plan.threads);
-    std::vector<Work> workers;
+    std::vector<Worker> workers;
     for (int64_t i = 0; i < plan.threads; i++) {
-        workers.emplace_back(p, states[i].worker.take(Work::floats((panels + groups - 1) / groups)));
+        workers.emplace_back(p, states[i].worker.take(Worker::floats((panels + groups - 1) / groups)));
         states[i].list.entries.resize(p.most_entries());
     }
     std::atomic<int64_t> next{0};
     std::atomic<bool> good{true};
     int status;
     if (!plan.by_tiles) {
-        status = cpu::on_threads(plan.threads, [&](int64_t i) {
+        status = on_threads(plan.threads, [&](int64_t i) {
             for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < rows * groups;) {
                 const int64_t row = task / groups, group = task % groups;
                 if (!states[i].list.fill(p, row)) good = false;
@@ -86,19 +84,23 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
         float* parts = shared.take(rows * panels * tiles * part);
         std::vector<std::atomic<int64_t>> left(rows * panels);  // tiles
         for (auto& n : left) n = tiles;
-        status = cpu::on_threads(plan.threads, [&](int64_t i) {
+        status = on_threads(plan.threads, [&](int64_t i) {
             for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < rows * panels * tiles;) {
                 const int64_t job = task / tiles, k = task % tiles, row = job / panels, panel = job % panels;
-                const int64_t count = Work::tiles(lists[row]).count;
+                const int64_t count = Worker::tiles(lists[row]).count;
                 float* own = parts + job * tiles * part;
-                if (k < count) workers[i].one_tile(row, panel, k, lists[row], typename Work::Part(own + k * part));
+                if (k < count) workers[i].one_tile(row, panel, k, lists[row], Worker::Part(own + k * part));
                 if (left[job].fetch_sub(1, std::memory_order_acq_rel) == 1) workers[i].merge(row, panel, own, count);
             }
         });
     }
-    return good ? status : cpu::kBadIndex;
+    return good ? status : kBadIndex;
 } catch (const std::bad_alloc&) {
-    return cpu::kNoMemory;
+    return kNoMemory;
 }
 
 }  // namespace fmha
+
+extern "C" int launch(void* const* tensors, const int64_t* sizes) {
+    return fmha::on_all_cores(fmha::Problem(tensors, sizes));
+}

@@ -1,29 +1,20 @@
 """cpu_portable: tiles of entries as fp32 in the cache, both products in blocks of registers, for CPUs without AVX2."""
 
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 from task import input_t, output_t, unpack
 
-from problems.common import build, cpu
+from problems.common import cpu
 
 TARGETS = ("cpu",)
-SOURCE = Path(__file__).with_suffix(".cpp")
-Pointers, Numbers = c_void_p * 10, c_int64 * 9  # of the tensors; of the sizes and of the pages of both caches
-LAUNCHER = cpu.Launcher(SOURCE, (Pointers, Numbers))
-
-
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, "cpu"."""
-    return [build.cpp(SOURCE)]
+launch = cpu.Launcher(Path(__file__).with_suffix(".cpp"))
+compile_for = launch.compile_for
 
 
 def custom_kernel(data: input_t) -> output_t:
     """Write data.out, bf16 (B, S, H, 512), and data.lse, fp32 (B, S, H), and return them.
 
-    ValueError as unpack says; RuntimeError: this CPU cannot run it, a thread cannot start, memory is short, or an index
-    that counts is neither -1 nor an entry.
+    ValueError as unpack says, RuntimeError as the launcher: an index that counts is neither -1 nor an entry.
     """
-    numbers = Numbers(*unpack(data), data.window.shape[0], data.compressed.shape[0])
-    LAUNCHER.check(LAUNCHER.function(Pointers(*[tensor.data_ptr() for tensor in data]), numbers))
+    launch(data, (*unpack(data), len(data.window), len(data.compressed)))
     return data.out, data.lse

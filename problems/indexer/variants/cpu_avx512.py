@@ -1,31 +1,22 @@
 """cpu_avx512: 16 keys decoded at a time, products in blocks of AVX-512 registers, a radix search, all cores."""
 
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 from task import input_t, output_t, unpack
 
-from problems.common import build, cpu
+from problems.common import cpu
 
 TARGETS = ("cpu",)
-CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")  # as /proc/cpuinfo spells them
-SOURCE = Path(__file__).with_suffix(".cpp")
-Pointers, Numbers = c_void_p * 6, c_int64 * 8  # of the tensors; of the sizes, and of the pages
-LAUNCHER = cpu.Launcher(SOURCE, (Pointers, Numbers), needs="AVX-512 (F, BW, VL, DQ)")
-
-
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, "cpu"."""
-    return [build.cpp(SOURCE)]
+CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl")  # as /proc/cpuinfo spells them
+launch = cpu.Launcher(Path(__file__).with_suffix(".cpp"), CPU_FLAGS)
+compile_for = launch.compile_for
 
 
 def custom_kernel(data: input_t) -> output_t:
     """Write the chosen places into data.out, int32 (B, S, k), in the order of the entries, and return it.
 
-    ValueError as unpack says; RuntimeError: this CPU cannot run it, a thread cannot start, memory is short, or the
-    table names no page for a visible entry.
+    ValueError as unpack says, RuntimeError as the launcher: the table names no page for a visible entry.
     """
     *sizes, kind = unpack(data)
-    numbers = Numbers(*sizes, kind == "fp8", len(data.keys))
-    LAUNCHER.check(LAUNCHER.function(Pointers(*[tensor.data_ptr() for tensor in data]), numbers))
+    launch(data, (*sizes, kind == "fp8", len(data.keys)))
     return data.out

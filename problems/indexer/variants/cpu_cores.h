@@ -34,11 +34,10 @@ inline int64_t most(const Problem& p, int64_t b, int64_t query) {
 }
 
 // Compute all rows. Calls of several threads follow each other: they share the memory that is kept.
-template <class Isa>
-int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
+static int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     static std::mutex mutex;
-    static std::vector<std::unique_ptr<Scorer<Isa>>> scorers;
-    static cpu::Scratch<float> kept;
+    static std::vector<std::unique_ptr<Scorer>> scorers;
+    static Scratch<float> kept;
     const std::lock_guard lock(mutex);
     std::vector<Task> tasks;
     int64_t width = 0, flops = 0;
@@ -51,31 +50,35 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
         }
     float* scores = kept.take(p.rows() * width);
     const int64_t threads = std::clamp<int64_t>(flops / kThreadFlops, 1, cores);
-    while (static_cast<int64_t>(scorers.size()) < threads) scorers.push_back(std::make_unique<Scorer<Isa>>());
+    while (static_cast<int64_t>(scorers.size()) < threads) scorers.push_back(std::make_unique<Scorer>());
     std::atomic<int64_t> next{0}, row{0};
     std::atomic<bool> good{true};
-    int status = cpu::on_threads(threads, [&](int64_t thread) {
-        Scorer<Isa>& scorer = *scorers[thread];
+    int status = on_threads(threads, [&](int64_t thread) {
+        Scorer& scorer = *scorers[thread];
         scorer.forget_query();
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < static_cast<int64_t>(tasks.size());) {
             const Task& task = tasks[i];
             const int64_t n = most(p, task.sequence, task.query), count = std::min(kTile, n - task.first);
-            if (!scorer.load(p, task.sequence, task.first, count)) good = false;
+            if (!scorer.take(p, task.sequence, task.first, count)) good = false;
             for (int64_t s = task.query; s < std::min(task.query + kShare, p.queries); s++) {
                 const int64_t to = task.sequence * p.queries + s;
                 if (p.scored(to) > task.first) scorer.score(p, to, scores + to * width + task.first);
             }
         }
     });
-    const int also = cpu::on_threads(std::min(threads, p.rows()), [&](int64_t) {
+    const int also = on_threads(std::min(threads, p.rows()), [&](int64_t) {
         for (int64_t i; (i = row.fetch_add(1, std::memory_order_relaxed)) < p.rows();) {
             if (p.scored(i)) select(p, i, scores + i * width);
             else if (!take_all(p, i)) good = false;
         }
     });
-    return !good ? cpu::kBadIndex : status ? status : also;
+    return !good ? kBadIndex : status ? status : also;
 } catch (const std::bad_alloc&) {
-    return cpu::kNoMemory;
+    return kNoMemory;
 }
 
 }  // namespace indexer
+
+extern "C" int launch(void* const* tensors, const int64_t* sizes) {
+    return indexer::on_all_cores(indexer::Problem(tensors, sizes));
+}

@@ -1,11 +1,4 @@
-// Scores of a tile of keys, in GCC's vector types: keys as fp32 with the entries along the lanes, so that heads add up
-// without exchanging lanes.
-//
-// Before this is included, WIDE is the attribute that lets a function use the instructions of `Isa`, a struct with
-//   kLanes                fp32 of a vector
-//   kHeads, kVectors      heads, and vectors of entries, of a block of products
-//   all(x), fma(a, b, c)  a vector of x; a * b + c
-//   decode(codes, scales, fp8, to)  kTogether keys, side by side, to columns of a tile: value d of key i to[d * kTile + i]
+// Scores of a tile of keys: fp32 with the entries along the lanes, so that heads add up without exchanging lanes.
 #pragma once
 
 #include <cstring>
@@ -15,53 +8,49 @@
 
 namespace indexer {
 
+using namespace cpu;
+
 constexpr int64_t kTile = 64;  // entries of a tile: 32 KiB, for the first-level cache
+constexpr int kHeads = 4, kVectors = by_width(2, 4, 4);  // heads, and vectors of entries, of a block of products
 
-// 2^(byte - 127); a group of zeros may have byte 0, where anything finite does.
-inline float scale_of(uint8_t byte) {
-    const uint32_t bits = static_cast<uint32_t>(byte) << 23;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-template <class Isa>
-class Scorer : cpu::Arithmetic<Isa> {
+class Scorer {
   public:
-    static constexpr int64_t kStep = Isa::kVectors * Isa::kLanes;  // entries of a block of products
+    static constexpr int64_t kStep = kVectors * kLanes;  // entries of a block of products
     static_assert(kTile % kStep == 0);
 
     // `count` entries of sequence b from `first` on, to tile_. Whether the table names pages for all.
-    WIDE bool load(const Problem& p, int64_t b, int64_t first, int64_t count) {
+    bool take(const Problem& p, int64_t b, int64_t first, int64_t count) {
         for (int64_t i = 0; i < count; i += kTogether) {
             const int64_t place = p.place(b, first + i);
             if (place < 0) return false;
-            Isa::decode(p.codes(place), p.scales(place), p.fp8, tile_ + i);
+            for (int64_t at = 0; at < kTogether; at += kLanes) {
+                const uint8_t *codes = p.codes(place + at), *scales = p.scales(place + at);
+                p.fp8 ? decode_e4m3(codes, scales, tile_ + i + at) : decode_e2m1(codes, scales, tile_ + i + at);
+            }
         }
         return true;
     }
 
     // Scores of the tile's entries for query `row`, to[0] to to[kTile - 1]; those behind the ones loaded mean nothing.
-    WIDE void score(const Problem& p, int64_t row, float* to) {
+    void score(const Problem& p, int64_t row, float* to) {
         if (row != row_) load_query(p, row);
         const float* weights = p.weights + row * p.heads;
         for (int64_t at = 0; at < kTile; at += kStep) {
-            F total[Isa::kVectors] = {};
-            for (int64_t head = 0; head < p.heads; head += Isa::kHeads) {
-                F dot[Isa::kHeads][Isa::kVectors] = {};
+            F total[kVectors] = {};
+            for (int64_t head = 0; head < p.heads; head += kHeads) {
+                F dot[kHeads][kVectors] = {};
                 const float* q = query_ + head * kDim;
                 for (int64_t d = 0; d < kDim; d++)
-                    for (int64_t h = 0; h < Isa::kHeads; h++)
-                        for (int64_t v = 0; v < Isa::kVectors; v++)
-                            dot[h][v] = Isa::fma(Isa::all(q[h * kDim + d]),
-                                                 get(tile_ + d * kTile + at + v * Isa::kLanes), dot[h][v]);
-                for (int64_t h = 0; h < Isa::kHeads; h++)
-                    for (int64_t v = 0; v < Isa::kVectors; v++) {
-                        const F zero = {}, relu = dot[h][v] > zero ? dot[h][v] : zero;
-                        total[v] = Isa::fma(Isa::all(weights[head + h]), relu, total[v]);
-                    }
+                    for (int64_t h = 0; h < kHeads; h++)
+                        for (int64_t v = 0; v < kVectors; v++) {
+                            const F keys = load<F>(tile_ + d * kTile + at + v * kLanes);
+                            dot[h][v] = fma(all(q[h * kDim + d]), keys, dot[h][v]);
+                        }
+                for (int64_t h = 0; h < kHeads; h++)
+                    for (int64_t v = 0; v < kVectors; v++)
+                        total[v] = fma(all(weights[head + h]), at_least(dot[h][v], F{}), total[v]);
             }
-            for (int64_t v = 0; v < Isa::kVectors; v++) put(to + at + v * Isa::kLanes, total[v]);
+            for (int64_t v = 0; v < kVectors; v++) store(to + at + v * kLanes, total[v]);
         }
     }
 
@@ -69,12 +58,35 @@ class Scorer : cpu::Arithmetic<Isa> {
     void forget_query() { row_ = -1; }
 
   private:
-    using A = cpu::Arithmetic<Isa>;
-    using typename A::F;
-    using A::get;
-    using A::put;
+    // Word j of kLanes keys that lie `bytes` apart.
+    static ALWAYS U words(const uint8_t* codes, int bytes, int64_t j) {
+#ifdef __AVX512F__
+        const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        return (U)_mm512_i32gather_epi32((__m512i)(lane * bytes), codes + 4 * j, 1);
+#else
+        U found{};
+        for (int i = 0; i < kLanes; i++) found[i] = load<uint32_t>(codes + i * bytes + 4 * j);
+        return found;
+#endif
+    }
 
-    WIDE void load_query(const Problem& p, int64_t row) {
+    // kLanes keys, side by side, to columns of the tile: value d of key i to to[d * kTile + i].
+    static ALWAYS void decode_e2m1(const uint8_t* codes, const uint8_t* scales, float* to) {
+        for (int64_t j = 0; j < kDim / 8; j++) {
+            const U byte = load<U>(scales) >> 8 * (j / 4) & 255;  // 2^(byte - 127); a group of zeros may have 0
+            U word = words(codes, kDim / 2, j);
+            for (int64_t d = 8 * j; d < 8 * j + 8; d++, word >>= 4) store(to + d * kTile, e2m1(word) * (F)(byte << 23));
+        }
+    }
+    static ALWAYS void decode_e4m3(const uint8_t* codes, const uint8_t* scales, float* to) {
+        const F scale = load<F>(scales) * (1 / kE4m3);
+        for (int64_t j = 0; j < kDim / 4; j++) {
+            U word = words(codes, kDim, j);
+            for (int64_t d = 4 * j; d < 4 * j + 4; d++, word >>= 8) store(to + d * kTile, e4m3(word) * scale);
+        }
+    }
+
+    void load_query(const Problem& p, int64_t row) {
         const uint16_t* q = p.q + row * p.heads * kDim;
         for (int64_t i = 0; i < p.heads * kDim; i++) {
             const uint32_t bits = static_cast<uint32_t>(q[i]) << 16;

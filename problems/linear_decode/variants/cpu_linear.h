@@ -1,12 +1,5 @@
 // Links of matrices for the CPU variants: tokens in fp32, weights decoded once for up to eight of them.
 //
-// Before this is included, WIDE is the attribute that lets a function use the instructions of `Isa`, a struct with
-//   kLanes              fp32 of a vector; a part of 16 columns is 16 / kLanes of them
-//   kTokens             tokens that meet a decoded weight, so that sums stay in registers
-//   fma(a, b, c)        a * b + c
-//   e4m3(from, to)      16 codes -> F to[16 / kLanes], kE4m3 times their values
-//   e2m1(from, to)      16 codes, low nibble first -> kE2m1 times their values
-//
 // An input is quantised to values of e4m3 in fp32, exactly, and a weight with its scale is exact in fp32 too. Lanes are
 // columns; a row's sum for a token does not depend on the other tokens, nor on the threads.
 #pragma once
@@ -22,11 +15,14 @@
 
 namespace linear {
 
+using namespace cpu;
+
 constexpr int64_t kPart = 16;     // columns that are decoded together; of nvfp4 they share a scale
 constexpr int64_t kBlock = 128;   // columns, and rows, of a scale of fp8
 constexpr int64_t kRows = 2;      // of weights at a time: each load of an input serves both
 constexpr int64_t kTask = 16;     // rows that a thread takes
-constexpr float kE4m3 = 1 / 256.0f, kE2m1 = 1 / 16384.0f;  // their fields fall on those of fp16, whose bias is higher
+constexpr int kTokens = by_width(2, 4, 8);  // that meet a decoded weight, so that sums stay in registers
+constexpr int kVectors = kPart / kLanes;
 constexpr int64_t kThreadWork = 1 << 18;  // weights that are worth a thread
 
 enum Format { kFp8, kNvfp4, kBf16 };
@@ -56,8 +52,8 @@ struct Problem {
     std::vector<Matrix> matrices;
     std::vector<Link> links;
 
-    // tensors: x, then codes, scales, factor, input scale and output of each matrix. numbers: format, tokens, links, then of each
-    // link its matrices, then of each matrix G, n, k, quantise and gate.
+    // tensors: x, then codes, scales, factor, input scale and output of each matrix. numbers: format, tokens, links,
+    // then of each link its matrices, then of each matrix G, n, k, quantise and gate.
     Problem(void* const* tensors, const int64_t* numbers)
         : format(numbers[0]), tokens(numbers[1]), x(static_cast<const uint16_t*>(tensors[0])) {
         const int64_t* sizes = numbers + 3 + numbers[2];
@@ -136,21 +132,14 @@ inline void take_nvfp4(const uint16_t* from, float* to, float input_scale) {
     }
 }
 
-template <class Isa>
-class Rows : cpu::Arithmetic<Isa> {
+class Rows {
   public:
-    static constexpr int kLanes = Isa::kLanes, kVectors = kPart / kLanes;
-    using typename cpu::Arithmetic<Isa>::F;
-    using typename cpu::Arithmetic<Isa>::U;
-    using typename cpu::Arithmetic<Isa>::H;
-    using cpu::Arithmetic<Isa>::get;
-
     // Rows [begin, end) of one group of a matrix for all tokens. x: fp32 (tokens, apart), at the group's columns.
-    WIDE static void run(const Problem& p, const Matrix& m, int64_t group, int64_t begin, int64_t end, const float* x,
-                         int64_t apart) {
+    static void run(const Problem& p, const Matrix& m, int64_t group, int64_t begin, int64_t end, const float* x,
+                    int64_t apart) {
         for (int64_t row = begin; row < end; row += m.gate ? 1 : kRows)
-            for (int64_t token = 0; token < p.tokens; token += Isa::kTokens) {
-                const int64_t count = std::min<int64_t>(p.tokens - token, Isa::kTokens);
+            for (int64_t token = 0; token < p.tokens; token += kTokens) {
+                const int64_t count = std::min<int64_t>(p.tokens - token, kTokens);
                 uint16_t* out = m.out + (token * m.groups + group) * m.columns() + row;
                 with_tokens<1>(count, p.format, m, group, row, x + token * apart, apart, out);
             }
@@ -158,93 +147,84 @@ class Rows : cpu::Arithmetic<Isa> {
 
   private:
     template <int N>
-    WIDE static void with_tokens(int64_t count, int64_t format, const Matrix& m, int64_t group, int64_t row,
-                                 const float* x, int64_t apart, uint16_t* out) {
+    static void with_tokens(int64_t count, int64_t format, const Matrix& m, int64_t group, int64_t row,
+                            const float* x, int64_t apart, uint16_t* out) {
         if (count == N)
             format == kFp8     ? tile<kFp8, N>(m, group, row, x, apart, out)
             : format == kNvfp4 ? tile<kNvfp4, N>(m, group, row, x, apart, out)
                                : tile<kBf16, N>(m, group, row, x, apart, out);
-        else if constexpr (N < Isa::kTokens)
+        else if constexpr (N < kTokens)
             with_tokens<N + 1>(count, format, m, group, row, x, apart, out);
     }
 
     template <int FORMAT, int N>
-    WIDE static void tile(const Matrix& m, int64_t group, int64_t row, const float* x, int64_t apart, uint16_t* out) {
+    static void tile(const Matrix& m, int64_t group, int64_t row, const float* x, int64_t apart, uint16_t* out) {
         F sum[kRows][N] = {};
         for (int64_t k = 0; k < m.k; k += kPart) {
             F w[kRows][kVectors];
             for (int r = 0; r < kRows; r++) decode<FORMAT>(m, group, row + r * m.apart(), k, w[r]);
             for (int v = 0; v < kVectors; v++)
                 for (int t = 0; t < N; t++) {
-                    const F in = get(x + t * apart + k + v * kLanes);
-                    for (int r = 0; r < kRows; r++) sum[r][t] = Isa::fma(w[r][v], in, sum[r][t]);
+                    const F in = load<F>(x + t * apart + k + v * kLanes);
+                    for (int r = 0; r < kRows; r++) sum[r][t] = fma(w[r][v], in, sum[r][t]);
                 }
         }
         const float factor = FORMAT != kNvfp4   ? 1.0f
                              : !m.input_scale ? m.factor[group]
                                               : m.factor[group] * m.input_scale[group];
         for (int t = 0; t < N; t++) {
-            float total[kRows] = {};
+            float product[kRows];
             for (int r = 0; r < kRows; r++) {
-                for (int i = 0; i < kLanes; i++) total[r] += sum[r][t][i];
-                total[r] *= factor;
-                if (!m.gate) out[t * m.groups * m.n + r] = bf16(total[r]);
+                product[r] = total(sum[r][t]) * factor;
+                if (!m.gate) out[t * m.groups * m.n + r] = bf16(product[r]);
             }
             if (!m.gate) continue;
-            const float limit = from_bits(static_cast<uint32_t>(m.gate)), gate = std::min(total[0], limit);
-            out[t * m.columns()] = bf16(gate / (1 + std::exp(-gate)) * std::clamp(total[1], -limit, limit));
+            const float limit = from_bits(static_cast<uint32_t>(m.gate)), gate = std::min(product[0], limit);
+            out[t * m.columns()] = bf16(gate / (1 + std::exp(-gate)) * std::clamp(product[1], -limit, limit));
         }
     }
 
     // 16 columns of a row with their scale.
     template <int FORMAT>
-    WIDE static ALWAYS void decode(const Matrix& m, int64_t group, int64_t row, int64_t k, F (&w)[kVectors]) {
+    static ALWAYS void decode(const Matrix& m, int64_t group, int64_t row, int64_t k, F (&w)[kVectors]) {
         const int64_t at = (group * m.n + row) * m.k + k;
         if constexpr (FORMAT == kBf16) {
-            for (int v = 0; v < kVectors; v++) {
-                H bits;
-                std::memcpy(&bits, m.codes + 2 * (at + v * kLanes), sizeof bits);
-                w[v] = (F)(__builtin_convertvector(bits, U) << 16);
-            }
-            return;
-        }
-        float scale;
-        if constexpr (FORMAT == kFp8) {
+            for (int v = 0; v < kVectors; v++)
+                w[v] = from_bf16(reinterpret_cast<const uint16_t*>(m.codes) + at + v * kLanes);
+        } else if constexpr (FORMAT == kFp8) {
             const int64_t across = (m.k + kBlock - 1) / kBlock, down = (m.n + kBlock - 1) / kBlock;
             const uint32_t byte = m.scales[(group * down + row / kBlock) * across + k / kBlock];
-            scale = from_bits(byte << 23) / kE4m3;
-            Isa::e4m3(m.codes + at, w);
+            const float scale = from_bits(byte << 23) / kE4m3;
+            for (int v = 0; v < kVectors; v++) w[v] = e4m3(m.codes + at + v * kLanes) * scale;
         } else {
             const uint32_t byte = m.scales[at / kPart];
-            const float size = byte >> 3 ? from_bits((byte << 20) + (120u << 23)) : static_cast<float>(byte) / 512.0f;
-            scale = size / kE2m1;
-            Isa::e2m1(m.codes + at / 2, w);
+            const float scale = byte >> 3 ? from_bits((byte << 20) + (120u << 23)) : static_cast<float>(byte) / 512.0f;
+            for (int v = 0; v < kVectors; v++) w[v] = e2m1(m.codes + (at + v * kLanes) / 2) * scale;
         }
-        for (int v = 0; v < kVectors; v++) w[v] *= scale;
     }
 };
 
 // Compute all links, each in two steps: its input, its rows. Calls of several threads follow each other: they share the
 // memory that is kept.
-template <class Isa>
-int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
+static int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     static std::mutex mutex;
-    static cpu::Scratch<float> scratch;
+    static Scratch<float> scratch;
     const std::lock_guard lock(mutex);
     int64_t most = 0, work = 0;
     for (const Link& link : p.links) most = std::max(most, p.inputs(link) * p.columns(link));
     for (const Matrix& m : p.matrices) work += m.groups * m.n * m.k * (3 + p.tokens) / 4;
     float* const x = scratch.take(p.tokens * most);
 
-    std::vector<std::unique_ptr<cpu::Step>> steps;  // of each link, taking then rows
+    std::vector<std::unique_ptr<Step>> steps;  // of each link, taking then rows
     for (const Link& link : p.links) {
         int64_t rows = 0;
-        for (int64_t i = link.first; i < link.last; i++) rows += p.matrices[i].groups * (p.matrices[i].columns() / kTask);
+        for (int64_t i = link.first; i < link.last; i++)
+            rows += p.matrices[i].groups * (p.matrices[i].columns() / kTask);
         const int64_t blocks = (p.columns(link) + kBlock - 1) / kBlock;
-        steps.push_back(std::make_unique<cpu::Step>(p.inputs(link) * p.tokens * blocks, 4));
-        steps.push_back(std::make_unique<cpu::Step>(rows, 1));
+        steps.push_back(std::make_unique<Step>(p.inputs(link) * p.tokens * blocks, 4));
+        steps.push_back(std::make_unique<Step>(rows, 1));
     }
-    return cpu::on_threads(std::clamp<int64_t>(work / kThreadWork, 1, cores), [&](int64_t) {
+    return on_threads(std::clamp<int64_t>(work / kThreadWork, 1, cores), [&](int64_t) {
         const uint16_t* in = p.x;
         for (size_t i = 0; i < p.links.size(); i++) {
             const Link& link = p.links[i];
@@ -269,13 +249,17 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
                 const Matrix& m = p.matrices[which];
                 const int64_t of_group = m.columns() / kTask, group = task / of_group, row = task % of_group * kTask;
                 const float* mine = x + (m.input_scale ? which - link.first : 0) * p.tokens * columns;
-                Rows<Isa>::run(p, m, group, row, row + kTask, mine + group * m.k, columns);
+                Rows::run(p, m, group, row, row + kTask, mine + group * m.k, columns);
             });
             in = first.out;
         }
     });
 } catch (const std::bad_alloc&) {
-    return cpu::kNoMemory;
+    return kNoMemory;
 }
 
 }  // namespace linear
+
+extern "C" int launch(void* const* tensors, const int64_t* numbers) {
+    return linear::on_all_cores(linear::Problem(tensors, numbers));
+}

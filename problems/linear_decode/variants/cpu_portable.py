@@ -2,39 +2,13 @@
 
 from pathlib import Path
 
-import torch
-from task import Sizes, Weights, input_t, output_t, parts, unpack, unpack_expert
+from task import parts, unpack, unpack_expert
 
-from problems.common import build, cpu, linear_links
+from problems.common import cpu, linear_links
 
 TARGETS = ("cpu",)
-SOURCE = Path(__file__).with_suffix(".cpp")
-LAUNCHER = cpu.Launcher(SOURCE, linear_links.ARGUMENTS)
+LINKS = linear_links.Links(cpu.Launcher(Path(__file__).with_suffix(".cpp")), unpack, parts, unpack_expert)
 
-
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, "cpu"."""
-    return [build.cpp(SOURCE)]
-
-
-def custom_kernel(data: input_t) -> output_t:
-    """Write data.outputs.out and return it. ValueError as unpack says; RuntimeError: this CPU cannot run it, a thread
-    cannot start, or memory is short.
-    """
-    sizes, out = unpack(data), data.outputs.out
-    LAUNCHER.check(LAUNCHER.function(*linear_links.arguments(data.weights, sizes, data.inputs.x, parts(out, sizes))))
-    return out
-
-
-def prepare_expert(w13: Weights, w2: Weights) -> tuple[Weights, Sizes]:
-    """Both matrices, as they are. ValueError as unpack_expert says. See problems/dsv4_forward/adapters/decode.py."""
-    fmt, links = unpack_expert(w13, w2)
-    return Weights(fmt, (w13.links[0], w2.links[0])), Sizes(0, fmt, links)
-
-
-def expert(state: tuple[Weights, Sizes], limit: float, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out, bf16 (T, n), of x, bf16 (T, k); state: prepare_expert's. RuntimeError as custom_kernel."""
-    weights, sizes = state
-    between = x.new_empty(len(x), sizes.links[1][0][2])
-    arguments = linear_links.arguments(weights, sizes._replace(tokens=len(x)), x, [[between], [out]], limit)
-    LAUNCHER.check(LAUNCHER.function(*arguments))
+compile_for = LINKS.launch.compile_for
+custom_kernel = LINKS.custom_kernel
+prepare_expert, expert = LINKS.prepare_expert, LINKS.expert  # of the model's shared experts

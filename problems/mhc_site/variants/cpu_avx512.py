@@ -1,29 +1,18 @@
 """cpu_avx512: AVX-512: sums of six rows and four tokens in registers, all cores."""
 
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 
-from task import Data, addend_bytes, input_t, output_t, unpack
+from task import addend_bytes, input_t, output_t, unpack
 
-from problems.common import build, cpu
+from problems.common import cpu
 
 TARGETS = ("cpu",)
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "fma")  # as /proc/cpuinfo spells them
-SOURCE = Path(__file__).with_suffix(".cpp")
-POINTERS = c_void_p * len(Data._fields)
-LAUNCHER = cpu.Launcher(SOURCE, (POINTERS, *[c_int64] * 4), needs="AVX-512 (F, BW, VL)")
-
-
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, "cpu"."""
-    return [build.cpp(SOURCE)]
+launch = cpu.Launcher(Path(__file__).with_suffix(".cpp"), CPU_FLAGS)
+compile_for = launch.compile_for
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write the four outputs and return them.
-
-    ValueError as unpack says; RuntimeError: this CPU cannot run it, a thread cannot start, or memory is short.
-    """
-    sizes = *unpack(data), *addend_bytes(data)
-    LAUNCHER.check(LAUNCHER.function(POINTERS(*[tensor.data_ptr() for tensor in data]), *sizes))
+    """Write the four outputs and return them. ValueError as unpack says, RuntimeError as the launcher."""
+    launch(data, (*unpack(data), *addend_bytes(data)))
     return data.new_copies, data.out, data.new_post, data.new_comb

@@ -1,11 +1,10 @@
-// The site on a CPU, for an Isa of cpu_vectors.h with kRows and kTokens besides: how many sums are held at once.
+// The site on a CPU, in the vectors of cpu_vectors.h.
 //
 // Two steps, each of tasks for all cores: of a few tokens and kChunk columns, x' and the sums over these columns; then
 // of a token, what needs all columns. How tokens and columns are cut does not depend on the threads, and no sum on the
 // tokens beside it.
 #pragma once
 
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -15,12 +14,15 @@
 
 namespace site {
 
+using namespace cpu;
+
 constexpr int kCopies = 4, kRows = 24, kIterations = 20;
+constexpr int kSumRows = by_width(2, 3, 6), kSumTokens = 4;  // sums that are held at once
 constexpr float kHcEps = 1e-6f, kNormEps = 1e-6f;
-constexpr int64_t kTile = 8;                         // tokens of a task; their x' in fp32 is 32 KiB, of a first-level cache
-constexpr int64_t kChunk = 256;                      // columns of a task
-constexpr int64_t kSums = kRows + 1;                 // of a token and a chunk: fn x', and the sum of squares
-constexpr int64_t kThreadBytes = 512 << 10;          // at 12 GB/s 44 us, three times what starting a thread costs
+constexpr int64_t kTile = 8;         // tokens of a task; their x' in fp32 is 32 KiB, of a first-level cache
+constexpr int64_t kChunk = 256;      // columns of a task
+constexpr int64_t kSums = kRows + 1;  // of a token and a chunk: fn x', and the sum of squares
+constexpr int64_t kThreadBytes = 512 << 10;  // at 12 GB/s 44 us, three times what starting a thread costs
 
 // The tensors of task.Data.
 struct Problem {
@@ -32,29 +34,18 @@ struct Problem {
     float *new_post, *new_comb;
     int64_t tokens, hidden, y_bytes, second_bytes;  // the last two: of a value, 2 or 4; second 0: there is none
 
+    Problem(void* const* t, const int64_t* sizes)
+        : y(t[0]), second(t[1]), copies(u16(t[2])), post(f32(t[3])), comb(f32(t[4])), fn(f32(t[5])), base(f32(t[6])),
+          scale(f32(t[7])), norm(u16(t[8])), new_copies(u16(t[9])), out(u16(t[10])), new_post(f32(t[11])),
+          new_comb(f32(t[12])), tokens(sizes[0]), hidden(sizes[1]), y_bytes(sizes[2]), second_bytes(sizes[3]) {}
+
     int64_t chunks() const { return (hidden + kChunk - 1) / kChunk; }
     int64_t tiles() const { return (tokens + kTile - 1) / kTile; }
     int64_t bytes() const { return 20 * tokens * hidden + 4 * kRows * kCopies * hidden; }
-};
-
-// Tasks [0, count). run returns when all are done, by whichever thread.
-class Step {
-  public:
-    explicit Step(int64_t count) : count_(count) {}
-
-    template <class Work>
-    void run(const Work& work) {
-        for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
-            work(task);
-            done_.fetch_add(1, std::memory_order_release);
-        }
-        while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
-    }
 
   private:
-    const int64_t count_;
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int64_t> done_{0};
+    static uint16_t* u16(void* p) { return static_cast<uint16_t*>(p); }
+    static float* f32(void* p) { return static_cast<float*>(p); }
 };
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
@@ -83,32 +74,25 @@ inline void sinkhorn(const float* logits, float* to) {
     std::memcpy(to, m, sizeof m);
 }
 
-template <class Isa>
 class Site {
-    using A = cpu::Arithmetic<Isa>;
-    using F = typename A::F;
-    using U = typename A::U;
-    using H = typename A::H;
-    static constexpr int64_t kLanes = Isa::kLanes;
-
   public:
     // partial: kSums of each token and chunk.
     Site(const Problem& p, float* partial) : p_(p), partial_(partial) {}
 
     // Task of the first step: x' of a tile's tokens and a chunk's columns, and the sums over them.
-    WIDE void spread(int64_t task) const {
+    void spread(int64_t task) const {
         const int64_t first = task / p_.chunks() * kTile, chunk = task % p_.chunks();
         const int64_t count = std::min(kTile, p_.tokens - first), from = chunk * kChunk;
         const int64_t columns = std::min(kChunk, p_.hidden - from);
         alignas(64) float x[kTile][kCopies * kChunk];
         for (int64_t i = 0; i < count; i++) token(first + i, from, columns, x[i], sums(first + i, chunk));
         int64_t i = 0;
-        for (; i + Isa::kTokens <= count; i += Isa::kTokens) multiply<Isa::kTokens>(x + i, from, columns, first + i);
+        for (; i + kSumTokens <= count; i += kSumTokens) multiply<kSumTokens>(x + i, from, columns, first + i);
         for (; i < count; i++) multiply<1>(x + i, from, columns, first + i);
     }
 
     // Task of the second step: a token's mixing weights, u and its norm.
-    WIDE void read(int64_t token) const {
+    void read(int64_t token) const {
         constexpr int n = kCopies;
         float z[kSums] = {}, logit[kRows], pre[n];
         for (int64_t chunk = 0; chunk < p_.chunks(); chunk++)
@@ -125,56 +109,38 @@ class Site {
     }
 
   private:
-    WIDE float* sums(int64_t token, int64_t chunk) const { return partial_ + (token * p_.chunks() + chunk) * kSums; }
+    float* sums(int64_t token, int64_t chunk) const { return partial_ + (token * p_.chunks() + chunk) * kSums; }
 
-    WIDE static ALWAYS F widen(const uint16_t* from) {
-        H v;
-        __builtin_memcpy(&v, from, sizeof v);
-        return (F)(__builtin_convertvector(v, U) << 16);
-    }
-    // Store rounded bits, as A::bf16 gives them.
-    WIDE static ALWAYS void narrow(uint16_t* to, U bits) {
-        const H v = __builtin_convertvector(bits, H);
-        __builtin_memcpy(to, &v, sizeof v);
-    }
-    WIDE static ALWAYS float total(F v) {
-        float lanes[kLanes], sum = 0;
-        A::put(lanes, v);
-        for (int64_t i = 0; i < kLanes; i++) sum += lanes[i];
-        return sum;
-    }
-
-    WIDE static ALWAYS F addend(const void* from, int64_t bytes, int64_t at) {
-        return bytes == 4 ? A::get(static_cast<const float*>(from) + at)
-                          : widen(static_cast<const uint16_t*>(from) + at);
+    static ALWAYS F addend(const void* from, int64_t bytes, int64_t at) {
+        return bytes == 4 ? load<F>(static_cast<const float*>(from) + at)
+                          : from_bf16(static_cast<const uint16_t*>(from) + at);
     }
     // What the sublayer ahead returned, rounded to bf16.
-    WIDE ALWAYS F output(int64_t at) const {
+    ALWAYS F output(int64_t at) const {
         F sum = addend(p_.y, p_.y_bytes, at);
         if (p_.second_bytes) sum = sum + addend(p_.second, p_.second_bytes, at);
-        return (F)(A::bf16(sum) << 16);
+        return round_bf16(sum);
     }
     // x[k * kChunk + i]: x' as rounded, of one token; written to new_copies too.
-    WIDE void token(int64_t token, int64_t from, int64_t columns, float* x, float* to) const {
+    void token(int64_t token, int64_t from, int64_t columns, float* x, float* to) const {
         constexpr int n = kCopies;
         const uint16_t* old = p_.copies + n * token * p_.hidden + from;
         uint16_t* made = p_.new_copies + n * token * p_.hidden + from;
         F post[n], comb[n][n], square{};
-        for (int k = 0; k < n; k++) post[k] = Isa::all(p_.post[n * token + k]);
+        for (int k = 0; k < n; k++) post[k] = all(p_.post[n * token + k]);
         for (int j = 0; j < n; j++)
-            for (int k = 0; k < n; k++) comb[j][k] = Isa::all(p_.comb[n * n * token + n * j + k]);
+            for (int k = 0; k < n; k++) comb[j][k] = all(p_.comb[n * n * token + n * j + k]);
         for (int64_t i = 0; i < columns; i += kLanes) {
             const F value = output(token * p_.hidden + from + i);
             F copy[n];
-            for (int j = 0; j < n; j++) copy[j] = widen(old + j * p_.hidden + i);
+            for (int j = 0; j < n; j++) copy[j] = from_bf16(old + j * p_.hidden + i);
             for (int k = 0; k < n; k++) {
                 F sum = post[k] * value;
-                for (int j = 0; j < n; j++) sum = Isa::fma(comb[j][k], copy[j], sum);
-                const U bits = A::bf16(sum);
-                narrow(made + k * p_.hidden + i, bits);
-                const F rounded = (F)(bits << 16);
-                A::put(x + k * kChunk + i, rounded);
-                square = Isa::fma(rounded, rounded, square);
+                for (int j = 0; j < n; j++) sum = fma(comb[j][k], copy[j], sum);
+                const F rounded = round_bf16(sum);
+                store_bf16(made + k * p_.hidden + i, sum);
+                store(x + k * kChunk + i, rounded);
+                square = fma(rounded, rounded, square);
             }
         }
         to[kRows] = total(square);
@@ -182,69 +148,65 @@ class Site {
 
     // fn x' over a chunk's columns, for N tokens from `token` on.
     template <int N>
-    WIDE void multiply(const float (*x)[kCopies * kChunk], int64_t from, int64_t columns, int64_t token) const {
-        for (int64_t row = 0; row < kRows; row += Isa::kRows) {
-            F sum[Isa::kRows][N] = {};
+    void multiply(const float (*x)[kCopies * kChunk], int64_t from, int64_t columns, int64_t token) const {
+        for (int64_t row = 0; row < kRows; row += kSumRows) {
+            F sum[kSumRows][N] = {};
             for (int64_t copy = 0; copy < kCopies; copy++) {
                 const float* fn = p_.fn + (row * kCopies + copy) * p_.hidden + from;
                 for (int64_t i = 0; i < columns; i += kLanes) {
                     F value[N];
-                    for (int t = 0; t < N; t++) value[t] = A::get(x[t] + copy * kChunk + i);
-                    for (int r = 0; r < Isa::kRows; r++) {
-                        const F weight = A::get(fn + r * kCopies * p_.hidden + i);
-                        for (int t = 0; t < N; t++) sum[r][t] = Isa::fma(weight, value[t], sum[r][t]);
+                    for (int t = 0; t < N; t++) value[t] = load<F>(x[t] + copy * kChunk + i);
+                    for (int r = 0; r < kSumRows; r++) {
+                        const F weight = load<F>(fn + r * kCopies * p_.hidden + i);
+                        for (int t = 0; t < N; t++) sum[r][t] = fma(weight, value[t], sum[r][t]);
                     }
                 }
             }
-            for (int r = 0; r < Isa::kRows; r++)
+            for (int r = 0; r < kSumRows; r++)
                 for (int t = 0; t < N; t++) sums(token + t, from / kChunk)[row + r] = total(sum[r][t]);
         }
     }
 
-    WIDE void norm(int64_t token, const float* pre) const {
+    void norm(int64_t token, const float* pre) const {
         const uint16_t* x = p_.new_copies + kCopies * token * p_.hidden;
         F square{};
-        auto u = [&](int64_t i) WIDE {
-            F sum = Isa::all(pre[0]) * widen(x + i);
-            for (int j = 1; j < kCopies; j++) sum = Isa::fma(Isa::all(pre[j]), widen(x + j * p_.hidden + i), sum);
+        auto u = [&](int64_t i) {
+            F sum = all(pre[0]) * from_bf16(x + i);
+            for (int j = 1; j < kCopies; j++) sum = fma(all(pre[j]), from_bf16(x + j * p_.hidden + i), sum);
             return sum;
         };
         for (int64_t i = 0; i < p_.hidden; i += kLanes) {
             const F value = u(i);
-            square = Isa::fma(value, value, square);
+            square = fma(value, value, square);
         }
         const float mean = total(square) / static_cast<float>(p_.hidden);
-        const F inverse = Isa::all(1.0f / std::sqrt(mean + kNormEps));
+        const F inverse = all(1.0f / std::sqrt(mean + kNormEps));
         for (int64_t i = 0; i < p_.hidden; i += kLanes)
-            narrow(p_.out + token * p_.hidden + i, A::bf16(u(i) * inverse * widen(p_.norm + i)));
+            store_bf16(p_.out + token * p_.hidden + i, u(i) * inverse * from_bf16(p_.norm + i));
     }
 
     const Problem p_;
     float* const partial_;
 };
 
-template <class Isa>
-int on_all_cores(const Problem& p) noexcept {
-    static cpu::Scratch<float> scratch;
+static int on_all_cores(const Problem& p) noexcept {
+    static Scratch<float> scratch;
     try {
-        const Site<Isa> site(p, scratch.take(p.tokens * p.chunks() * kSums));
-        Step spread(p.tiles() * p.chunks()), read(p.tokens);
+        const Site site(p, scratch.take(p.tokens * p.chunks() * kSums));
+        Step spread(p.tiles() * p.chunks(), 1), read(p.tokens, 1);
         auto work = [&](int64_t) {
             spread.run([&](int64_t task) { site.spread(task); });
             read.run([&](int64_t token) { site.read(token); });
         };
         const int64_t useful = std::max<int64_t>(1, p.bytes() / kThreadBytes);
-        return cpu::on_threads(std::min({useful, p.tiles() * p.chunks(), cpu::cores()}), work);
+        return on_threads(std::min({useful, p.tiles() * p.chunks(), cores()}), work);
     } catch (const std::bad_alloc&) {
-        return cpu::kNoMemory;
+        return kNoMemory;
     }
 }
 
-inline Problem problem(void* const* t, int64_t tokens, int64_t hidden, int64_t y_bytes, int64_t second_bytes) {
-    auto u16 = [&](int i) { return static_cast<uint16_t*>(t[i]); };
-    auto f32 = [&](int i) { return static_cast<float*>(t[i]); };
-    return {t[0],    t[1],   u16(2), f32(3), f32(4),  f32(5),  f32(6), f32(7), u16(8),
-            u16(9), u16(10), f32(11), f32(12), tokens, hidden, y_bytes, second_bytes};
-}
-
 }  // namespace site
+
+extern "C" int launch(void* const* tensors, const int64_t* sizes) {
+    return site::on_all_cores(site::Problem(tensors, sizes));
+}

@@ -42,24 +42,22 @@ constexpr int64_t kThreadWork = 2 << 20;  // products, 20 to 40 us: more than st
 constexpr int64_t kGrain = 1 << 14;       // products of tasks that are taken together, less than a microsecond
 
 // Compute all tokens. Calls of several threads follow each other: they share the memory that is kept.
-template <class Isa>
-int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
-    using Value = typename Isa::Value;
+static int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
     static std::mutex mutex;
-    static cpu::Scratch<std::byte> scratch;
+    static Scratch<std::byte> scratch;
     const std::lock_guard lock(mutex);
     Routing r;
-    if (!r.fill(p, Isa::kTokens, kBandPanels)) return cpu::kBadIndex;
+    if (!r.fill(p, kTokens, kBandPanels)) return kBadIndex;
     const int64_t panels = static_cast<int64_t>(r.panels.size()), bands = static_cast<int64_t>(r.bands.size());
     const int64_t work = (p.slots() + kDecode * panels) * 3 * p.hidden * p.inner;
     const int64_t threads = std::clamp<int64_t>(work / kThreadWork, 1, cores);
 
-    Activations<Value> x, v;
+    Activations x, v;
     float* parts;
     const auto cut = [&](std::byte* at) {
         Cutter cutter(at);
-        x = {cutter.take<Value>(p.slots() * p.hidden), cutter.take<float>(p.slots() * p.w13.blocks()), p.w13.blocks()};
-        v = {cutter.take<Value>(p.slots() * p.inner), cutter.take<float>(p.slots() * p.w2.blocks()), p.w2.blocks()};
+        for (const auto& [to, w] : {std::pair(&x, &p.w13), std::pair(&v, &p.w2)})
+            *to = {cutter.take<int16_t>(p.slots() * w->width), cutter.take<float>(p.slots() * w->blocks()), w->blocks()};
         parts = cutter.take<float>(threads * p.slots() * kRows);
         return cutter.used();
     };
@@ -67,18 +65,22 @@ int on_all_cores(const Problem& p, int64_t cores = cpu::cores()) noexcept try {
 
     const int64_t inner_groups = p.inner / kRows, hidden_groups = p.hidden / kRows;
     const auto grain = [&](int64_t tasks) { return std::max<int64_t>(1, kGrain * tasks / work); };
-    cpu::Step taking(panels, 1);
-    cpu::Step swiglu(bands * inner_groups, grain(bands * inner_groups));
-    cpu::Step combining(hidden_groups, grain(hidden_groups));
-    return cpu::on_threads(threads, [&](int64_t i) {
-        taking.run([&](int64_t task) { Expert<Isa>::take_x(p, r, r.panels[task], x); });
+    Step taking(panels, 1);
+    Step swiglu(bands * inner_groups, grain(bands * inner_groups));
+    Step combining(hidden_groups, grain(hidden_groups));
+    return on_threads(threads, [&](int64_t i) {
+        taking.run([&](int64_t task) { Expert::take_x(p, r, r.panels[task], x); });
         swiglu.run([&](int64_t task) {
-            Expert<Isa>::swiglu(p, r, r.bands[task / inner_groups], task % inner_groups, x, v);
+            Expert::swiglu(p, r, r.bands[task / inner_groups], task % inner_groups, x, v);
         });
-        combining.run([&](int64_t task) { Expert<Isa>::combine(p, r, task, v, parts + i * p.slots() * kRows); });
+        combining.run([&](int64_t task) { Expert::combine(p, r, task, v, parts + i * p.slots() * kRows); });
     });
 } catch (const std::bad_alloc&) {
-    return cpu::kNoMemory;
+    return kNoMemory;
 }
 
 }  // namespace moe
+
+extern "C" int launch(void* const* tensors, const int64_t* sizes) {
+    return moe::on_all_cores(moe::Problem(tensors, sizes));
+}

@@ -66,7 +66,6 @@ class Worker {
 
 }  // namespace
 
-extern "C" int launch(const uint8_t* a, const uint8_t* b, const uint8_t* sfa, const uint8_t* sfb, uint16_t* c,
-                      int64_t m, int64_t k, int64_t l) {
-    return gemv::on_all_cores<Worker>({a, b, sfa, sfb, c, m, k, l});
+extern "C" int launch(void* const* tensors, const int64_t* sizes) {
+    return gemv::on_all_cores<Worker>(gemv::Problem(tensors, sizes));
 }

@@ -1,28 +1,18 @@
 """cpu_portable: plain C++, every block an exact integer dot product, all cores. For CPUs without AVX2."""
 
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 from task import input_t, output_t, unpack
 
-from problems.common import build, cpu
+from problems.common import cpu
 
 TARGETS = ("cpu",)
-SOURCE = Path(__file__).with_suffix(".cpp")
-LAUNCHER = cpu.Launcher(SOURCE, (c_void_p,) * 5 + (c_int64,) * 3)
-
-
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, "cpu"."""
-    return [build.cpp(SOURCE)]
+launch = cpu.Launcher(Path(__file__).with_suffix(".cpp"))
+compile_for = launch.compile_for
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write A b into data.c, fp16 (m, 1, l), and return it.
-
-    ValueError as unpack says; RuntimeError: this CPU cannot run it, or a thread cannot start.
-    """
-    m, k, l = unpack(data)
-    tensors = (data.a, data.b, data.sfa, data.sfb, data.c)
-    LAUNCHER.check(LAUNCHER.function(*[tensor.data_ptr() for tensor in tensors], m, k, l))
+    """Write A b into data.c, fp16 (m, 1, l), and return it. ValueError as unpack says, RuntimeError as the launcher."""
+    sizes = unpack(data)
+    launch((data.a, data.b, data.sfa, data.sfb, data.c), sizes)
     return data.c

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "cpu_threads.h"
@@ -24,8 +22,15 @@ struct Problem {
     uint16_t* c;         // (l, m) fp16
     int64_t m, k, l;
 
+    Problem(void* const* t, const int64_t* sizes)
+        : a(bytes(t[0])), b(bytes(t[1])), sfa(bytes(t[2])), sfb(bytes(t[3])), c(static_cast<uint16_t*>(t[4])),
+          m(sizes[0]), k(sizes[1]), l(sizes[2]) {}
+
     const uint8_t* vector(int64_t batch) const { return b + batch * 64 * k; }
     const uint8_t* vector_scales(int64_t batch) const { return sfb + batch * 8 * k; }
+
+  private:
+    static const uint8_t* bytes(void* p) { return static_cast<const uint8_t*>(p); }
 };
 
 // Rows [first, last) of one batch; codes and scales are at row `first`, c at its element.
@@ -49,7 +54,8 @@ int on_all_cores(const Problem& p) noexcept {
     const int64_t rows = std::max<int64_t>(1, kTaskBytes / row_bytes / 8 * 8);
     const int64_t tasks_per_batch = (p.m + rows - 1) / rows, tasks = tasks_per_batch * p.l;
     std::atomic<int64_t> next{0};
-    auto work = [&] {
+    const int64_t useful = std::max<int64_t>(1, p.l * p.m * row_bytes / kThreadBytes);
+    return cpu::on_threads(std::min({useful, tasks, cpu::cores()}), [&](int64_t) {
         Worker worker(p);
         int64_t current = -1;
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
@@ -58,19 +64,7 @@ int on_all_cores(const Problem& p) noexcept {
             const int64_t row = batch * p.m + first;
             worker.rows({p.a + row * row_bytes, p.sfa + row * (p.k / 16), p.c + row, std::min(rows, p.m - first), p.k});
         }
-    };
-    const int64_t useful = std::max<int64_t>(1, p.l * p.m * row_bytes / kThreadBytes);
-    const int64_t threads = std::min({useful, tasks, cpu::cores()});
-    std::vector<std::thread> others;
-    int status = cpu::kOk;
-    try {
-        for (int64_t i = 1; i < threads; i++) others.emplace_back(work);
-    } catch (const std::system_error&) {
-        status = cpu::kNoThreads;
-    }
-    work();
-    for (auto& other : others) other.join();
-    return status;
+    });
 }
 
 }  // namespace gemv

@@ -3,11 +3,6 @@
 The session is made up here, so that every time is known; tests/harness/judge/test_kill.py has the real one.
 """
 
-<<<<<<< ours
-import contextlib
-=======
-import argparse
->>>>>>> theirs
 import dataclasses
 import json
 import shutil

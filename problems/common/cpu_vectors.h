@@ -27,12 +27,13 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// One value a lane: fp32, int32, uint32; 16 bits, as of bf16. And signed words and bytes, two and four a lane.
 typedef float F __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t H __attribute__((vector_size(2 * kLanes)));  // of bf16, one a lane
-typedef int16_t W __attribute__((vector_size(4 * kLanes)));   // words, two a lane
-typedef int8_t B __attribute__((vector_size(4 * kLanes)));    // bytes, four a lane
+typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+typedef int16_t W __attribute__((vector_size(4 * kLanes)));
+typedef int8_t B __attribute__((vector_size(4 * kLanes)));
 
 // What is best with vectors of 4, of 8 and of 16.
 constexpr int by_width(int four, int eight, int sixteen) {

@@ -1,8 +1,6 @@
 // Scores of a tile of keys: fp32 with the entries along the lanes, so that heads add up without exchanging lanes.
 #pragma once
 
-#include <cstring>
-
 #include "cpu_problem.h"
 #include "cpu_vectors.h"
 
@@ -58,15 +56,13 @@ class Scorer {
     void forget_query() { row_ = -1; }
 
   private:
-    // Word j of kLanes keys that lie `bytes` apart.
-    static ALWAYS U words(const uint8_t* codes, int bytes, int64_t j) {
+    // A word of each of kLanes keys that lie `bytes` apart.
+    template <int... i>
+    static ALWAYS U words(const uint8_t* first, int bytes, std::integer_sequence<int, i...>) {
 #ifdef __AVX512F__
-        const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        return (U)_mm512_i32gather_epi32((__m512i)(lane * bytes), codes + 4 * j, 1);
+        return (U)_mm512_i32gather_epi32((__m512i)(U{i...} * bytes), first, 1);
 #else
-        U found{};
-        for (int i = 0; i < kLanes; i++) found[i] = load<uint32_t>(codes + i * bytes + 4 * j);
-        return found;
+        return (U)F{load<float>(first + i * bytes)...};  // of fp32, or g++ goes through memory
 #endif
     }
 
@@ -74,24 +70,21 @@ class Scorer {
     static ALWAYS void decode_e2m1(const uint8_t* codes, const uint8_t* scales, float* to) {
         for (int64_t j = 0; j < kDim / 8; j++) {
             const U byte = load<U>(scales) >> 8 * (j / 4) & 255;  // 2^(byte - 127); a group of zeros may have 0
-            U word = words(codes, kDim / 2, j);
+            U word = words(codes + 4 * j, kDim / 2, Lanes());
             for (int64_t d = 8 * j; d < 8 * j + 8; d++, word >>= 4) store(to + d * kTile, e2m1(word) * (F)(byte << 23));
         }
     }
     static ALWAYS void decode_e4m3(const uint8_t* codes, const uint8_t* scales, float* to) {
         const F scale = load<F>(scales) * (1 / kE4m3);
         for (int64_t j = 0; j < kDim / 4; j++) {
-            U word = words(codes, kDim, j);
+            U word = words(codes + 4 * j, kDim, Lanes());
             for (int64_t d = 4 * j; d < 4 * j + 4; d++, word >>= 8) store(to + d * kTile, e4m3(word) * scale);
         }
     }
 
     void load_query(const Problem& p, int64_t row) {
         const uint16_t* q = p.q + row * p.heads * kDim;
-        for (int64_t i = 0; i < p.heads * kDim; i++) {
-            const uint32_t bits = static_cast<uint32_t>(q[i]) << 16;
-            std::memcpy(query_ + i, &bits, sizeof bits);
-        }
+        for (int64_t i = 0; i < p.heads * kDim; i += kLanes) store(query_ + i, from_bf16(q + i));
         row_ = row;
     }
 

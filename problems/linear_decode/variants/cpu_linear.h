@@ -88,7 +88,7 @@ inline uint32_t to_bits(float value) {
 
 inline uint16_t bf16(float value) {
     const uint32_t bits = to_bits(value);
-    return static_cast<uint16_t>(bits + 0x7FFF + (bits >> 16 & 1) >> 16);
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 // Up to kBlock values of a token, bf16 -> fp32, through e4m3 if so: fp8.round_trip.
@@ -99,8 +99,8 @@ inline void take(const uint16_t* from, float* to, int64_t count, bool quantise) 
         most = std::max(most, std::fabs(to[i]));
     }
     if (!quantise) return;
-    const uint32_t exponent = to_bits(most / 448.0f) + 0x7FFFFF >> 23;
-    const float scale = from_bits(exponent << 23), inverse = from_bits(254 - exponent << 23);
+    const uint32_t exponent = (to_bits(most / 448.0f) + 0x7FFFFF) >> 23;
+    const float scale = from_bits(exponent << 23), inverse = from_bits((254 - exponent) << 23);
     for (int64_t i = 0; i < count; i++) {
         // The power of two at or below the value, at least 2^-6: codes are an eighth of it apart.
         const float value = to[i] * inverse;

@@ -152,18 +152,25 @@ class Expert {
             for (int i = 0; i < kParts; i++) v[i] *= factor;
             found = (F)(exponent - (14u << kMantissa)) * kUnit;
         }
-        store_rounded(v, values);
+        store_rounded(v, values, Lanes());
         *unit = found[0];
     }
 
-    // To integers, in the order in which multiply() takes them.
-    static ALWAYS void store_rounded(const F (&v)[kParts], int16_t* to) {
-        typedef int16_t Block __attribute__((vector_size(2 * kBlock)));
+    // To integers, each eight in the order in which multiply() takes them: 0 4 1 5 2 6 3 7.
+    template <int... i>
+    static ALWAYS void store_rounded(const F (&v)[kParts], int16_t* to, std::integer_sequence<int, i...>) {
         const F round = all(12582912.0f);  // 1.5 * 2^23: its last bit is worth 1
-        int16_t in_order[kBlock];
-        for (int i = 0; i < kParts; i++) store(in_order + i * kLanes, narrow((U)(v[i] + round) - (U)round));
-        const Block order = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
-        store(to, __builtin_shuffle(load<Block>(in_order), order));
+        U part[kParts];
+        for (int p = 0; p < kParts; p++) part[p] = (U)(v[p] + round) - (U)round;
+        if constexpr (kLanes == 4) {
+            for (int p = 0; p < kParts; p += 2, to += 8) {
+                store(to, narrow(__builtin_shuffle(part[p], part[p + 1], U{0, 4, 1, 5})));
+                store(to + 4, narrow(__builtin_shuffle(part[p], part[p + 1], U{2, 6, 3, 7})));
+            }
+        } else {
+            for (int p = 0; p < kParts; p++, to += kLanes)
+                store(to, __builtin_shuffle(narrow(part[p]), H{((i & ~7) | (i & 1) << 2 | (i & 7) >> 1)...}));
+        }
     }
 
     // kLanes rows of a block: pairs of k, 0 4, 1 5, 2 6, 3 7, then those 8 higher.

@@ -14,6 +14,5 @@ compile_for = launch.compile_for
 
 def custom_kernel(data: input_t) -> output_t:
     """Write A b into data.c, fp16 (m, 1, l), and return it. ValueError as unpack says, RuntimeError as the launcher."""
-    sizes = unpack(data)
-    launch((data.a, data.b, data.sfa, data.sfb, data.c), sizes)
+    launch((data.a, data.b, data.sfa, data.sfb, data.c), unpack(data))
     return data.c

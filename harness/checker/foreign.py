@@ -43,7 +43,7 @@ def see_answer(answer: object, device: str) -> None:
             tree.see_strided(value, name, "ref_kernel must return")
         return {"type": "value" if value is None else "Tensor", "on_gpu": getattr(value, "is_cuda", False)}
 
-    found = tree.leaves(tree.walk(answer, leaf))
+    found = tree.leaves(tree.walk(answer, leaf, answer=True))
     if not found:
         raise RefusedError(f"ref_kernel must return the answer, got {answer}: return the buffer that it writes")
     if device == "cuda" and not any(one["on_gpu"] for one in found):  # its clock copies an answer behind the call
@@ -57,8 +57,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
     right, text = _asked(reference, data, answer)
     if right:
         return True, ""
-    told, parts = claims.told(reference.ref_kernel(tree.clone(data)))
-    claim = forms.read(told)
+    claim, parts = claims.told(reference.ref_kernel(tree.clone(data)))
     own = forms.answer(claim, map(tree.clone, parts), forms.classes_of(claim))
     right, own_text = _asked(reference, data, own)
     if not right:
@@ -99,7 +98,7 @@ def _is_bool(said: object) -> bool:
 
 def nans(answer: object) -> list[bool]:
     """Return of each tensor, array and plain value in an answer, in their order, whether it has NaN."""
-    return [_has_nan(leaf) for leaf in tree.taken_apart(answer, by_key=True)[1]]
+    return [_has_nan(leaf) for leaf in tree.taken_apart(answer, answer=True)[1]]
 
 
 def _has_nan(leaf: object) -> bool:

@@ -12,17 +12,6 @@ from harness.runner import objects, tree
 _SHOWN = 8  # items of an answer in a message
 
 
-def read(claim: dict) -> dict:
-    """Return a claim with its keys and plain values, which are JSON, as such. ValueError: one is none."""
-    said = claim.get("value", "")
-    return {
-        **claim,
-        "value": json.loads(said) if claim["type"] == "value" else said,
-        "keys": [json.loads(key) for key in claim.get("keys", ())],
-        "items": [read(item) for item in claim.get("items", ())],
-    }
-
-
 def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
     """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
     (harness/runner/tree.py); ours: the problem has our format, and a call returns the tensors that it was given.
@@ -52,9 +41,9 @@ def unlike(claim: dict, wanted: dict) -> str:
 def _outline(claim: dict) -> str:
     """Return classes, keys and fields of an answer: "Pair(sum: Tensor, many: int)"."""
     if claim["type"] == "value":
-        return type(claim["value"]).__name__
+        return type(_plain(claim["value"])).__name__
     if claim["type"] not in tree.CONTAINERS:
-        return claim["value"] or claim["type"]
+        return claim.get("value") or claim["type"]
     keys = [f"{key}: " for key in claim["keys"]] or [""] * len(claim["items"])
     shown = [f"{key}{_outline(item)}" for key, item in zip(keys, claim["items"], strict=False)]
     more = [f"{len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
@@ -75,7 +64,7 @@ def answer(claim: dict, tensors: Iterable[torch.Tensor], classes: dict[str, type
     rest = iter(tensors)
     return tree.made(
         claim,
-        lambda leaf: leaf["value"] if leaf["type"] == "value" else next(rest),
+        lambda leaf: _plain(leaf["value"]) if leaf["type"] == "value" else next(rest),
         lambda name: classes.get(_bare(name)),
     )
 
@@ -83,3 +72,11 @@ def answer(claim: dict, tensors: Iterable[torch.Tensor], classes: dict[str, type
 def _bare(name: str) -> str:
     """Return the name of a class without its module."""
     return name.rpartition(":")[2]
+
+
+def _plain(said: str) -> object:
+    """Return a plain value of its JSON, a text as it is where it is none."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        return said

@@ -102,8 +102,7 @@ class Prepared(Reply):
 class Claim(Reply):
     """One object that a call returned. same: it is the tensor that the judge handed out.
 
-    In a GPU MODE folder a container has `items`, `keys`, which are JSON, and its class as `value`; else `value` is a
-    plain value as JSON.
+    In a GPU MODE folder a container has `items`, their `keys`, and its class as `value`; a plain value has it as JSON.
     """
 
     type: Name

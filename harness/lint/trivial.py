@@ -138,7 +138,7 @@ class Trivial(Checker):
             )
             return {"type": "number" if number else "other"}
 
-        return tree.walk(answer, leaf, by_key=not self.ours), names, outputs
+        return tree.walk(answer, leaf, answer=not self.ours), names, outputs
 
     def _opaque(self) -> set[int]:
         """Which tensors of the data stand in the fields that OPAQUE names. RefusedError: it names others."""

@@ -2,8 +2,7 @@
 
 A claim is {"type": "Tensor", dtype, shape, stride, device, same} or {"type": name of another class}. In a folder from
 elsewhere there is one, of all that came back: it is a specification of harness/runner/tree.py, whose leaves are such
-claims and {"type": "value", "value": JSON}, and whose keys are JSON. conj, neg: torch keeps the tensor's values
-conjugated or negated in memory.
+claims and {"type": "value", "value": JSON}. conj, neg: torch keeps the tensor's values conjugated or negated in memory.
 """
 
 import json
@@ -85,20 +84,13 @@ def told(answer: object) -> tuple[dict, list[Any]]:
         leaves.append(value)
         return {"type": "value", "value": json.dumps(value)} if type(value) in tree.PLAIN else form(value)
 
-    claim = _coded(tree.walk(answer, leaf, by_key=True))
+    claim = tree.walk(answer, leaf, answer=True)
     if len(leaves) > CLAIMS or sum(len(json.dumps(value)) for value in leaves if type(value) is str) > TEXT_CHARS:
         raise RefusedError(
             f"an answer may have at most {CLAIMS} tensors, numbers and texts, and {TEXT_CHARS} characters in its texts "
             f"(the limits of this judge), got {len(leaves)}"
         )
     return claim, [value for value in leaves if type(value) not in tree.PLAIN]
-
-
-def _coded(claim: dict) -> dict:
-    """Return a claim with its keys as JSON."""
-    if claim["type"] not in tree.CONTAINERS:
-        return claim
-    return {**claim, "keys": [*map(json.dumps, claim["keys"])], "items": [*map(_coded, claim["items"])]}
 
 
 def _is_plain(item: object) -> TypeGuard[torch.Tensor]:

@@ -28,10 +28,7 @@ NUMBERS = tuple({numpy.dtype(kind).type for kind in "?bhilqBHILQefd"})  # of num
 SEQUENCES = {"tuple": tuple, "list": list, "set": set}
 CONTAINERS = (*SEQUENCES, "named", "dict", "object")
 DEPTH = 32  # containers around a leaf
-KEPT = (
-    "tensors, arrays, numbers and texts, in tuples, lists, dicts (by numbers or texts), dataclasses and objects of "
-    "classes of reference.py"
-)
+KEPT = "tensors, arrays, numbers and texts, in tuples, lists, dicts, dataclasses and objects of the reference's classes"
 
 
 @dataclass
@@ -82,29 +79,29 @@ def describe(value: Any, layout: Layout) -> dict:
 
 
 def walk(
-    value: Any, leaf: Callable[[Any, str], dict], by_key: bool = False, name: str = "", above: tuple[int, ...] = ()
+    value: Any, leaf: Callable[[Any, str], dict], answer: bool = False, name: str = "", above: tuple[int, ...] = ()
 ) -> dict:
     """Return the specification of a value. leaf: gives that of what is no container, from it and its name: the keys,
-    fields and positions that lead to it, joined by dots. by_key: dicts in the order of their keys. above: the ids of
+    fields and positions that lead to it, joined by dots. answer: dicts are by text, and in its order. above: the ids of
     the containers around the value. RefusedError: it contains itself, or is nested too deep.
     """
     if type(value) is numpy.ndarray:
         return {**leaf(shared(value), name), "value": "ndarray"}
     kind, items = _opened(value)
-    if not kind:
+    if not kind or (answer and kind == "dict" and not all(type(key) is str for key, _ in items)):
         return leaf(value.item() if type(value) in NUMBERS else value, name)
     if id(value) in above:
         raise RefusedError(f"data and answers must not contain themselves, and a {type(value).__name__} does")
     if len(above) == DEPTH:
         raise RefusedError(f"data and answers must be nested at most {DEPTH} deep, the limit of this judge")
-    if kind == "dict" and by_key:
-        items.sort(key=lambda item: str(item[0]))
+    if kind == "dict" and answer:
+        items.sort(key=lambda item: item[0])
     inside, dot = (*above, id(value)), "." if name else ""
     return {
         "type": kind,
         "value": objects.name_of(type(value)),
         "keys": [] if kind in SEQUENCES else [key for key, _ in items],
-        "items": [walk(item, leaf, by_key, f"{name}{dot}{key}", inside) for key, item in items],
+        "items": [walk(item, leaf, answer, f"{name}{dot}{key}", inside) for key, item in items],
     }
 
 
@@ -200,10 +197,10 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in taken_apart(value)[1] if isinstance(leaf, torch.Tensor)]
 
 
-def taken_apart(value: Any, by_key: bool = False) -> tuple[dict, list[Any]]:
+def taken_apart(value: Any, answer: bool = False) -> tuple[dict, list[Any]]:
     """Return the containers of a value as `walk` does, and its leaves in order; those over its arrays are tensors."""
     found: list[Any] = []
-    return walk(value, lambda leaf, _: {"type": "", "at": found.append(leaf)}, by_key), found
+    return walk(value, lambda leaf, _: {"type": "", "at": found.append(leaf)}, answer), found
 
 
 def clone(value: Any) -> Any:
@@ -225,7 +222,8 @@ def see_strided(value: Any, name: str, wanted: str) -> None:
     """RefusedError: a leaf is no tensor with dtype, shape and stride, or its memory means more than that."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
         kind = f"{value.layout} {value.dtype} " if isinstance(value, torch.Tensor) else ""
-        raise RefusedError(f"{wanted} {KEPT}, got {kind}{type(value).__name__}{f' at {name}' if name else ''}")
+        kind += "dict by other keys" if type(value) is dict else type(value).__name__
+        raise RefusedError(f"{wanted} {KEPT}, got {kind}{f' at {name}' if name else ''}")
 
 
 def shared(array: Any) -> torch.Tensor:

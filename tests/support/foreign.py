@@ -131,17 +131,17 @@ FOLDERS = {
         cases="masked: true",
     ),
     "dict_config": Folder(
-        right="return {7: data['x'] * data['by'][0] / (1 if data['by'][1] == 'whole' else 2)}",
-        wrong="return {8: data['x']}",
+        right="return {'y': data['x'] * data['by'][0] / (1 if data['by'][1] == 'whole' else 2)}",
+        wrong="return {'z': data['x']}",
         more="""
             def generate_input(size, seed):
                 return {'x': random(size, seed=seed), 'by': [seed % 8, 'half' if seed % 2 else 'whole'], 0: None}
 
             def ref_kernel(data):
-                return {7: data['x'] * data['by'][0] / (2 if data['by'][1] == 'half' else 1)}
+                return {'y': data['x'] * data['by'][0] / (2 if data['by'][1] == 'half' else 1)}
 
             def check_implementation(data, output):
-                return torch.equal(output[7], ref_kernel(data)[7]), 'differs'
+                return torch.equal(output['y'], ref_kernel(data)['y']), 'differs'
             """,
     ),
     "dataclass_data": Folder(  # a class that only the reference has; its method changes it, and each call has it anew

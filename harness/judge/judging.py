@@ -115,15 +115,7 @@ class Judging:
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
         counts = self._counts(paired) if phase == "benchmark" else None  # a confirmation has the judge's own
         timings, all_readings = phases.run_benchmarks(
-            session,
-            handles,
-            self.cases,
-            progress,
-            paired,
-            group,
-            have,
-            limit_s,
-            counts,
+            session, handles, self.cases, progress, paired, group, have, limit_s, counts
         )
         for j in judged:
             for timing in timings[j.submission.name]:

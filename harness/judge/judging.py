@@ -59,7 +59,7 @@ class Judging:
                 right = [j for j in judged if j.right]
                 if right and (len(right) == 2 or not paired):
                     self._time(session, right, paired, progress, "benchmark")
-                    if self.file and not self.args.shard:  # of a part of the cases nobody leads
+                    if self.file and not self.args.shard:  # a part of the cases has no leader
                         self._confirm(session, progress, self.file)
             for j in (*judged, *self.opponents):
                 handle = self.handles.get(j.submission.name)

@@ -65,7 +65,7 @@ def finished(lines: Iterable[dict], phase: str = "benchmark") -> Finished:
 
 
 def of_outcome(outcome: Outcome) -> dict:
-    """Return an outcome as it stands in a line: its fields that are not as most are."""
+    """Return the fields of an outcome that are not at their defaults."""
     values = ((each.name, getattr(outcome, each.name), each.default) for each in dataclasses.fields(outcome))
     return {name: value for name, value, default in values if value is not default and value != default}
 

@@ -69,7 +69,7 @@ class Trivial(Checker):
         candidates = self._candidates(case, seed)
         pairs = enumerate(zip(tree.tensors(first), tree.tensors(self.pristine), strict=True))
         differ = [i for i, pair in pairs if i in self.inputs and not torch.equal(*map(tree.raw, pair))]
-        # GPU MODE's data may hold an output that nobody has filled.
+        # GPU MODE's data may hold an output that is not filled yet.
         fault = f"two contents from one seed differ in {self.names[differ[0]]}" if self.ours and differ else ""
         tried = {name: self._tried(name, *candidate) for name, candidate in candidates.items()}
         statuses = {EXACT: (), WRONG: ("accepted", "right")}

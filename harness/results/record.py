@@ -77,7 +77,7 @@ def see_writable(machine: str) -> None:
 
 
 def accept(line: dict) -> None:
-    """Accept a line of work as it is: for readers who need none of it."""
+    """Accept a line of work unchecked: for readers that do not use it."""
 
 
 @dataclass

@@ -19,11 +19,12 @@ from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
 from harness.runner import claims, failure, flush, gate, native, objects, tree, wire
 from harness.runner.batch import WAKE_S, GatePage, written
-from harness.runner.buffers import Buffer, Page
+from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
 from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
 from problems.common import load
 
+PAGE = 2 << 20  # by which memory of a GPU is made read-only (harness/player/player.py)
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
 # What the present content is, and its answer: what `keep` keeps.
 PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans", "answer")
@@ -92,7 +93,8 @@ class Checker:
             layout = tree.Layout()
             self.weights_spec = tree.describe(self.weights, layout)
             self.weights_sizes = layout.used
-        return {"split": self.split}
+        size = self.weights_sizes["device"] if self.split else 0
+        return {"split": self.split, "bytes": -(-size // PAGE) * PAGE}
 
     def hold(self, message: dict, _: list[int]) -> dict:
         """Copy the present weights into memory for one runner, and free what it held before."""
@@ -160,9 +162,16 @@ class Checker:
             self.classes, self.nans = forms.classes_of(self.answer), foreign.nans(answer)
             self.captures = [memory.room_for(part, given, copies) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
+        parts = {"inputs": 0, "outputs": 0}
+        if self.device == "cuda":
+            parts["inputs"], layout = tree.rearrange(self.spec, {*self.outputs, *self.inout}, PAGE)
+            for spec in () if self.ours else self.captures:
+                spec["offset"] = layout.place("device", spec["most"])
+            parts["outputs"] = -(-layout.used["device"] // PAGE) * PAGE - parts["inputs"]
         return {
             "device": "cuda" if cuda else "cpu",
             "sizes": layout.used,
+            "parts": parts,
             "bytes": self._bytes(case),
             "held": self._held(),
             "open": {
@@ -232,6 +241,22 @@ class Checker:
             fds.insert(0, self.pages[runner].fd)
         return {"buffers": [part for part, _ in parts], "fds": fds}
 
+    def attach(self, message: dict, fds: list[int]) -> dict:
+        """Map the memory of a recorded call: COPIES times its inputs and outputs, and its weights, which are filled."""
+        runner, sizes = message["runner"], message["sizes"]
+        self.release({**message, "op": "release"}, [])
+        self.buffers[runner] = []
+        for _ in range(message["copies"]):
+            parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
+            self.buffers[runner].append(Shared(parts))
+        if not sizes["weights"]:
+            return {"weights": None}
+        held = self.held[runner] = Shared([(fds.pop(0), sizes["weights"]), (-1, 0)])
+        for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
+            memory.region(leaf, held).copy_(tree.raw(source))
+        self._sync()
+        return {"weights": self.weights_spec}
+
     def release(self, message: dict, _: list[int]) -> dict:
         """Free the buffers of a runner, and what it held of weights if it is gone."""
         runner = message["runner"]
@@ -256,7 +281,7 @@ class Checker:
         if self.values:
             memory.region(self.values["leaf"], buffer).copy_(self.values["bytes"])
         if self.device == "cuda":
-            for spec in self.captures:
+            for spec in self.captures if not self.ours else ():
                 if self.ours:
                     memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
                 else:  # of any dtype: NaN, and of integers -1
@@ -410,7 +435,8 @@ class Checker:
         if not self.ours:
             return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
         if self.device == "cuda":
-            got: list[torch.Tensor | None] = [tree.tensor(c, buffer.memory[c["space"]]) for c in self.captures]
+            placed = [tree.leaves(self.spec)[i] for i in self.outputs]
+            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory[leaf["space"]]) for leaf in placed]
             taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
         else:
             taken = caught.outputs
@@ -477,7 +503,7 @@ class Checker:
         named = list(zip(tree.leaves(self.spec), kinds, strict=True))
         if self.values:
             named.append((self.values["leaf"], "the data's numbers and texts"))
-        if self.device == "cuda":
+        if self.device == "cuda" and not self.ours:
             named += [(spec, "the judge's copy of an output") for spec in self.captures]
         return named
 

@@ -33,7 +33,8 @@ class Guards:
         for space, memory in buffer.memory.items():
             gaps = _gaps([(spec, name) for spec, name in named if spec["space"] == space], memory.numel())
             sizes = [gap.last - gap.first for gap in gaps]
-            secret = torch.frombuffer(bytearray(secrets.token_bytes(sum(sizes))), dtype=torch.uint8).to(memory.device)
+            source = torch.Generator(memory.device).manual_seed(secrets.randbits(63))
+            secret = torch.randint(256, (sum(sizes),), generator=source, dtype=torch.uint8, device=memory.device)
             for gap, part in zip(gaps, secret.split(sizes), strict=True):
                 memory[gap.first : gap.last].copy_(part)
             self._gaps[space], self._secret[space] = gaps, secret

@@ -78,7 +78,7 @@ class Ready(Reply):
 class Failed(Reply):
     """An exception. failed: the request that raised it, or "compile"."""
 
-    failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "sealed"]
+    failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "sealed", "scratch", "record"]
     type: Name
     memory: bool
     text: Text
@@ -160,6 +160,79 @@ class Batched(Reply):
 
     most_values: ClassVar[int] = 1_000_000
     calls: Annotated[list[Claims], Field(max_length=LISTED)]
+
+
+Word = Annotated[int, Field(ge=0, lt=2**32)]
+Triple = Annotated[list[Word], Field(min_length=3, max_length=3)]
+Hex = Annotated[str, Field(pattern=r"\A([0-9a-f]{2})*\Z", max_length=2**21)]
+Symbol = Annotated[str, Field(pattern=r"\A[\w.$@?<>:,*& ()\[\]+~-]+\Z", max_length=16_384)]
+Address = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class KernelNode(Reply):
+    """A kernel of a recorded call. early: it may begin before what is ahead of it has ended. layout: offset and size of
+    each parameter; values: of all of them.
+    """
+
+    kind: Literal["kernel"]
+    early: bool
+    image: Word
+    name: Symbol
+    grid: Triple
+    block: Triple
+    shared: Word
+    cooperative: bool
+    cluster: Triple
+    dynamic_shared: Annotated[int, Field(ge=0, lt=2**31)]
+    carveout: Annotated[int, Field(ge=-1, le=100)]
+    not_portable: bool
+    layout: Annotated[list[Word], Field(max_length=8192)]
+    values: Hex
+
+
+class CopyNode(Reply):
+    """A copy within the call's memory, by address."""
+
+    kind: Literal["copy"]
+    to: Address
+    from_: Address = Field(alias="from")
+    bytes: Count
+
+
+class FillNode(Reply):
+    """A fill of rows, by address. pitch, width (in elements), height; element: its bytes."""
+
+    kind: Literal["fill"]
+    to: Address
+    pitch: Count
+    width: Count
+    height: Count
+    value: Word
+    element: Word
+
+
+class Variable(Reply):
+    """A variable of an image, with its value when the call was recorded."""
+
+    image: Word
+    name: Symbol
+    value: Hex
+
+
+class Recorded(Reply):
+    """A recorded call. unrecorded: why there is none, branches: since its work is in no single order. used: bytes of
+    scratch memory that are in use.
+    """
+
+    most_values: ClassVar[int] = 1_000_000
+    nodes: Annotated[
+        list[Annotated[KernelNode | CopyNode | FillNode, Field(discriminator="kind")]], Field(max_length=4096)
+    ] = []
+    variables: Annotated[list[Variable], Field(max_length=4096)] = []
+    used: Count = 0
+    claims: Claims = []
+    unrecorded: Text = ""
+    branches: bool = False
 
 
 class Kernel(Reply):

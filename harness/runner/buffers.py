@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from harness.runner import gate, native
+from harness.runner import gate, native, recorder
 
 
 class _Placed:
@@ -76,6 +76,18 @@ class MappedBuffer(_Placed):
         if self._device:
             self._device.close()
             self._device = None
+
+
+class Shared(_Placed):
+    """The memory of a recorded call, which is the player's, as the checker sees it. parts: as of recorder.Mapped."""
+
+    def __init__(self, parts: list[tuple[int, int]]) -> None:
+        self._mapped = recorder.Mapped(parts)
+        self.memory = {"device": self._mapped.bytes}
+
+    def close(self) -> None:
+        self.memory.clear()
+        self._mapped.close()
 
 
 class Page:

@@ -44,6 +44,11 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     }
 
 
+def first_line(where: str, error: BaseException, file: str, module: Any) -> str:
+    """Return the submission's own line and what was raised there."""
+    return f"{_place(where, error, Path(file), module)}: {_what(error)}"
+
+
 def of_folder(error: BaseException, file: Path) -> str:
     """Return a report of what the code of a problem raised, whose reference is `file`: its own line,
     "reference.py:12: KeyError: 'x'", and then the traceback from its first frame in the folder. Without a frame there

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -24,12 +25,13 @@ from typing import Any
 
 import torch
 
-from harness.runner import batch, claims, clock, failure, gate, integrity, matmul, native, objects, streams, tree, wire
+from harness.runner import batch, claims, clock, failure, gate, integrity, matmul, native, objects, recorder, streams, tree, wire
 from harness.runner.buffers import MappedBuffer, Page
 from problems.common import build, cubins, load
 
 TRACE_LIMIT = 2**20  # characters; the judge takes no more
 SUPPLY = 24  # data of calls on one buffer that are made before the first one
+WARMUPS = 3  # calls before the one that is recorded: they compile, load code, and find the sizes of scratch memory
 COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
 
 
@@ -42,7 +44,7 @@ class Runner:
     def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
         self.sock = sock
         self.device: str = start["device"]
-        self.folder = Path(start["folder"])
+        self.folder, self.file = Path(start["folder"]), start["file"]
         self.task: ModuleType | None = None
         self.module: Any = None  # the submission; None: the judge's own calls
         self.buffers: list[MappedBuffer] = []
@@ -53,8 +55,13 @@ class Runner:
         self.copied: torch.Tensor | None = None  # what the empty call copies
         self.product: matmul.Product | None = None
         self.weights: Any = None  # the weights in the data of a call, or what prepare made of them
-        native.read_configs(self.device)  # loads the judge's code before the submission can replace it
-        self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] else None
+        self.mapped: list[recorder.Mapped] = []  # on a GPU, the present call's memory
+        records = start.get("records", False)
+        if records:
+            recorder.prepare()
+        else:
+            native.read_configs(self.device)  # loads the judge's code before the submission can replace it
+        self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] and not records else None
         self.integrity = integrity.IntegrityCheck() if self.clock else None
         self.switches = integrity.Switches()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
@@ -121,6 +128,44 @@ class Runner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         return {}
+
+    def scratch(self, message: dict, fds: list[int]) -> dict:
+        """Map the memory that torch hands out from now on."""
+        recorder.use_scratch(message["address"], fds.pop(0), message["bytes"])
+        return {}
+
+    def record(self, message: dict, fds: list[int]) -> dict:
+        """Map a call's memory, let the submission prepare its weights, call it WARMUPS times, and record one call."""
+        for old in self.mapped:
+            old.close()
+        sizes, address = message["sizes"], message["address"]
+        inside = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
+        self.mapped = [recorder.Mapped(inside, address)]
+        self.opened = message
+        objects.define(message["definitions"])
+        data = tree.build(message["data"], {"device": self.mapped[0].bytes}, self.task)
+        if message["split"]:
+            held = recorder.Mapped([(fds.pop(0), sizes["weights"]), (-1, 0)], message["weights_address"])
+            self.mapped.append(held)
+            weights = tree.build(message["weights"], {"device": held.bytes}, self.task)
+            self.weights = None
+            self.weights = self.module.prepare(weights) if hasattr(self.module, "prepare") else weights
+            data = data._replace(weights=self.weights)
+        arguments = (data, *self._setup(data, message))
+        for _ in range(WARMUPS):
+            result = self.module.custom_kernel(*arguments)
+            self._sync()
+        del result
+        gc.collect()
+        try:
+            recorded, files, result = recorder.record(self.module.custom_kernel, arguments)
+        except recorder.BranchesError as error:
+            return {"unrecorded": str(error), "branches": True}
+        except Exception as error:
+            return {"unrecorded": failure.first_line("call", error, self.file, self.module), "branches": False}
+        outputs = [self._leaf(data, i) for i in message["outputs"]]
+        returned = claims.forms(result, outputs) if message["ours"] else []
+        return {**recorded, "claims": returned, "fds": files}
 
     def warm(self, message: dict, _: list[int]) -> dict:
         """Make a call on a buffer whose call is closed, to fetch code. No process reads what it writes."""
@@ -452,6 +497,8 @@ def main() -> None:
         "warm": runner.warm,
         "call": runner.call,
         "batch": runner.batch,
+        "scratch": runner.scratch,
+        "record": runner.record,
         "profile": runner.profile,
         "compile": runner.compile,
         "sealed": runner.changes,
@@ -466,7 +513,10 @@ def main() -> None:
         except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()
-        wire.send(sock, reply)
+        given = tuple(reply.pop("fds", ()))
+        wire.send(sock, reply, given)
+        for fd in given:
+            os.close(fd)
         gc.enable()
 
 

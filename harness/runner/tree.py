@@ -10,7 +10,7 @@ import collections
 import ctypes
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from types import GetSetDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
@@ -76,6 +76,20 @@ def describe(value: Any, layout: Layout) -> dict:
     spec = walk(value, layout.leaf)
     objects.see_found(spec)
     return spec
+
+
+def rearrange(spec: dict, writable: Container[int], page: int) -> tuple[int, Layout]:
+    """Give the tensors of a specification other places on the device: first those that a call only reads, then, from
+    the next page of so many bytes on, those whose numbers are in `writable`. Return the bytes of the first part, and
+    the layout of both.
+    """
+    layout, found = Layout(), list(enumerate(leaves(spec)))
+    for _, leaf in (pair for pair in found if pair[0] not in writable):
+        leaf["offset"] = layout.place("device", leaf["nbytes"])
+    first = layout.used["device"] = -(-layout.used["device"] // page) * page
+    for _, leaf in (pair for pair in found if pair[0] in writable):
+        leaf["offset"] = layout.place("device", leaf["nbytes"])
+    return first, layout
 
 
 def walk(

@@ -23,7 +23,18 @@ from typing import Any
 
 COMMON = Path(__file__).resolve().parent
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
-CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-shared", "-Xcompiler", "-fPIC")
+# A launch without a stream goes to the thread's own default one: the legacy one cannot be recorded.
+CUDA_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "-default-stream=per-thread",
+    "-Xptxas",
+    "-v",
+    "-shared",
+    "-Xcompiler",
+    "-fPIC",
+)
 CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall")
 # FMA contraction is left to the source: it says std::fma where it means it.
 _INCLUDE = re.compile(rb'^[ \t\f\v]*#[ \t\f\v]*include[ \t\f\v]*"([^"\r\n]+)"', re.MULTILINE)

@@ -23,6 +23,8 @@ _CUDA = 190  # e_machine
 _PROGBITS, _ALLOC, _NOBITS = 1, 2, 8  # a section that has contents; one that is loaded onto the GPU; one without any
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_SYMBOLS, _OBJECT = 2, 1  # a section of symbols; a symbol that is a variable
 FILE_LIMIT = 256 * 2**20  # bytes of a file that is read
 DISASSEMBLE_S = 120
 MISSING = (
@@ -68,6 +70,25 @@ def _contents(elf: memoryview) -> tuple[list[memoryview], int]:
                 return [], len(elf)
             found.append(elf[offset : offset + length])
     return found, end
+
+
+def variables(image: bytes) -> list[tuple[str, int]]:
+    """Return (name, bytes) of each variable of a cubin: what `__device__` and `__constant__` stand for."""
+    view, found = memoryview(image), []
+    if not _contents(view)[0]:
+        return []
+    _, _, _, _, _, _, table, _, _, _, _, size, number, _ = _HEADER.unpack_from(view)
+    sections = [_SECTION.unpack_from(view, table + index * size) for index in range(number)]
+    for _, kind, _, _, offset, length, names, _, _, _ in sections:
+        if kind != _SYMBOLS or names >= number:
+            continue
+        texts = image[sections[names][4] : sections[names][4] + sections[names][5]]
+        for at in range(offset, min(offset + length, len(image) - _SYMBOL.size + 1), _SYMBOL.size):
+            name, info, _, _, _, nbytes = _SYMBOL.unpack_from(view, at)
+            text = texts[name:].partition(b"\0")[0].decode(errors="replace")
+            if info & 15 == _OBJECT and nbytes and text[:1] not in (".", "$"):  # those are the compiler's own
+                found.append((text, nbytes))
+    return found
 
 
 def _length(elf: memoryview) -> int:

@@ -1,0 +1,543 @@
+// The player's native part: it owns the memory of recorded calls, launches them, and reads two clocks. No host code of a
+// submission enters this process; its kernels do, and may harm nothing but this process.
+//
+// Every function returns 0, or a code whose text is player_error(): 1 the request is refused, 2 the device failed (the
+// process is of no further use), 3 the call took longer than its limit.
+#include "shared_memory.cuh"
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <map>
+#include <vector>
+
+#include "readers.cuh"
+
+namespace {
+
+using shared::Failed;
+using shared::need;
+
+struct Refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct TooLong : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+void require(bool good, const std::string& what) {
+    if (!good) throw Refused(what);
+}
+void need(cudaError_t code, const std::string& what) {
+    if (code) throw Failed(what + ": " + cudaGetErrorString(code));
+}
+
+// The addresses of call n are those of slot n; of scratch memory, which all calls of a runner share, those of slot 0.
+constexpr CUdeviceptr BASE = 0x600000000000, SLOT = 1ull << 38, WEIGHTS = SLOT / 2;
+constexpr size_t PAGE = 2 << 20;
+constexpr int MOST_CALLS = 64, COPIES = 2;
+constexpr size_t MOST_LAUNCHES = 800;  // that a queue takes which waits for its gate; a thousand block the host
+constexpr size_t TOUCH_STRIDE = 1 << 16;
+constexpr double AHEAD_US = 30;  // from the last enqueued command until the gate opens: all of it has reached the device
+constexpr double LOOK_US = 5e3;  // how often a long call is asked whether it failed
+
+double now_us() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
+}
+
+// Physical memory. Freed with this object, once nothing maps it.
+struct Memory {
+    size_t bytes = 0;
+    CUmemGenericAllocationHandle handle = 0;
+    Memory() = default;
+    explicit Memory(size_t wanted) : bytes(wanted) {
+        if (!bytes) return;
+        const CUmemAllocationProp kind = shared::kind();
+        need(cuMemCreate(&handle, bytes, &kind, 0), "cuMemCreate of " + std::to_string(bytes) + " bytes");
+    }
+    Memory(Memory&& other) { std::swap(bytes, other.bytes), std::swap(handle, other.handle); }
+    Memory& operator=(Memory&& other) {
+        std::swap(bytes, other.bytes), std::swap(handle, other.handle);
+        return *this;
+    }
+    ~Memory() {
+        if (handle) cuMemRelease(handle);
+    }
+    int descriptor() const {
+        int fd = -1;
+        if (handle) {
+            need(cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+                 "cuMemExportToShareableHandle");
+        }
+        return fd;
+    }
+};
+
+// Addresses at which one memory at a time is mapped.
+struct Window {
+    CUdeviceptr place = 0;
+    size_t bytes = 0;
+    bool mapped = false;
+    Window() = default;
+    Window(CUdeviceptr wanted, size_t bytes) : place(bytes ? shared::reserve(wanted, bytes) : 0), bytes(bytes) {}
+    Window(Window&& other) { *this = std::move(other); }
+    Window& operator=(Window&& other) {
+        std::swap(place, other.place), std::swap(bytes, other.bytes), std::swap(mapped, other.mapped);
+        return *this;
+    }
+    ~Window() {
+        if (mapped) cuMemUnmap(place, bytes);
+        if (bytes) cuMemAddressFree(place, bytes);
+    }
+    // The first `fixed` bytes become read-only, the others writable.
+    void show(const Memory& first, const Memory& second, bool fixed) {
+        if (!bytes) return;
+        if (mapped) need(cuMemUnmap(place, bytes), "cuMemUnmap");
+        mapped = false;
+        if (first.bytes) need(cuMemMap(place, first.bytes, 0, first.handle, 0), "cuMemMap");
+        if (second.bytes) need(cuMemMap(place + first.bytes, second.bytes, 0, second.handle, 0), "cuMemMap");
+        mapped = true;
+        if (first.bytes) shared::allow(place, first.bytes, !fixed);
+        if (second.bytes) shared::allow(place + first.bytes, second.bytes, true);
+    }
+};
+
+struct Kernel {
+    CUfunction function;
+    CUlaunchConfig config;
+    std::vector<char> bytes;
+    std::vector<void*> parameters;
+    CUlaunchAttribute attributes[3];
+};
+struct Copy {
+    CUdeviceptr to, from;
+    size_t bytes;
+};
+struct Fill {
+    CUdeviceptr to;
+    size_t pitch, width, height;
+    unsigned value, element;
+};
+struct Node {
+    enum { KERNEL, COPY, FILL } kind;
+    Kernel kernel;
+    Copy copy;
+    Fill fill;
+};
+struct Variable {
+    CUdeviceptr place;
+    size_t bytes;
+    std::vector<char> value;
+};
+
+// A recorded call: its memory (inputs and outputs COPIES times, of which one is mapped), its code and its launches.
+struct Call {
+    Memory inputs[COPIES], outputs[COPIES], weights;
+    Window io, held;
+    int shown = 0;
+    std::vector<CUmodule> modules;
+    std::vector<Node> nodes;
+    std::vector<Variable> variables;
+    CUdeviceptr snapshot = 0;  // of scratch memory at capture
+    size_t kept = 0;           // bytes of it
+    ~Call() {
+        for (CUmodule module : modules) cuModuleUnload(module);
+        if (snapshot) cuMemFree(snapshot);
+    }
+};
+
+std::string error_text;
+CUstream queue;
+CUevent before, after;
+std::map<int, Call> calls;
+Memory scratch;
+Window scratch_window;
+struct Page {
+    volatile unsigned open;
+    char room[124];
+    volatile unsigned done;
+} * page;
+unsigned turn;
+int sms, l2;
+char *junk, *flush;
+unsigned* sink;
+
+// Holds the queue until the host has written the word.
+__global__ void hold(const volatile unsigned* open, unsigned turn) {
+    while (*open != turn) {
+    }
+}
+// Between the start event and the call: an early programmatic launch in the call reaches back to this kernel at most.
+__global__ void mark() {}
+
+// One word of every `stride` bytes from every SM: addresses are translated as in a process that ran nothing else.
+__global__ void touch(const char* data, size_t bytes, size_t stride, unsigned* sink) {
+    unsigned sum = 0;
+    for (size_t i = threadIdx.x * stride; i < bytes; i += blockDim.x * stride) sum ^= *(const volatile unsigned*)(data + i);
+    if (sum == 0x9E3779B9u) atomicXor(sink, sum);
+}
+// Keeps the device busy: one that had no work has lowered its clocks.
+__global__ void __launch_bounds__(1024, 2) busy(unsigned long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < nanoseconds);
+}
+
+Call& call_of(int number) {
+    auto found = calls.find(number);
+    require(found != calls.end(), "there is no such call");
+    return found->second;
+}
+
+bool holds(CUdeviceptr first, size_t length, CUdeviceptr at, size_t bytes) {
+    return at >= first && at - first <= length && bytes <= length - (at - first);
+}
+// That a copy or fill stays in memory which the call may write, or read.
+void inside(const Call& call, CUdeviceptr at, size_t bytes, bool written, const char* what) {
+    const size_t fixed = call.inputs[0].bytes;
+    bool good = holds(scratch_window.place, scratch_window.bytes, at, bytes);
+    good |= holds(call.io.place + fixed, call.io.bytes - fixed, at, bytes);
+    if (!written) good |= holds(call.io.place, call.io.bytes, at, bytes) || holds(call.held.place, call.held.bytes, at, bytes);
+    require(good, what);
+}
+
+void launch(Call& call) {
+    for (Node& node : call.nodes) {
+        if (node.kind == Node::KERNEL) {
+            need(cuLaunchKernelEx(&node.kernel.config, node.kernel.function, node.kernel.parameters.data(), nullptr),
+                 "launch of a kernel");
+        } else if (node.kind == Node::COPY) {
+            need(cuMemcpyDtoDAsync(node.copy.to, node.copy.from, node.copy.bytes, queue), "copy");
+        } else {
+            const Fill& fill = node.fill;
+            if (fill.element == 1) need(cuMemsetD2D8Async(fill.to, fill.pitch, fill.value, fill.width, fill.height, queue), "fill");
+            if (fill.element == 2) need(cuMemsetD2D16Async(fill.to, fill.pitch, fill.value, fill.width, fill.height, queue), "fill");
+            if (fill.element == 4) need(cuMemsetD2D32Async(fill.to, fill.pitch, fill.value, fill.width, fill.height, queue), "fill");
+        }
+    }
+}
+
+// Scratch memory and module variables as they were when the call was recorded: nothing is carried from call to call.
+void restore(Call& call) {
+    if (call.kept) need(cuMemcpyDtoDAsync(scratch_window.place, call.snapshot, call.kept, queue), "restoring scratch memory");
+    for (const Variable& variable : call.variables)
+        need(cuMemcpyHtoDAsync(variable.place, variable.value.data(), variable.bytes, queue), "restoring a variable");
+}
+
+// Wait until all that was enqueued is done. TooLong: that takes longer.
+void finish(double limit_us) {
+    for (const double start = now_us();;) {
+        const CUresult code = cuStreamQuery(queue);
+        if (code != CUDA_ERROR_NOT_READY) {
+            need(code, "the recorded call");
+            return;
+        }
+        if (now_us() - start > limit_us) throw TooLong("the call took longer than its limit");
+    }
+}
+
+void touch_all(CUdeviceptr place, size_t bytes) {
+    if (bytes) touch<<<2 * sms, 256, 0, queue>>>((const char*)place, bytes, TOUCH_STRIDE, sink);
+}
+
+// No line in L2 that was written or read before: lines written last outlive any flush by reading, so they are driven out
+// by writing junk, which is dropped without being written back.
+void make_cold(const Call* call) {
+    need(cuCtxResetPersistingL2Cache(), "cuCtxResetPersistingL2Cache");
+    readers::write_junk<<<8 * sms, 512, 0, queue>>>((uint4*)junk, 4ull * l2 / 16);
+    readers::discard<<<8 * sms, 512, 0, queue>>>(junk, 4ull * l2);
+    readers::launch(flush, 3ull * l2 / 16 * 16, readers::FLUSH, sms, sink, queue);
+    if (call) {
+        touch_all(call->io.place, call->io.bytes);
+        touch_all(call->held.place, call->held.bytes);
+        touch_all(scratch_window.place, call->kept);
+    }
+    need(cudaGetLastError(), "making caches cold");
+}
+
+int guarded(void (*body)(void*), void* arguments) {
+    try {
+        body(arguments);
+        return 0;
+    } catch (const Refused& error) {
+        error_text = error.what();
+        return 1;
+    } catch (const TooLong& error) {
+        error_text = error.what();
+        return 3;
+    } catch (const std::exception& error) {
+        error_text = error.what();
+        return 2;
+    }
+}
+template <class Body>
+int guarded(Body body) {
+    return guarded([](void* it) { (*(Body*)it)(); }, &body);
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* player_error() { return error_text.c_str(); }
+int player_readers() { return readers::count(); }
+
+int player_start() {
+    return guarded([] {
+        CUdevice device;
+        CUcontext context;
+        need(cuInit(0), "cuInit");
+        need(cuDeviceGet(&device, 0), "cuDeviceGet");
+        need(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+        need(cuCtxSetCurrent(context), "cuCtxSetCurrent");
+        need(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device), "cuDeviceGetAttribute");
+        need(cuDeviceGetAttribute(&l2, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, device), "cuDeviceGetAttribute");
+        need(cuStreamCreate(&queue, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+        need(cuEventCreate(&before, CU_EVENT_DEFAULT), "cuEventCreate");
+        need(cuEventCreate(&after, CU_EVENT_DEFAULT), "cuEventCreate");
+        need(cudaMalloc(&junk, 4ull * l2), "cudaMalloc");
+        need(cudaMalloc(&flush, 3ull * l2), "cudaMalloc");
+        need(cudaMalloc(&sink, 4), "cudaMalloc");
+        need(cudaMemset(flush, 0, 3ull * l2), "cudaMemset");
+        need(cudaHostAlloc((void**)&page, sizeof(Page), cudaHostAllocMapped), "cudaHostAlloc");
+        memset((void*)page, 0, sizeof(Page));
+    });
+}
+
+// Forget all calls. Make scratch memory for those of the next runner.
+int player_scratch(size_t bytes, int* descriptor) {
+    return guarded([=] {
+        calls.clear();
+        scratch_window = Window(), scratch = Memory();
+        scratch = Memory((bytes + PAGE - 1) / PAGE * PAGE);
+        scratch_window = Window(BASE, scratch.bytes);
+        scratch_window.show(scratch, Memory(), false);
+        *descriptor = scratch.descriptor();
+    });
+}
+
+// Make the memory of call `number`, a multiple of 2 MiB each. descriptors: of inputs and of outputs, COPIES times each,
+// and of weights; -1 for none.
+int player_memory(int number, size_t inputs, size_t outputs, size_t weights, int* descriptors) {
+    return guarded([=] {
+        require(number > 0 && number < MOST_CALLS, "a call must have a number from 1 to 63");
+        require(inputs % PAGE + outputs % PAGE + weights % PAGE == 0, "memory must be whole pages");
+        require(inputs < WEIGHTS / 2 && outputs < WEIGHTS / 2 && weights < WEIGHTS, "a call's memory is too large");
+        calls.erase(number);
+        Call& call = calls[number];
+        for (int i = 0; i < COPIES; ++i) call.inputs[i] = Memory(inputs), call.outputs[i] = Memory(outputs);
+        call.weights = Memory(weights);
+        call.io = Window(BASE + number * SLOT, inputs + outputs);
+        call.held = Window(BASE + number * SLOT + WEIGHTS, weights);
+        for (int i = 0; i < COPIES; ++i) {
+            descriptors[2 * i] = call.inputs[i].descriptor();
+            descriptors[2 * i + 1] = call.outputs[i].descriptor();
+        }
+        descriptors[2 * COPIES] = call.weights.descriptor();
+    });
+}
+
+int player_drop(int number) {
+    return guarded([=] { calls.erase(number); });
+}
+
+int player_image(int number, const void* image) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        CUmodule module;
+        need(cuModuleLoadData(&module, image), "cuModuleLoadData");
+        call.modules.push_back(module);
+    });
+}
+
+struct Launch {
+    unsigned grid[3], block[3], shared;
+    unsigned cooperative, cluster[3], early;
+    int dynamic_shared, carveout, not_portable;
+};
+
+// A kernel of image `image`. layout: offset and size of each parameter; values: of all parameters, by these offsets.
+int player_kernel(int number, unsigned image, const char* name, const Launch* about, const unsigned* layout, unsigned count,
+                  const char* values, size_t bytes) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        require(image < call.modules.size(), "a kernel of no image");
+        require(call.nodes.size() < MOST_LAUNCHES, "a call may launch at most 800 kernels, copies and fills");
+        call.nodes.emplace_back();
+        Node& node = call.nodes.back();
+        Kernel& kernel = node.kernel;
+        node.kind = Node::KERNEL;
+        const std::string named = std::string("kernel ") + name;
+        need(cuModuleGetFunction(&kernel.function, call.modules[image], name), named);
+        size_t offset, size, total = 0;
+        for (unsigned i = 0; i < count; ++i) {
+            need(cuFuncGetParamInfo(kernel.function, i, &offset, &size), named + ", its parameters");
+            require(layout[2 * i] == offset && layout[2 * i + 1] == size, named + ": parameters are not those of its code");
+            total = total > offset + size ? total : offset + size;
+        }
+        require(cuFuncGetParamInfo(kernel.function, count, &offset, &size) != CUDA_SUCCESS, named + ": too few parameters");
+        require(bytes == total, named + ": its parameters have another size");
+        kernel.bytes.assign(values, values + bytes);
+        kernel.bytes.push_back(0);  // there is an address also without parameters
+        for (unsigned i = 0; i < count; ++i) kernel.parameters.push_back(kernel.bytes.data() + layout[2 * i]);
+        const Launch& l = *about;
+        if (l.dynamic_shared > 0) {
+            need(cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, l.dynamic_shared),
+                 named + ": its shared memory");
+        }
+        if (l.carveout >= 0) cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);
+        if (l.not_portable) cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+        unsigned used = 0;
+        if (l.cooperative) {
+            kernel.attributes[used].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+            kernel.attributes[used++].value.cooperative = 1;
+        }
+        if (l.cluster[0]) {
+            kernel.attributes[used].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            kernel.attributes[used++].value.clusterDim = {l.cluster[0], l.cluster[1], l.cluster[2]};
+        }
+        if (l.early) {
+            kernel.attributes[used].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            kernel.attributes[used++].value.programmaticStreamSerializationAllowed = 1;
+        }
+        kernel.config = {l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2], l.shared, queue, nullptr, used};
+    });
+}
+
+int player_copy(int number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        require(call.nodes.size() < MOST_LAUNCHES, "a call may launch at most 800 kernels, copies and fills");
+        inside(call, to, bytes, true, "a copy to memory that is neither scratch nor output");
+        inside(call, from, bytes, false, "a copy from memory that is not the call's");
+        call.nodes.emplace_back();
+        call.nodes.back().kind = Node::COPY, call.nodes.back().copy = {to, from, bytes};
+    });
+}
+
+int player_fill(int number, CUdeviceptr to, size_t pitch, size_t width, size_t height, unsigned value, unsigned element) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        require(call.nodes.size() < MOST_LAUNCHES, "a call may launch at most 800 kernels, copies and fills");
+        require(element == 1 || element == 2 || element == 4, "a fill of elements of an unknown size");
+        require(height && width < SLOT && height < SLOT / (pitch | 1), "a fill that is too large");
+        inside(call, to, pitch * (height - 1) + width * element, true, "a fill of memory that is neither scratch nor output");
+        call.nodes.emplace_back();
+        call.nodes.back().kind = Node::FILL;
+        call.nodes.back().fill = {to, height > 1 ? pitch : width * element, width, height, value, element};
+    });
+}
+
+// A module's variable, with its value at capture; null: the one that it has now.
+int player_variable(int number, unsigned image, const char* name, const void* value, size_t bytes) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        require(image < call.modules.size(), "a variable of no image");
+        Variable variable;
+        const std::string named = std::string("variable ") + name;
+        const CUresult code = cuModuleGetGlobal(&variable.place, &variable.bytes, call.modules[image], name);
+        if (code == CUDA_ERROR_NOT_FOUND && !value) return;  // a symbol of the compiler's that the driver does not show
+        need(code, named);
+        require(!value || bytes == variable.bytes, named + " has another size");
+        variable.value.resize(variable.bytes);
+        if (value) memcpy(variable.value.data(), value, bytes);
+        else need(cuMemcpyDtoH(variable.value.data(), variable.place, variable.bytes), named);
+        call.variables.push_back(std::move(variable));
+    });
+}
+
+// All of the call is there. used: bytes of scratch memory that were in use when it was recorded; their contents are kept.
+int player_ready(int number, size_t used) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        require(used <= scratch.bytes, "more scratch memory than there is");
+        for (Node& node : call.nodes)  // they do not move any more
+            if (node.kind == Node::KERNEL) node.kernel.config.attrs = node.kernel.attributes;
+        if (used) {
+            need(cuMemAlloc(&call.snapshot, used), "memory for a copy of scratch memory");
+            need(cuMemcpyDtoD(call.snapshot, scratch_window.place, used), "copying scratch memory");
+        }
+        call.kept = used;
+    });
+}
+
+// Make call `number` on the contents of copy `copy`. us: event pair, host's clock. what: 0 the call, 1 nothing, 2 and
+// more a plain reader over `bytes` from its inputs on.
+int player_play(int number, int copy, int what, size_t bytes, double limit_s, double* us) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        const double limit_us = limit_s * 1e6;
+        require(copy >= 0 && copy < COPIES && what >= 0 && what < 2 + readers::count(), "no such copy or reader");
+        require(what < 2 || bytes <= call.io.bytes, "a reader of more than there is");
+        const auto enqueue = [&] {
+            if (what == 0) launch(call);
+            if (what > 1) readers::launch((const char*)call.io.place, bytes, what - 2, sms, sink, queue);
+        };
+        // On the contents of the call before, so that the code is where a call that ran just now has it.
+        if (call.io.mapped) {
+            if (what == 0) restore(call);
+            enqueue();
+            finish(limit_us);
+        }
+        call.io.show(call.inputs[copy], call.outputs[copy], true);
+        if (!call.held.mapped) call.held.show(call.weights, Memory(), true);
+        if (what == 0) restore(call);
+        make_cold(&call);
+        finish(limit_us);
+        hold<<<1, 1, 0, queue>>>(&page->open, ++turn);
+        need(cuEventRecord(before, queue), "cuEventRecord");
+        mark<<<1, 32, 0, queue>>>();
+        enqueue();
+        need(cuEventRecord(after, queue), "cuEventRecord");
+        need(cuStreamWriteValue32(queue, (CUdeviceptr)&page->done, turn, 0), "cuStreamWriteValue32");
+        for (const double asked = now_us(); now_us() - asked < AHEAD_US;) {
+        }
+        const double start = now_us();
+        page->open = turn;
+        double looked = start, now;
+        while (page->done != turn) {
+            now = now_us();
+            if (now - looked < LOOK_US) continue;
+            looked = now;
+            if (now - start > limit_us) throw TooLong("the call took longer than its limit");
+            if (cuStreamQuery(queue) != CUDA_ERROR_NOT_READY) break;
+        }
+        us[1] = now_us() - start;
+        finish(limit_us);
+        float ms = 0;
+        need(cuEventElapsedTime(&ms, before, after), "cuEventElapsedTime");
+        us[0] = ms * 1e3;
+    });
+}
+
+// Copy bytes of a call's memory, say an answer in scratch memory to its outputs.
+int player_take(int number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        inside(call, to, bytes, true, "an answer's copy outside the outputs");
+        inside(call, from, bytes, false, "an answer in memory that is not the call's");
+        need(cuMemcpyDtoD(to, from, bytes), "copying an answer");
+        need(cuStreamSynchronize(queue), "copying an answer");
+    });
+}
+
+int player_wake(double seconds) {
+    return guarded([=] {
+        busy<<<2 * sms, 1024, 0, queue>>>((unsigned long long)(seconds * 1e9));
+        need(cudaGetLastError(), "busy");
+        finish(1e6 + 2e6 * seconds);
+    });
+}
+
+int player_free(size_t* bytes) {
+    return guarded([=] {
+        size_t total;
+        need(cuMemGetInfo(bytes, &total), "cuMemGetInfo");
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,373 @@
+// In a runner: the player's memory, the allocator that hands it out, the modules that are loaded, and the export of a
+// recorded call as JSON. Nothing that comes from here is believed (harness/judge/replies.py, harness/player/).
+#include "shared_memory.cuh"
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+using shared::Failed;
+using shared::need;
+
+const CUstream QUEUE = CU_STREAM_PER_THREAD;  // the default one of code that is built for it; a legacy one cannot record
+constexpr size_t ALIGN = 512;
+constexpr int MOST_PARAMETERS = 4096;
+
+std::mutex guard;
+std::map<uintptr_t, size_t> spare, used;  // ranges of scratch memory: address, bytes
+uintptr_t scratch;
+
+struct Image {
+    std::string bytes;
+    CUmodule trial = nullptr;  // to compare functions of one name
+};
+std::vector<Image> images;
+bool watching = true;  // not while images are loaded for a trial
+CUgraph recorded;
+std::map<size_t, CUfunction> owners;  // by image, a function of the recorded call
+std::string exported, error_text;
+
+// Of CUPTI's headers: what the callback of a loaded module receives.
+struct ResourceData {
+    CUcontext context;
+    void* handle;
+    void* descriptor;
+};
+struct ModuleData {
+    uint32_t id;
+    size_t size;
+    const char* cubin;
+};
+constexpr int RESOURCE = 3, MODULE_LOADED = 6;
+void on_resource(void*, int domain, uint32_t id, const void* data) {
+    if (domain != RESOURCE || id != MODULE_LOADED || !watching) return;
+    const auto* module = (const ModuleData*)((const ResourceData*)data)->descriptor;
+    if (!module || !module->cubin || !module->size) return;
+    std::lock_guard<std::mutex> lock(guard);
+    for (const Image& image : images)
+        if (image.bytes.size() == module->size && !memcmp(image.bytes.data(), module->cubin, module->size)) return;
+    images.push_back({std::string(module->cubin, module->size)});
+}
+
+void say(const char* format, ...) {
+    char text[512];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof text, format, list);
+    va_end(list);
+    exported += text;
+}
+void say_hex(const std::string& bytes) {
+    for (unsigned char c : bytes) say("%02x", c);
+}
+// Names of kernels are identifiers; what else is in one is shown as "?".
+void say_name(const char* name) {
+    exported += '"';
+    for (; *name; ++name) exported += *name == '"' || *name == '\\' || *name < ' ' || *name > '~' ? '?' : *name;
+    exported += '"';
+}
+
+using Layout = std::vector<std::pair<size_t, size_t>>;  // offset and size of each parameter
+Layout layout_of(CUfunction function) {
+    Layout layout;
+    size_t offset, size;
+    while (layout.size() < MOST_PARAMETERS && !cuFuncGetParamInfo(function, layout.size(), &offset, &size))
+        layout.push_back({offset, size});
+    return layout;
+}
+int attribute(CUfunction function, CUfunction_attribute which) {
+    int value = 0;
+    cuFuncGetAttribute(&value, which, function);
+    return value;
+}
+bool alike(CUfunction one, CUfunction other) {
+    for (auto which : {CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+                       CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_NUM_REGS,
+                       CU_FUNC_ATTRIBUTE_PTX_VERSION, CU_FUNC_ATTRIBUTE_BINARY_VERSION})
+        if (attribute(one, which) != attribute(other, which)) return false;
+    return layout_of(one) == layout_of(other);
+}
+
+// The image that has a kernel: one whose code has a section ".text.NAME", and of several one whose function is alike.
+size_t image_of(CUfunction function, const char* name) {
+    std::string section = std::string(".text.") + name;
+    section.push_back('\0');
+    std::vector<size_t> named;
+    for (size_t i = 0; i < images.size(); ++i)
+        if (memmem(images[i].bytes.data(), images[i].bytes.size(), section.data(), section.size())) named.push_back(i);
+    if (named.size() == 1) return named[0];
+    for (size_t k = named.size(); k--;) {  // what was loaded last comes first
+        Image& image = images[named[k]];
+        CUfunction other;
+        if (!image.trial && cuModuleLoadData(&image.trial, image.bytes.data())) continue;
+        if (!cuModuleGetFunction(&other, image.trial, name) && alike(function, other)) return named[k];
+    }
+    throw Failed(std::string("no code was found of the kernel ") + name);
+}
+
+std::string values_of(const CUDA_KERNEL_NODE_PARAMS& p, const Layout& layout) {
+    size_t total = 0;
+    for (auto [offset, size] : layout) total = std::max(total, offset + size);
+    std::string values(total, '\0');
+    if (p.kernelParams) {
+        for (size_t i = 0; i < layout.size(); ++i) memcpy(&values[layout[i].first], p.kernelParams[i], layout[i].second);
+        return values;
+    }
+    const void* buffer = nullptr;
+    size_t size = 0;
+    for (void** e = p.extra; e && *e != CU_LAUNCH_PARAM_END; e += 2) {
+        if (e[0] == CU_LAUNCH_PARAM_BUFFER_POINTER) buffer = e[1];
+        if (e[0] == CU_LAUNCH_PARAM_BUFFER_SIZE) size = *(size_t*)e[1];
+    }
+    if (buffer) memcpy(&values[0], buffer, std::min(size, total));
+    return values;
+}
+
+void export_kernel(CUgraphNode node, bool early) {
+    CUDA_KERNEL_NODE_PARAMS p = {};
+    need(cuGraphKernelNodeGetParams(node, &p), "cuGraphKernelNodeGetParams");
+    CUfunction function = p.func;
+    if (!function && p.kern) need(cuKernelGetFunction(&function, p.kern), "cuKernelGetFunction");
+    const char* name = nullptr;
+    need(cuFuncGetName(&name, function), "cuFuncGetName");
+    const size_t image = image_of(function, name);
+    owners.emplace(image, function);
+    CUlaunchAttributeValue cooperative = {}, cluster = {};
+    cuGraphKernelNodeGetAttribute(node, CU_LAUNCH_ATTRIBUTE_COOPERATIVE, &cooperative);
+    cuGraphKernelNodeGetAttribute(node, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, &cluster);
+    say("{\"kind\": \"kernel\", \"early\": %s, \"image\": %zu, \"name\": ", early ? "true" : "false", image);
+    say_name(name);
+    say(", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"cooperative\": %s, \"cluster\": [%u, %u, %u]",
+        p.gridDimX, p.gridDimY, p.gridDimZ, p.blockDimX, p.blockDimY, p.blockDimZ, p.sharedMemBytes,
+        cooperative.cooperative ? "true" : "false", cluster.clusterDim.x, cluster.clusterDim.y, cluster.clusterDim.z);
+    say(", \"dynamic_shared\": %d, \"carveout\": %d, \"not_portable\": %s, \"layout\": [",
+        attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES),
+        attribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT),
+        attribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) ? "true" : "false");
+    const Layout layout = layout_of(function);
+    for (size_t i = 0; i < layout.size(); ++i) say("%s%zu, %zu", i ? ", " : "", layout[i].first, layout[i].second);
+    say("], \"values\": \"");
+    say_hex(values_of(p, layout));
+    say("\"}");
+}
+
+void export_copy(CUgraphNode node) {
+    CUDA_MEMCPY3D p = {};
+    need(cuGraphMemcpyNodeGetParams(node, &p), "cuGraphMemcpyNodeGetParams");
+    const size_t bytes = p.WidthInBytes * p.Height * p.Depth;
+    for (auto type : {p.srcMemoryType, p.dstMemoryType})
+        if (type != CU_MEMORYTYPE_DEVICE && type != CU_MEMORYTYPE_UNIFIED)
+            throw Failed("the call copies " + std::to_string(bytes) + " bytes from or to the host");
+    if (p.Height > 1 || p.Depth > 1) throw Failed("the call copies a range with gaps (cudaMemcpy2D): use a kernel");
+    say("{\"kind\": \"copy\", \"to\": %llu, \"from\": %llu, \"bytes\": %zu}",
+        (unsigned long long)p.dstDevice + p.dstXInBytes, (unsigned long long)p.srcDevice + p.srcXInBytes, p.WidthInBytes);
+}
+
+void export_fill(CUgraphNode node) {
+    CUDA_MEMSET_NODE_PARAMS p = {};
+    need(cuGraphMemsetNodeGetParams(node, &p), "cuGraphMemsetNodeGetParams");
+    say("{\"kind\": \"fill\", \"to\": %llu, \"pitch\": %zu, \"width\": %zu, \"height\": %zu, \"value\": %u, \"element\": %u}",
+        (unsigned long long)p.dst, p.pitch, p.width, p.height, p.value, p.elementSize);
+}
+
+// The nodes in their one order. Failed: there are several.
+std::vector<CUgraphNode> in_line(std::map<CUgraphNode, bool>& early) {
+    size_t count = 0, edges = 0;
+    need(cuGraphGetNodes(recorded, nullptr, &count), "cuGraphGetNodes");
+    std::vector<CUgraphNode> nodes(count);
+    if (count) need(cuGraphGetNodes(recorded, nodes.data(), &count), "cuGraphGetNodes");
+    need(cuGraphGetEdges(recorded, nullptr, nullptr, nullptr, &edges), "cuGraphGetEdges");
+    std::vector<CUgraphNode> from(edges), to(edges);
+    std::vector<CUgraphEdgeData> about(edges);
+    if (edges) need(cuGraphGetEdges(recorded, from.data(), to.data(), about.data(), &edges), "cuGraphGetEdges");
+    std::map<CUgraphNode, int> open;
+    for (auto node : to) ++open[node];
+    std::vector<CUgraphNode> order;
+    while (order.size() < count) {
+        std::vector<CUgraphNode> free;
+        for (auto node : nodes)
+            if (!open[node] && std::find(order.begin(), order.end(), node) == order.end()) free.push_back(node);
+        if (free.size() != 1) throw Failed("BRANCHES");
+        for (size_t i = 0; i < edges; ++i) {
+            if (from[i] != free[0]) continue;
+            --open[to[i]];
+            if (about[i].type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) early[to[i]] = true;
+        }
+        order.push_back(free[0]);
+    }
+    return order;
+}
+
+__global__ void mark() {}
+
+template <class Body>
+int guarded(Body body) {
+    try {
+        body();
+        return 0;
+    } catch (const std::exception& error) {
+        error_text = error.what();
+        return 1;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* capture_error() { return error_text.c_str(); }
+const char* capture_exported() { return exported.c_str(); }
+
+// Tell of every module that is loaded from now on. Before CUDA starts.
+int capture_watch(const char* library) {
+    return guarded([=] {
+        void* cupti = dlopen(library, RTLD_NOW | RTLD_GLOBAL);
+        if (!cupti) throw Failed(dlerror());
+        auto subscribe = (int (*)(void**, void (*)(void*, int, uint32_t, const void*), void*))dlsym(cupti, "cuptiSubscribe");
+        auto enable = (int (*)(uint32_t, void*, int, uint32_t))dlsym(cupti, "cuptiEnableCallback");
+        if (!subscribe || !enable) throw Failed("CUPTI lacks cuptiSubscribe");
+        static void* subscriber;
+        if (subscribe(&subscriber, on_resource, nullptr) || enable(1, subscriber, RESOURCE, MODULE_LOADED))
+            throw Failed("CUPTI does not tell of modules: another profiler uses it");
+    });
+}
+
+// Map memory of the player: at `wanted`, or anywhere where that is 0. The descriptor stays open.
+int capture_map(int descriptor, unsigned long long wanted, size_t bytes, unsigned long long* place) {
+    return guarded([=] {
+        CUcontext context;
+        need(cuInit(0), "cuInit");
+        need(cuDevicePrimaryCtxRetain(&context, 0), "cuDevicePrimaryCtxRetain");
+        need(cuCtxSetCurrent(context), "cuCtxSetCurrent");
+        *place = shared::reserve(wanted, bytes);
+        shared::map(*place, bytes, descriptor);
+    });
+}
+// Map two memories behind each other.
+int capture_map_pair(const int* descriptors, unsigned long long wanted, const size_t* bytes, unsigned long long* place) {
+    return guarded([=] {
+        *place = shared::reserve(wanted, bytes[0] + bytes[1]);
+        if (bytes[0]) shared::map(*place, bytes[0], descriptors[0]);
+        if (bytes[1]) shared::map(*place + bytes[0], bytes[1], descriptors[1]);
+    });
+}
+int capture_unmap(unsigned long long place, size_t bytes) {
+    return guarded([=] { shared::unmap(place, bytes); });
+}
+
+// From now on torch's memory is this.
+int capture_scratch(unsigned long long place, size_t bytes) {
+    std::lock_guard<std::mutex> lock(guard);
+    spare.clear(), used.clear();
+    scratch = place, spare[place] = bytes;
+    return 0;
+}
+// Bytes from the begin of scratch memory to the end of the last range that is in use.
+size_t capture_used() {
+    std::lock_guard<std::mutex> lock(guard);
+    return used.empty() ? 0 : used.rbegin()->first + used.rbegin()->second - scratch;
+}
+void* capture_malloc(ssize_t size, int, void*) {
+    std::lock_guard<std::mutex> lock(guard);
+    const size_t wanted = std::max<size_t>(ALIGN, (size_t(size) + ALIGN - 1) / ALIGN * ALIGN);
+    for (auto it = spare.begin(); it != spare.end(); ++it) {
+        if (it->second < wanted) continue;
+        const uintptr_t at = it->first;
+        const size_t rest = it->second - wanted;
+        spare.erase(it);
+        if (rest) spare[at + wanted] = rest;
+        used[at] = wanted;
+        return (void*)at;
+    }
+    return nullptr;
+}
+void capture_free(void* pointer, ssize_t, int, void*) {
+    std::lock_guard<std::mutex> lock(guard);
+    auto it = used.find((uintptr_t)pointer);
+    if (it == used.end()) return;
+    auto [at, size] = *it;
+    used.erase(it);
+    auto next = spare.lower_bound(at);
+    if (next != spare.end() && at + size == next->first) size += next->second, next = spare.erase(next);
+    if (next != spare.begin()) {
+        auto last = std::prev(next);
+        if (last->first + last->second == at) {
+            last->second += size;
+            return;
+        }
+    }
+    spare[at] = size;
+}
+
+int capture_begin() {
+    return guarded([] {
+        need(cuStreamBeginCapture(QUEUE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "cuStreamBeginCapture");
+        mark<<<1, 32, 0, QUEUE>>>();
+    });
+}
+int capture_end() {
+    return guarded([] {
+        if (recorded) cuGraphDestroy(recorded);
+        recorded = nullptr;
+        need(cuStreamEndCapture(QUEUE, &recorded), "cuStreamEndCapture");
+        if (!recorded) throw Failed("nothing was recorded");
+    });
+}
+
+// Write the recorded call to capture_exported(), and its images to be read by capture_image.
+int capture_export() {
+    watching = false;
+    const int code = guarded([] {
+        std::map<CUgraphNode, bool> early;
+        const std::vector<CUgraphNode> order = in_line(early);
+        owners.clear();
+        exported = "{\"nodes\": [";
+        for (size_t i = 1; i < order.size(); ++i) {  // behind the mark
+            CUgraphNodeType kind;
+            need(cuGraphNodeGetType(order[i], &kind), "cuGraphNodeGetType");
+            if (exported.back() == '}') say(", ");
+            if (kind == CU_GRAPH_NODE_TYPE_KERNEL) export_kernel(order[i], early[order[i]]);
+            else if (kind == CU_GRAPH_NODE_TYPE_MEMCPY) export_copy(order[i]);
+            else if (kind == CU_GRAPH_NODE_TYPE_MEMSET) export_fill(order[i]);
+            else if (kind == CU_GRAPH_NODE_TYPE_HOST) throw Failed("the call has the host run a function");
+            else if (kind == CU_GRAPH_NODE_TYPE_MEM_ALLOC || kind == CU_GRAPH_NODE_TYPE_MEM_FREE)
+                throw Failed("the call allocates memory (cudaMallocAsync): use torch.empty, or allocate before");
+            else if (kind == CU_GRAPH_NODE_TYPE_GRAPH) throw Failed("the call launches a graph of its own");
+            else if (kind != CU_GRAPH_NODE_TYPE_EMPTY)
+                throw Failed("the call has a node of type " + std::to_string(int(kind)));
+        }
+        say("], \"images\": [");
+        for (auto& [image, function] : owners) say("%s%zu", image == owners.begin()->first ? "" : ", ", image);
+        say("]}");
+    });
+    watching = true;
+    return code;
+}
+const void* capture_image(size_t index, size_t* bytes) {
+    *bytes = index < images.size() ? images[index].bytes.size() : 0;
+    return *bytes ? images[index].bytes.data() : nullptr;
+}
+// The value of a variable of image `index`, of which the recorded call has a kernel.
+int capture_variable(size_t index, const char* name, void* value, size_t bytes) {
+    return guarded([=] {
+        CUmodule module;
+        CUdeviceptr place;
+        size_t size;
+        need(cuFuncGetModule(&module, owners.at(index)), "cuFuncGetModule");
+        need(cuModuleGetGlobal(&place, &size, module, name), name);
+        if (size != bytes) throw Failed(std::string(name) + " has another size");
+        need(cuMemcpyDtoH(value, place, bytes), name);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,178 @@
+"""Records a call on a GPU, so that the player can make it without this process (harness/player/).
+
+Memory is the player's, mapped here at the addresses that it has there: inputs, outputs, weights, and the scratch memory
+that torch's allocator hands out. What is exported is validated by the judge and by the player.
+"""
+
+import ctypes
+import functools
+import glob
+import json
+import os
+import re
+from collections.abc import Callable
+from ctypes import c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from problems.common import build, cubins, load
+
+_HERE = Path(__file__).resolve().parent
+PER_THREAD = 2  # the default stream of code that is built so (build.CUDA_FLAGS); the legacy one cannot be recorded
+VARIABLES = 4096  # of one image
+VARIABLE_BYTES = 2**20  # of all variables of a call
+
+
+class NotRecordedError(RuntimeError):
+    """A call cannot be recorded. The message is for the submission's author."""
+
+
+class BranchesError(RuntimeError):
+    """The call's work is in no single order: it used further streams."""
+
+
+@functools.cache
+def artefact() -> build.Artefact:
+    """Return the native part, compiled. BuildError: no compiler, or it failed."""
+    return build.cuda(_HERE / "capture.cu", load.device_target("cuda"))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
+    found = ctypes.CDLL(str(artefact().path), mode=ctypes.RTLD_GLOBAL)
+    found.capture_error.restype = found.capture_exported.restype = c_char_p
+    found.capture_used.restype, found.capture_image.restype = c_size_t, c_void_p
+    found.capture_image.argtypes = (c_size_t, c_void_p)
+    found.capture_map_pair.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
+    found.capture_map.argtypes = (c_int, c_uint64, c_size_t, c_void_p)
+    found.capture_unmap.argtypes = found.capture_scratch.argtypes = (c_uint64, c_size_t)
+    found.capture_variable.argtypes = (c_size_t, c_char_p, c_void_p, c_size_t)
+    found.capture_watch.argtypes = (c_char_p,)
+    return found
+
+
+class Mapped:
+    """The player's memory in this process: a flat uint8 tensor, `bytes`. parts: (descriptor, bytes) of what lies behind
+    each other, whose descriptors are closed here; address: 0 for any.
+    """
+
+    def __init__(self, parts: list[tuple[int, int]], address: int = 0) -> None:
+        torch.cuda.init()
+        place, count = c_uint64(), len(parts)
+        descriptors, sizes = (c_int * 2)(*(fd for fd, _ in parts)), (c_size_t * 2)(*(size for _, size in parts))
+        try:
+            _check(_library().capture_map_pair(descriptors, address, sizes, ctypes.byref(place)))
+        finally:
+            for fd, _ in parts:
+                if fd >= 0:
+                    os.close(fd)
+        self.address, self.nbytes = place.value, sum(size for _, size in parts[:count])
+        self.__cuda_array_interface__ = {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+        self.bytes = torch.as_tensor(self, device="cuda")
+
+    def close(self) -> None:
+        """Unmap it. Tensors over it must not be used afterwards."""
+        torch.cuda.synchronize()
+        del self.bytes
+        _check(_library().capture_unmap(self.address, self.nbytes))
+
+
+def prepare() -> None:
+    """Have torch take its memory from the player's, and be told of every module. Before CUDA starts. NotRecordedError:
+    CUPTI is missing.
+    """
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(str(artefact().path), "capture_malloc", "capture_free")
+    torch.cuda.memory.change_current_allocator(allocator)
+    faults = []
+    for name in _cuptis():
+        if not _library().capture_watch(name.encode()):
+            return
+        faults.append(_library().capture_error().decode(errors="replace"))
+    raise NotRecordedError(f"CUPTI, which tells of the code that is loaded, is missing: {'; '.join(faults)}")
+
+
+def _cuptis() -> list[str]:
+    """Return what CUPTI may be called: first the library that torch has loaded."""
+    loaded = re.findall(r"\S*libcupti\S*", Path("/proc/self/maps").read_text())
+    packaged = glob.glob(str(Path(torch.__file__).parent.parent / "nvidia/*/lib/libcupti.so*"))
+    installed = glob.glob("/usr/local/cuda*/extras/CUPTI/lib64/libcupti.so*")
+    return [*dict.fromkeys(loaded), *packaged, *installed, "libcupti.so.13", "libcupti.so"]
+
+
+def use_scratch(address: int, fd: int, nbytes: int) -> None:
+    """Have torch's allocator hand out this memory."""
+    place = c_uint64()
+    try:
+        _check(_library().capture_map(fd, address, nbytes, ctypes.byref(place)))
+    finally:
+        os.close(fd)
+    _check(_library().capture_scratch(place, nbytes))
+    torch.cuda.init()
+    torch.cuda.set_stream(torch.cuda.ExternalStream(PER_THREAD))
+
+
+def record(kernel: Callable, arguments: tuple) -> tuple[dict, list[int], Any]:
+    """Record a call. Return what the player needs: nodes, variables, bytes of scratch memory in use; descriptors of its
+    images; and what the call returned. NotRecordedError, BranchesError. What the call raises comes through.
+    """
+    library = _library()
+    _check(library.capture_begin())
+    try:
+        result = kernel(*arguments)
+    except BaseException:
+        library.capture_end()
+        raise
+    if library.capture_end():
+        raise NotRecordedError(
+            "custom_kernel enqueued work on the legacy default stream, or waited for the GPU: build with "
+            f"-default-stream=per-thread, as problems.common.build does ({library.capture_error().decode()})"
+        )
+    if library.capture_export():
+        said = library.capture_error().decode(errors="replace")
+        if said == "BRANCHES":
+            raise BranchesError("work ran on another stream than the default one")
+        raise NotRecordedError(said)
+    exported = json.loads(library.capture_exported())
+    images = [_image(index) for index in exported["images"]]
+    place = {index: i for i, index in enumerate(exported["images"])}
+    for node in exported["nodes"]:
+        if "image" in node:
+            node["image"] = place[node["image"]]
+    variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
+    message = {"nodes": exported["nodes"], "variables": variables, "used": library.capture_used()}
+    return message, [_file(image) for image in images], result
+
+
+def _image(index: int) -> bytes:
+    nbytes = c_size_t()
+    place = _library().capture_image(index, ctypes.byref(nbytes))
+    return ctypes.string_at(place, nbytes.value)
+
+
+def _variables(number: int, index: int, image: bytes) -> list[dict]:
+    """Return the variables of an image with their present values."""
+    found = []
+    for name, nbytes in cubins.variables(image):
+        value = ctypes.create_string_buffer(nbytes)
+        if not _library().capture_variable(index, name.encode(), value, nbytes):
+            found.append({"image": number, "name": name, "value": value.raw.hex()})
+    return found
+
+
+def _file(content: bytes) -> int:
+    fd = os.memfd_create("image", os.MFD_CLOEXEC)
+    os.write(fd, content)
+    return fd
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(_library().capture_error().decode(errors="replace"))

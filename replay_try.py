@@ -27,7 +27,7 @@ def one(problem_name, variant, pick, samples=30):
     note("player", hello, f"{time.monotonic()-t:.2f} s")
     runner = Child("harness.runner.runner", {"CUDA_MODULE_LOADING": "LAZY"})
     file = problem.folder / "variants" / f"{variant}.py"
-    runner.send({"device": "cuda", "folder": str(problem.folder), "file": str(file), "files": None, "compile": False, "common": None, "records": True})
+    runner.send({"device": "cuda", "folder": str(problem.folder), "file": str(file), "files": None, "compile": False, "common": None, "records": "sm90"})
     made = checker.ask({"op": "new_weights", "case": case.params, "seed": 5})
     content = checker.ask({"op": "content", "case": case.params, "seed": 7})
     sizes = {**content["parts"], "weights": made["bytes"]}
@@ -94,4 +94,6 @@ words = sys.argv[1:]
 for p, v, pick in CASES:
     if words and not any(w in f"{p}/{v}" for w in words): continue
     try: one(p, v, pick)
-    except Exception: note("FAILED", p, v); traceback.print_exc()
+    except Exception:
+        note("FAILED", p, v); print(traceback.format_exc()[-1500:])
+        if "--go" not in words: break

@@ -559,8 +559,8 @@ def main(kind: type[Checker] = Checker) -> None:
     message, _ = wire.receive(sock)
     reference, device = Path(message["folder"], "reference.py"), message["device"]
     checker = None
+    fds: list[int] = []
     while True:
-        fds: list[int] = []
         try:
             if checker is None:
                 if not message["ours"]:  # whose code may open files by names from its folder

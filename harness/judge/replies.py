@@ -164,8 +164,8 @@ class Batched(Reply):
 
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 Triple = Annotated[list[Word], Field(min_length=3, max_length=3)]
-Hex = Annotated[str, Field(pattern=r"\A([0-9a-f]{2})*\Z", max_length=2**21)]
-Symbol = Annotated[str, Field(pattern=r"\A[\w.$@?<>:,*& ()\[\]+~-]+\Z", max_length=16_384)]
+Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2**21)]
+Symbol = Annotated[str, Field(pattern=r"^[!#-~]+$", max_length=16_384)]
 Address = Annotated[int, Field(ge=0, lt=2**64)]
 
 

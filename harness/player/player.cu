@@ -90,7 +90,7 @@ struct Window {
     }
     ~Window() {
         if (mapped) cuMemUnmap(place, bytes);
-        if (bytes) cuMemAddressFree(place, bytes);
+        if (bytes) cuMemAddressFree(place, shared::reserved(bytes));
     }
     // The first `fixed` bytes become read-only, the others writable.
     void show(const Memory& first, const Memory& second, bool fixed) {

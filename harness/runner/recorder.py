@@ -33,16 +33,20 @@ class BranchesError(RuntimeError):
     """The call's work is in no single order: it used further streams."""
 
 
-@functools.cache
-def artefact() -> build.Artefact:
+def artefact(target: str) -> build.Artefact:
     """Return the native part, compiled. BuildError: no compiler, or it failed."""
-    return build.cuda(_HERE / "capture.cu", load.device_target("cuda"))
+    return build.cuda(_HERE / "capture.cu", target)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    return _loaded(artefact(load.device_target("cuda")).path)
+
+
+@functools.cache
+def _loaded(path: Path) -> ctypes.CDLL:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
-    found = ctypes.CDLL(str(artefact().path), mode=ctypes.RTLD_GLOBAL)
+    found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     found.capture_error.restype = found.capture_exported.restype = c_char_p
     found.capture_used.restype, found.capture_image.restype = c_size_t, c_void_p
     found.capture_image.argtypes = (c_size_t, c_void_p)
@@ -85,17 +89,18 @@ class Mapped:
         _check(_library().capture_unmap(self.address, self.nbytes))
 
 
-def prepare() -> None:
+def prepare(target: str) -> None:
     """Have torch take its memory from the player's, and be told of every module. Before CUDA starts. NotRecordedError:
     CUPTI is missing.
     """
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(str(artefact().path), "capture_malloc", "capture_free")
+    path, faults = artefact(target).path, []
+    library = _loaded(path)  # with the driver's library, which the allocator's loader does not know
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), "capture_malloc", "capture_free")
     torch.cuda.memory.change_current_allocator(allocator)
-    faults = []
     for name in _cuptis():
-        if not _library().capture_watch(name.encode()):
+        if not library.capture_watch(name.encode()):
             return
-        faults.append(_library().capture_error().decode(errors="replace"))
+        faults.append(library.capture_error().decode(errors="replace"))
     raise NotRecordedError(f"CUPTI, which tells of the code that is loaded, is missing: {'; '.join(faults)}")
 
 

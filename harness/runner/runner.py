@@ -56,9 +56,9 @@ class Runner:
         self.product: matmul.Product | None = None
         self.weights: Any = None  # the weights in the data of a call, or what prepare made of them
         self.mapped: list[recorder.Mapped] = []  # on a GPU, the present call's memory
-        records = start.get("records", False)
+        records = start.get("records", "")
         if records:
-            recorder.prepare()
+            recorder.prepare(records)
         else:
             native.read_configs(self.device)  # loads the judge's code before the submission can replace it
         self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] and not records else None

@@ -35,13 +35,20 @@ inline void allow(CUdeviceptr place, size_t bytes, bool writable) {
     need(cuMemSetAccess(place, bytes, &access, 1), "cuMemSetAccess");
 }
 
+// So many addresses are reserved for memory of `bytes` bytes: the driver puts few of them elsewhere than is wished.
+inline size_t reserved(size_t bytes) {
+    constexpr size_t STEP = 1 << 30;
+    return (bytes + STEP - 1) / STEP * STEP;
+}
+
 // Reserve addresses: at `wanted` exactly, or anywhere where that is 0.
 inline CUdeviceptr reserve(CUdeviceptr wanted, size_t bytes) {
     CUdeviceptr place = 0;
+    bytes = reserved(bytes);
     need(cuMemAddressReserve(&place, bytes, 0, wanted, 0), "cuMemAddressReserve");
     if (wanted && place != wanted) {
         cuMemAddressFree(place, bytes);
-        throw Failed("the addresses of the shared memory are taken in this process");
+        throw Failed("the addresses of the shared memory are taken: wanted " + std::to_string(wanted) + ", got " + std::to_string(place));
     }
     return place;
 }
@@ -63,7 +70,7 @@ inline void map(CUdeviceptr place, size_t bytes, int descriptor) {
 
 inline void unmap(CUdeviceptr place, size_t bytes) {
     need(cuMemUnmap(place, bytes), "cuMemUnmap");
-    need(cuMemAddressFree(place, bytes), "cuMemAddressFree");
+    need(cuMemAddressFree(place, reserved(bytes)), "cuMemAddressFree");
 }
 
 }  // namespace shared

@@ -18,16 +18,13 @@ import torch
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
 from harness.runner import claims, failure, flush, gate, native, objects, tree, wire
-from harness.runner.batch import WAKE_S, GatePage, written
-from harness.runner.buffers import Buffer, Page, Shared
+from harness.runner.buffers import Buffer, DeviceBuffer, Page
 from harness.sandbox import process
 from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
 from problems.common import load
 
 PAGE = 2 << 20  # by which memory of a GPU is made read-only (harness/player/player.py)
 CANARY = b"DSV4-EXPECTED-VALUES-CANARY." * 147  # 4 KiB beside the expected values: a runner must never find them
-# What the present content is, and its answer: what `keep` keeps.
-PRESENT = ("pristine", "want", "spec", "values", "outputs", "inout", "captures", "nans", "answer")
 READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "go"
 
 
@@ -60,13 +57,11 @@ class Checker:
         self.split: bool = self.ours and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.ours else ()
-        self.buffers: dict[str, list[Buffer]] = {}
-        self.held: dict[str, Buffer] = {}  # the weights' memory, by runner
-        self.guards: WeakKeyDictionary[Buffer, Guards] = WeakKeyDictionary()
+        self.buffers: dict[str, list[Buffer | DeviceBuffer]] = {}
+        self.held: dict[str, Buffer | DeviceBuffer] = {}  # the weights' memory, by runner
+        self.guards: WeakKeyDictionary[Buffer | DeviceBuffer, Guards] = WeakKeyDictionary()
         self.pages: dict[str, Page] = {}  # by runner, on a CPU
         self.freezers: dict[str, Freezer] = {}
-        self.gates: dict[str, GatePage] = {}  # by runner, of a batch on a GPU
-        self.kept: list[dict] = []  # contents of a batch
         self.caught: dict[str, Caught] = {}
         self.flush_bytes, self.flush = start.get("flush", 0), None  # what makes a CPU's caches cold; made when needed
         self.weights: Any = None  # NamedTuples that only task.py knows
@@ -97,25 +92,28 @@ class Checker:
         return {"split": self.split, "bytes": -(-size // PAGE) * PAGE}
 
     def hold(self, message: dict, _: list[int]) -> dict:
-        """Copy the present weights into memory for one runner, and free what it held before."""
+        """Copy the present weights into memory for one runner on a CPU, and free what it held before."""
         if old := self.held.pop(message["runner"], None):
             old.close()
-        buffer = self.held[message["runner"]] = Buffer(self.weights_sizes)
+        buffer = self.held[message["runner"]] = Buffer(self.weights_sizes["host"])
+        self._fill_weights(buffer)
+        nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
+        return {"nbytes": buffer.nbytes, "spec": self.weights_spec, "bytes": nbytes, "fds": buffer.fds()}
+
+    def _fill_weights(self, buffer: Buffer | DeviceBuffer) -> None:
         for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
             memory.region(leaf, buffer).copy_(tree.raw(source))
         leaves, names = tree.leaves(self.weights_spec), _fields(self.weights_spec)
         named = [(leaf, f"weights {name}") for leaf, name in zip(leaves, names, strict=True)]
         self.guards[buffer] = Guards(buffer, named)
         self._sync()
-        part, fds = buffer.message()
-        nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
-        return {"buffer": part, "spec": self.weights_spec, "bytes": nbytes, "fds": list(fds)}
 
     def free_memory(self, message: dict, _: list[int]) -> dict:
         """Return the bytes of free device memory, after this process gave back its caches; None on a CPU."""
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-        return {"free": native.free_memory() if self.device == "cuda" else None}
+        if self.device == "cpu":
+            return {"free": None}
+        torch.cuda.empty_cache()
+        return {"free": torch.cuda.mem_get_info()[0]}
 
     def canary(self, message: dict, _: list[int]) -> dict:
         """Return whether the device still computes: a small sum with a known result, through memory and back."""
@@ -170,7 +168,7 @@ class Checker:
             parts["outputs"] = -(-layout.used["device"] // PAGE) * PAGE - parts["inputs"]
         return {
             "device": "cuda" if cuda else "cpu",
-            "sizes": layout.used,
+            "bytes_host": layout.used["host"],
             "parts": parts,
             "bytes": self._bytes(case),
             "held": self._held(),
@@ -199,7 +197,8 @@ class Checker:
         if self.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        nbytes = sum(self.content(message, _)["sizes"].values())
+        made = self.content(message, _)
+        nbytes = made["bytes_host"] + sum(made["parts"].values())
         working = torch.cuda.max_memory_allocated() if self.device == "cuda" else 2 * nbytes
         self.pristine = self.want = None
         return {"buffer": nbytes, "working": working, **self.memory(message, _)}
@@ -225,37 +224,31 @@ class Checker:
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """Allocate `count` buffers of the present content's layout for a runner, and free its old ones. On a CPU also
+        """Allocate `count` buffers of the present content's layout for a runner on a CPU, and free its old ones. Also
         make the page that hands over calls; its descriptor comes first. reaper, pid: the runner's, for its freezer.
         """
         runner = message["runner"]
         self.release(message, _)
-        if self.device == "cuda":  # what torch keeps of the reference's and the check's memory is not buffers' room
-            torch.cuda.empty_cache()
-        self.buffers[runner] = [Buffer(message["sizes"]) for _ in range(message["count"])]
-        parts = [buffer.message() for buffer in self.buffers[runner]]
-        fds = [fd for _, fds in parts for fd in fds]
-        if self.device == "cpu":
-            self.pages[runner] = Page()
-            self.freezers[runner] = Freezer(message["reaper"], message["pid"])
-            fds.insert(0, self.pages[runner].fd)
-        return {"buffers": [part for part, _ in parts], "fds": fds}
+        made = [Buffer(message["bytes"]) for _ in range(message["count"])]
+        self.buffers[runner] = [*made]
+        self.pages[runner] = Page()
+        self.freezers[runner] = Freezer(message["reaper"], message["pid"])
+        return {"fds": [self.pages[runner].fd, *(fd for buffer in made for fd in buffer.fds())]}
 
     def attach(self, message: dict, fds: list[int]) -> dict:
-        """Map the memory of a recorded call: COPIES times its inputs and outputs, and its weights, which are filled."""
+        """Map the memory of a call on a GPU: `copies` times its inputs and outputs, and its weights, which are filled.
+        Return the specification of the weights, None without such.
+        """
         runner, sizes = message["runner"], message["sizes"]
-        self.release({**message, "op": "release"}, [])
+        torch.cuda.empty_cache()
         self.buffers[runner] = []
         for _ in range(message["copies"]):
             parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
-            self.buffers[runner].append(Shared(parts))
-        if not sizes["weights"]:
-            return {"weights": None}
-        held = self.held[runner] = Shared([(fds.pop(0), sizes["weights"]), (-1, 0)])
-        for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
-            memory.region(leaf, held).copy_(tree.raw(source))
-        self._sync()
-        return {"weights": self.weights_spec}
+            self.buffers[runner].append(DeviceBuffer(parts))
+        if sizes["weights"]:
+            self.held[runner] = DeviceBuffer([(fds.pop(0), sizes["weights"])])
+            self._fill_weights(self.held[runner])
+        return {"weights": self.weights_spec or None}
 
     def release(self, message: dict, _: list[int]) -> dict:
         """Free the buffers of a runner, and what it held of weights if it is gone."""
@@ -263,78 +256,26 @@ class Checker:
         for buffer in self.buffers.pop(runner, []):
             buffer.close()
         self.freezers.pop(runner, None)
-        for of_runner in (self.pages, self.gates):
-            if runner in of_runner:
-                of_runner.pop(runner).close()
+        if runner in self.pages:
+            self.pages.pop(runner).close()
         self.caught.pop(runner, None)
         if message["op"] == "release" and runner in self.held:
             self.held.pop(runner).close()
         return {}
 
     def fill(self, message: dict, _: list[int]) -> dict:
-        """Copy the present content into a buffer, with poisoned outputs and captures, and secret bytes between them.
-        Mask it if there is a `key`.
-        """
+        """Copy the present content into a buffer, with poisoned outputs and captures, and secret bytes between them."""
         buffer = self.buffers[message["runner"]][message["buffer"]]
         for leaf, source in zip(tree.leaves(self.spec), tree.tensors(self._delivered()), strict=True):
             memory.region(leaf, buffer).copy_(tree.raw(source))
         if self.values:
             memory.region(self.values["leaf"], buffer).copy_(self.values["bytes"])
-        if self.device == "cuda":
-            for spec in self.captures if not self.ours else ():
-                if self.ours:
-                    memory.poison([tree.tensor(spec, buffer.memory[spec["space"]])], [0])
-                else:  # of any dtype: NaN, and of integers -1
-                    memory.region({**spec, "nbytes": spec["most"]}, buffer).fill_(0xFF)
+        if self.device == "cuda" and not self.ours:
+            for spec in self.captures:  # of any dtype: NaN, and of integers -1
+                memory.region({**spec, "nbytes": spec["most"]}, buffer).fill_(0xFF)
         self.guards[buffer] = Guards(buffer, self._named())
-        if message["key"]:
-            native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
         self._sync()
         return {}
-
-    def keep(self, message: dict, _: list[int]) -> dict:
-        """Keep the present content and its answer for a batch, beside those kept before."""
-        self.kept.append({name: getattr(self, name) for name in PRESENT})
-        return {}
-
-    def recall(self, message: dict, _: list[int]) -> dict:
-        """Make the kept content of this number the present one."""
-        vars(self).update(self.kept[message["number"]])
-        return {}
-
-    def drop(self, message: dict, _: list[int]) -> dict:
-        self.kept.clear()
-        return {}
-
-    def gate_page(self, message: dict, _: list[int]) -> dict:
-        """Make the page of a batch of this runner."""
-        page = self.gates[message["runner"]] = GatePage()
-        return {"fds": [page.fd]}
-
-    def wake(self, message: dict, _: list[int]) -> dict:
-        """Keep the GPU busy until its clocks have risen."""
-        native.wake(WAKE_S)
-        return {}
-
-    def open_gate(self, message: dict, _: list[int]) -> dict:
-        """After ahead_us, unmask all buffers of a runner, each with its key, open its gate, and wait for the word that
-        ends the batch. Return how long that took, in us; 0: more than limit_s.
-        """
-        runner = message["runner"]
-        keys = [bytes.fromhex(key) for key in message["keys"]]
-        masked = [(b.memory["device"], key) for b, key in zip(self.buffers[runner], keys, strict=True)]
-        page = self.gates[runner]
-        return {"us": native.open_gate(masked, page.address, page.seen, message["ahead_us"], message["limit_s"])}
-
-    def close_gate(self, message: dict, _: list[int]) -> dict:
-        """Return whether the word that ended a batch was that of the outputs, as they are now."""
-        self._sync()
-        page, found = self.gates.pop(message["runner"]), torch.zeros(1, dtype=torch.int64, device=self.device)
-        layout = {"data": self.spec, "outputs": self.outputs, "captures": self.captures, "ours": self.ours}
-        native.digest([r for b in self.buffers[message["runner"]] for r in written(layout, b)], found)
-        whole = native.word_of(found) == page.done
-        page.close()
-        return {"whole": whole}
 
     def time_call(self, message: dict, _: list[int]) -> dict:
         """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
@@ -386,7 +327,7 @@ class Checker:
         """
         host = buffer.memory.get("host")
         own_memory = (
-            self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.sizes["host"])
+            self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
         )
         if own_memory or not native.forget(host):
             self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
@@ -422,12 +363,14 @@ class Checker:
 
     def judge(self, message: dict, _: list[int]) -> dict:
         """Return the verdict on the outputs in a buffer. claims: what the runner says that the submission returned,
-        None where it was not asked.
+        None where it was not asked. fixed: inputs and weights were read-only in the call.
         """
         runner, said = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
         self._sync()
-        caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(self._changed(runner, buffer), [])
+        caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(
+            self._changed(runner, buffer, message["fixed"]), []
+        )
         if caught is None:
             raise RuntimeError(f"{runner} has made no call that could be judged")
         if caught.fault:
@@ -479,19 +422,22 @@ class Checker:
             said = f"{other}; {said}"
         return _verdict("PASSED" if ok else "INCORRECT", said)
 
-    def _changed(self, runner: str, buffer: Buffer) -> str:
-        """Return what a call changed without permission, "" if nothing. Put INOUT's tensors back."""
+    def _changed(self, runner: str, buffer: Buffer | DeviceBuffer, fixed: bool = False) -> str:
+        """Return what a call changed without permission, "" if nothing. Put INOUT's tensors back. fixed: inputs and
+        weights were read-only.
+        """
         leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does
                 memory.region(leaf, buffer).copy_(tree.raw(source))
-            elif i not in self.outputs and not memory.same(memory.region(leaf, buffer), tree.raw(source)):
+            elif i not in self.outputs and not fixed and not memory.same(memory.region(leaf, buffer), tree.raw(source)):
                 return f"input {names[i]} was changed by the call"
-        if held := self.held.get(runner):
+        held = self.held.get(runner)
+        if held and not fixed:
             pairs = zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True)
             if not all(memory.same(memory.region(leaf, held), tree.raw(source)) for leaf, source in pairs):
                 return "the weights were changed by the call"
-        for memory_of in filter(None, (buffer, held)):
+        for memory_of in filter(None, (buffer, None if fixed else held)):
             if (guards := self.guards.get(memory_of)) and (fault := guards.fault(memory_of)):
                 return fault
         return ""

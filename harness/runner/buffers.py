@@ -1,10 +1,9 @@
-"""Buffers: memory that the checker owns and a runner maps, with one call's data in each.
+"""Buffers: memory with one call's data, which the checker and a runner share.
 
-The device part is one cudaMalloc shared by CUDA IPC; the host part is an anonymous memory file. Nothing is copied
-through a pipe. Contents that a runner must not read yet are masked (harness/runner/native.py).
+On a CPU it is an anonymous memory file that the checker owns and a runner maps; on a GPU it is the player's
+(harness/player/), mapped in both. Nothing is copied through a pipe.
 """
 
-import base64
 import ctypes
 import fcntl
 import mmap
@@ -12,80 +11,45 @@ import os
 
 import torch
 
-from harness.runner import gate, native, recorder
+from harness.runner import gate, recorder
 
 
-class _Placed:
-    """Memory with places."""
+class Buffer:
+    """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken.
+    `memory`: flat uint8 tensors by the space that they are in.
+    """
 
-    memory: dict[str, torch.Tensor]
-    _device: native.DeviceBuffer | None
-
-    def address(self, leaf: dict) -> int:
-        """Return where a tensor of a specification lies, without a tensor that a submission could have changed."""
-        if leaf["space"] == "host":
-            return self.memory["host"].data_ptr() + leaf["offset"]
-        return (self._device.address if self._device else 0) + leaf["offset"]
-
-
-class Buffer(_Placed):
-    """Buffers of given sizes in bytes, {"device": n, "host": n}; 0 means none. `memory`: flat uint8 tensors."""
-
-    def __init__(self, sizes: dict[str, int]) -> None:
-        self.sizes = sizes
+    def __init__(self, nbytes: int, fd: int = -1) -> None:
+        self.nbytes, self._fd = nbytes, -1
         self.memory: dict[str, torch.Tensor] = {}
-        self._device = native.DeviceBuffer(sizes["device"]) if sizes["device"] else None
-        self._fd = -1
-        if self._device:
-            self.memory["device"] = self._device.bytes
-        if sizes["host"]:
-            self._fd = sealed_file("buffer", sizes["host"])
-            self.memory["host"] = _map(self._fd, sizes["host"])
+        if nbytes:
+            made = sealed_file("buffer", nbytes) if fd < 0 else fd
+            self.memory["host"] = _map(made, nbytes)
+            if fd < 0:
+                self._fd = made
+            else:
+                os.close(fd)
 
-    def message(self) -> tuple[dict, tuple[int, ...]]:
-        """Return what MappedBuffer needs: sizes and the handle of the device part; and the descriptors to send."""
-        handle = base64.b64encode(self._device.handle).decode() if self._device else None
-        return {"sizes": self.sizes, "handle": handle}, ((self._fd,) if self._fd >= 0 else ())
+    def fds(self) -> list[int]:
+        """Return the descriptors that another process maps it by."""
+        return [self._fd] if self._fd >= 0 else []
 
     def close(self) -> None:
+        """Close the descriptor. The memory is unmapped with the last tensor over it."""
         self.memory.clear()
-        if self._device:
-            self._device.close()
         if self._fd >= 0:
             os.close(self._fd)
 
 
-class MappedBuffer(_Placed):
-    """A buffer as its runner sees it. The host part is mapped from the first of `fds`, which is taken."""
-
-    def __init__(self, message: dict, fds: list[int]) -> None:
-        sizes = message["sizes"]
-        self.memory: dict[str, torch.Tensor] = {}
-        self._device: native.DeviceBuffer | None = None
-        if sizes["host"]:
-            fd = fds.pop(0)
-            self.memory["host"] = _map(fd, sizes["host"])
-            os.close(fd)
-        if sizes["device"]:
-            self._device = native.DeviceBuffer(sizes["device"], base64.b64decode(message["handle"]))
-            self.memory["device"] = self._device.bytes
-
-    def close(self) -> None:
-        """Unmap the device part. The host part is unmapped with the last tensor over it."""
-        self.memory.clear()
-        if self._device:
-            self._device.close()
-            self._device = None
-
-
-class Shared(_Placed):
-    """The memory of a recorded call, which is the player's, as the checker sees it. parts: as of recorder.Mapped."""
+class DeviceBuffer:
+    """The memory of a recorded call, or of its weights. parts: as of recorder.Mapped."""
 
     def __init__(self, parts: list[tuple[int, int]]) -> None:
         self._mapped = recorder.Mapped(parts)
         self.memory = {"device": self._mapped.bytes}
 
     def close(self) -> None:
+        """Unmap it. Tensors over it must not be used afterwards."""
         self.memory.clear()
         self._mapped.close()
 

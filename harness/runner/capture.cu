@@ -289,7 +289,7 @@ void* capture_malloc(ssize_t size, int, void*) {
         used[at] = wanted;
         return (void*)at;
     }
-    return nullptr;
+    throw Failed("out of memory: no " + std::to_string(size) + " bytes are free of the scratch memory that a call may use");
 }
 void capture_free(void* pointer, ssize_t, int, void*) {
     std::lock_guard<std::mutex> lock(guard);
@@ -309,6 +309,11 @@ void capture_free(void* pointer, ssize_t, int, void*) {
     spare[at] = size;
 }
 
+// What was recorded before does not belong to the next call.
+int capture_forget() {
+    owners.clear();
+    return 0;
+}
 int capture_begin() {
     return guarded([] {
         need(cuStreamBeginCapture(QUEUE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "cuStreamBeginCapture");
@@ -330,7 +335,6 @@ int capture_export() {
     const int code = guarded([] {
         std::map<CUgraphNode, bool> early;
         const std::vector<CUgraphNode> order = in_line(early);
-        owners.clear();
         exported = "{\"nodes\": [";
         for (size_t i = 1; i < order.size(); ++i) {  // behind the mark
             CUgraphNodeType kind;

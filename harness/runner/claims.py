@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 
 from harness.runner import gate, tree
-from harness.runner.buffers import MappedBuffer, Page
+from harness.runner.buffers import Page
 from harness.runner.failure import RefusedError
 
 CLAIMS = gate.RETURNED  # tensors, numbers and texts in an answer
@@ -35,9 +35,9 @@ class Noting:
         self.kept = []  # the kernel finds its memory free again, as that of an answer which nothing keeps
         result = self.kernel(*arguments)
         said, parts = told(result)
-        self.kept = [_near(item) if _is_plain(item) else item for item in parts]
+        self.kept = [_near(item) if is_plain(item) else item for item in parts]
         places = [
-            (item.data_ptr(), tree.extent(item) * item.element_size()) if _is_plain(item) else (0, 0)
+            (item.data_ptr(), tree.extent(item) * item.element_size()) if is_plain(item) else (0, 0)
             for item in self.kept
         ]
         for claim, item, part in zip(tree.leaves(said), self.kept, parts, strict=False):
@@ -61,15 +61,15 @@ def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
     return [form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
 
 
-def capture_any(result: object, captures: list[dict], buffer: MappedBuffer) -> list[dict]:
+def capture_any(result: object, captures: list[dict], memory: dict[str, torch.Tensor]) -> list[dict]:
     """Copy whatever tensors came back, where they have a form that is judged; say what came. One without gaps keeps its
-    strides: a transposed copy would take much longer, and more than a clock allows for.
+    strides: a transposed copy would take much longer.
     """
     said, parts = told(result)
     for item, spec in zip(parts, captures, strict=False):
-        dtype = str(item.dtype).removeprefix("torch.") if _is_plain(item) else ""
+        dtype = str(item.dtype).removeprefix("torch.") if is_plain(item) else ""
         if dtype in spec["dtypes"] and list(item.shape) == spec["shape"]:
-            copy = tree.tensor({**spec, "dtype": dtype, "nbytes": item.nbytes}, buffer.memory[spec["space"]])
+            copy = tree.tensor({**spec, "dtype": dtype, "nbytes": item.nbytes}, memory[spec["space"]])
             tree.with_strides(copy, item.stride()).copy_(item)
     return [said]
 
@@ -93,7 +93,7 @@ def told(answer: object) -> tuple[dict, list[Any]]:
     return claim, [value for value in leaves if type(value) not in tree.PLAIN]
 
 
-def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
+def is_plain(item: object) -> TypeGuard[torch.Tensor]:
     """Return whether it is a dense tensor, and no object that only behaves like one; torch.compile's notes are fine."""
     if not isinstance(item, torch.Tensor) or type(item) not in (torch.Tensor, torch.nn.Parameter):
         return False
@@ -104,7 +104,7 @@ def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
 
 def form(item: object, own: torch.Tensor | None = None) -> dict:
     """Return the claim of one returned object; `same`: it is the tensor that the judge handed out."""
-    if not _is_plain(item):
+    if not is_plain(item):
         return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
     same = (
         own is not None

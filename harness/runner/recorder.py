@@ -59,13 +59,13 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 class Mapped:
-    """The player's memory in this process: a flat uint8 tensor, `bytes`. parts: (descriptor, bytes) of what lies behind
-    each other, whose descriptors are closed here; address: 0 for any.
+    """The player's memory in this process: a flat uint8 tensor, `bytes`. parts: (descriptor, bytes) of one or two that
+    lie behind each other, whose descriptors are closed here; address: 0 for any.
     """
 
     def __init__(self, parts: list[tuple[int, int]], address: int = 0) -> None:
         torch.cuda.init()
-        place, count = c_uint64(), len(parts)
+        place, parts = c_uint64(), [*parts, (-1, 0)][:2]
         descriptors, sizes = (c_int * 2)(*(fd for fd, _ in parts)), (c_size_t * 2)(*(size for _, size in parts))
         try:
             _check(_library().capture_map_pair(descriptors, address, sizes, ctypes.byref(place)))
@@ -73,7 +73,7 @@ class Mapped:
             for fd, _ in parts:
                 if fd >= 0:
                     os.close(fd)
-        self.address, self.nbytes = place.value, sum(size for _, size in parts[:count])
+        self.address, self.nbytes = place.value, sum(size for _, size in parts)
         self.__cuda_array_interface__ = {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -124,36 +124,50 @@ def use_scratch(address: int, fd: int, nbytes: int) -> None:
     torch.cuda.set_stream(torch.cuda.ExternalStream(PER_THREAD))
 
 
-def record(kernel: Callable, arguments: tuple) -> tuple[dict, list[int], Any]:
-    """Record a call. Return what the player needs: nodes, variables, bytes of scratch memory in use; descriptors of its
-    images; and what the call returned. NotRecordedError, BranchesError. What the call raises comes through.
+def used() -> int:
+    """Return the bytes of scratch memory up to the end of the last range that is in use."""
+    found: int = _library().capture_used()
+    return found
+
+
+def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[dict, list[int], Any]:
+    """Record a call. Return what the player needs: nodes, variables, bytes of scratch memory in use, and `before`, the
+    nodes of a baseline's setup, whose state the call receives; descriptors of its images; and what the call returned.
+    NotRecordedError, BranchesError. What the call raises comes through.
     """
+    _library().capture_forget()
+    before, state = _recorded(setup, arguments) if setup else ({"nodes": []}, None)
+    exported, result = _recorded(kernel, (*arguments, state) if setup else arguments)
+    place = {index: i for i, index in enumerate(exported["images"])}
+    for node in (*before["nodes"], *exported["nodes"]):
+        if "image" in node:
+            node["image"] = place[node["image"]]
+    images = [_image(index) for index in exported["images"]]
+    variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
+    message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables, "used": used()}
+    return message, [_file(image) for image in images], result
+
+
+def _recorded(function: Callable, arguments: tuple) -> tuple[dict, Any]:
+    """Return what a function enqueues, and what it returns."""
     library = _library()
     _check(library.capture_begin())
     try:
-        result = kernel(*arguments)
+        result = function(*arguments)
     except BaseException:
         library.capture_end()
         raise
     if library.capture_end():
         raise NotRecordedError(
-            "custom_kernel enqueued work on the legacy default stream, or waited for the GPU: build with "
-            f"-default-stream=per-thread, as problems.common.build does ({library.capture_error().decode()})"
+            "it enqueued work on the legacy default stream, or waited for the GPU: build with -default-stream=per-thread,"
+            f" as problems.common.build does ({library.capture_error().decode()})"
         )
     if library.capture_export():
         said = library.capture_error().decode(errors="replace")
         if said == "BRANCHES":
             raise BranchesError("work ran on another stream than the default one")
         raise NotRecordedError(said)
-    exported = json.loads(library.capture_exported())
-    images = [_image(index) for index in exported["images"]]
-    place = {index: i for i, index in enumerate(exported["images"])}
-    for node in exported["nodes"]:
-        if "image" in node:
-            node["image"] = place[node["image"]]
-    variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
-    message = {"nodes": exported["nodes"], "variables": variables, "used": library.capture_used()}
-    return message, [_file(image) for image in images], result
+    return json.loads(library.capture_exported()), result
 
 
 def _image(index: int) -> bytes:

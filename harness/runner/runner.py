@@ -1,8 +1,9 @@
 """The process that runs a submission. It imports the submission, makes one call at a time, and says what came back.
 
-It has no reference, no expected value and no seed, and decides nothing. On a CPU it has no clock either: it waits for
-the judge's "go" and says "done" (harness/runner/gate.cpp). Without a submission it makes the judge's own calls (the
-empty call, the plain readers, a matrix product) under the same clock.
+It has no reference, no expected value and no seed, decides nothing, and has no clock. On a CPU it waits for the judge's
+"go" and says "done" (harness/runner/gate.cpp); on a GPU it records a call, which the player then makes and times
+(harness/runner/recorder.py). Without a submission it makes the judge's own calls: the empty call, the plain readers, a
+matrix product.
 
 It starts as `python -m harness.runner.runner FD`, where FD is a connected socket, and exchanges the messages of
 harness/runner/wire.py.
@@ -25,14 +26,14 @@ from typing import Any
 
 import torch
 
-from harness.runner import batch, claims, clock, failure, gate, integrity, matmul, native, objects, recorder, streams, tree, wire
-from harness.runner.buffers import MappedBuffer, Page
+from harness.runner import claims, failure, gate, matmul, native, objects, recorder, switches, tree, wire
+from harness.runner.buffers import Buffer, Page
 from problems.common import build, cubins, load
 
 TRACE_LIMIT = 2**20  # characters; the judge takes no more
 SUPPLY = 24  # data of calls on one buffer that are made before the first one
 WARMUPS = 3  # calls before the one that is recorded: they compile, load code, and find the sizes of scratch memory
-COPIED_BYTES = 2**28  # at once, in the empty call's copies of outputs; more than L2 holds
+AHEAD_CYCLES = 500_000  # that the GPU waits, ahead of a call that is timed here, while it is enqueued
 
 
 class Runner:
@@ -47,23 +48,21 @@ class Runner:
         self.folder, self.file = Path(start["folder"]), start["file"]
         self.task: ModuleType | None = None
         self.module: Any = None  # the submission; None: the judge's own calls
-        self.buffers: list[MappedBuffer] = []
+        self.buffers: list[Buffer] = []
         self.page: Page  # on a CPU, from the first `open` on
         self.opened: dict = {}
-        self.held: MappedBuffer | None = None  # the weights' memory
+        self.held: Buffer | None = None  # the weights' memory
         self.room: torch.Tensor | None = None  # what plain readers read where the buffer is smaller
-        self.copied: torch.Tensor | None = None  # what the empty call copies
-        self.product: matmul.Product | None = None
         self.weights: Any = None  # the weights in the data of a call, or what prepare made of them
-        self.mapped: list[recorder.Mapped] = []  # on a GPU, the present call's memory
-        records = start.get("records", "")
-        if records:
-            recorder.prepare(records)
-        else:
-            native.read_configs(self.device)  # loads the judge's code before the submission can replace it
-        self.clock = clock.CudaClock() if self.device == "cuda" and not start["compile"] and not records else None
-        self.integrity = integrity.IntegrityCheck() if self.clock else None
-        self.switches = integrity.Switches()
+        self.mapped: list[recorder.Mapped] = []  # on a GPU, the memory of the present call
+        self.arguments: tuple = ()  # on a GPU, of the present call
+        self.prepare_us: float | None = None
+        self.prepared_bytes = 0  # of scratch memory, which the prepared weights take
+        self.flush: torch.Tensor | None = None  # what empties L2 ahead of a call that is timed here
+        if start["records"]:
+            recorder.prepare(start["records"])
+        native.read_configs()  # loads the judge's code before the submission can replace it
+        self.switches = switches.Switches()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
         # submission's yet.
         gc.freeze()
@@ -86,35 +85,29 @@ class Runner:
                 other = "" if kernel is None else f": its custom_kernel is {type(kernel).__name__}, no function"
                 raise AttributeError(f"it defines no custom_kernel(data), which the judge calls{other}")
 
-    def changes(self, *_: object) -> dict:
-        """Return what was replaced in this process, and which of torch's switches were changed. Put these back."""
-        return {"replaced": self.integrity.broken() if self.integrity else [], "switches": self.switches.restore()}
-
     def open(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's buffers, and on a CPU the page that hands over calls."""
+        """Map a case's buffers on a CPU, and the page that hands over calls."""
         for buffer in self.buffers:
             buffer.close()
-        if self.device == "cpu":
-            self.page = Page(fds.pop(0))
+        self.page = Page(fds.pop(0))
         self.opened = message
         if self.module is not None:
             objects.define(message["definitions"])
-        self.buffers = [MappedBuffer(buffer, fds) for buffer in message["buffers"]]
+        self.buffers = [Buffer(message["bytes"], fds.pop(0) if message["bytes"] else -1) for _ in range(message["count"])]
         return {}
 
     def hold(self, message: dict, fds: list[int]) -> dict:
-        """Map a case's weights, and let the submission prepare them if it defines `prepare`."""
+        """Map a case's weights on a CPU, and let the submission prepare them if it defines `prepare`."""
         self.weights = None  # frees what was made of the previous weights
         if self.held is not None:
             self.held.close()
         # And out of torch's cache: a small tensor there would keep the whole of what a large one had.
         self.trim({}, [])
-        self.held = MappedBuffer(message["buffer"], fds)
+        self.held = Buffer(message["nbytes"], fds.pop(0))
         self.weights = tree.build(message["spec"], self.held.memory, self.task)
         if not hasattr(self.module, "prepare"):
             return {"prepared": False}
         self.weights = self.module.prepare(self.weights)
-        self._sync()
         return {"prepared": True}
 
     def trim(self, message: dict, _: list[int]) -> dict:
@@ -124,9 +117,6 @@ class Runner:
         gc.collect()
         if message.get("heap"):
             ctypes.CDLL(None).malloc_trim(0)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
         return {}
 
     def scratch(self, message: dict, fds: list[int]) -> dict:
@@ -135,54 +125,105 @@ class Runner:
         return {}
 
     def record(self, message: dict, fds: list[int]) -> dict:
-        """Map a call's memory, let the submission prepare its weights, call it WARMUPS times, and record one call."""
+        """Map a call's memory, let the submission prepare its weights, call it WARMUPS times, and record one call. Of a
+        call that cannot be recorded say why; `time` can make it here.
+        """
+        arguments = self._mapped_arguments(message, fds)
+        kernel = self.module.custom_kernel if self.module else matmul.Product(self.device)
+        setup = self.module.setup if message["baseline"] and hasattr(self.module, "setup") else None
+        for _ in range(WARMUPS):
+            kernel(*arguments, *([setup(*arguments)] if setup else []))
+            torch.cuda.synchronize()
+        gc.collect()
+        prepared = {"prepare_us": self.prepare_us, "prepared_bytes": self.prepared_bytes}
+        try:
+            recorded, files, result = recorder.record(kernel, arguments, setup)
+            if self.module and not message["ours"]:
+                recorded["takes"], recorded["claims"] = self._takes(result, message)
+        except recorder.BranchesError as error:
+            return {**prepared, "unrecorded": str(error), "branches": True}
+        except Exception as error:
+            said = failure.first_line("call", error, self.file or "", self.module)
+            return {**prepared, "unrecorded": f"its call cannot be recorded: {said}"}
+        if self.module and message["ours"]:
+            recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
+        return {**prepared, **recorded, "fds": files}
+
+    def map_call(self, message: dict, fds: list[int]) -> dict:
+        """Map the memory of a call that was made before, to `time` it."""
+        self._mapped_arguments(message, fds)
+        return {}
+
+    def _mapped_arguments(self, message: dict, fds: list[int]) -> tuple:
+        """Map a call's memory, and let the submission prepare its weights. Return the arguments of the call."""
         for old in self.mapped:
             old.close()
-        sizes, address = message["sizes"], message["address"]
-        inside = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
-        self.mapped = [recorder.Mapped(inside, address)]
-        self.opened = message
+        self.weights, self.opened, sizes = None, message, message["sizes"]
+        parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
+        self.mapped = [recorder.Mapped(parts, message["address"])]
+        if self.module is None:
+            return ()
         objects.define(message["definitions"])
         data = tree.build(message["data"], {"device": self.mapped[0].bytes}, self.task)
         if message["split"]:
-            held = recorder.Mapped([(fds.pop(0), sizes["weights"]), (-1, 0)], message["weights_address"])
-            self.mapped.append(held)
-            weights = tree.build(message["weights"], {"device": held.bytes}, self.task)
-            self.weights = None
-            self.weights = self.module.prepare(weights) if hasattr(self.module, "prepare") else weights
-            data = data._replace(weights=self.weights)
-        arguments = (data, *self._setup(data, message))
-        for _ in range(WARMUPS):
-            result = self.module.custom_kernel(*arguments)
-            self._sync()
-        del result
-        gc.collect()
-        try:
-            recorded, files, result = recorder.record(self.module.custom_kernel, arguments)
-        except recorder.BranchesError as error:
-            return {"unrecorded": str(error), "branches": True}
-        except Exception as error:
-            return {"unrecorded": failure.first_line("call", error, self.file, self.module), "branches": False}
-        outputs = [self._leaf(data, i) for i in message["outputs"]]
-        returned = claims.forms(result, outputs) if message["ours"] else []
-        return {**recorded, "claims": returned, "fds": files}
+            self.mapped.append(recorder.Mapped([(fds.pop(0), sizes["weights"])], message["weights_address"]))
+            self.weights = tree.build(message["weights"], {"device": self.mapped[1].bytes}, self.task)
+            data = data._replace(weights=self._prepared(self.weights))
+        self.arguments = (data,)
+        return self.arguments
 
-    def warm(self, message: dict, _: list[int]) -> dict:
-        """Make a call on a buffer whose call is closed, to fetch code. No process reads what it writes."""
-        data = self._data(self.buffers[message["buffer"]])
-        self.module.custom_kernel(data, *self._setup(data, message))
-        self._sync()
-        return {}
+    def _prepared(self, weights: Any) -> Any:
+        """Return what the submission makes of the weights, and note how long that takes and how much it keeps."""
+        self.prepare_us, self.prepared_bytes = None, 0
+        if not hasattr(self.module, "prepare"):
+            return weights
+        gc.collect()
+        before, start = recorder.used(), time.perf_counter()
+        found = self.module.prepare(weights)
+        torch.cuda.synchronize()
+        self.prepare_us = 1e6 * (time.perf_counter() - start)
+        gc.collect()
+        self.prepared_bytes = max(0, recorder.used() - before)
+        return found
+
+    def _takes(self, result: object, message: dict) -> tuple[list[dict], list[dict]]:
+        """Return the copies of a GPU MODE folder's answer, from where the call leaves it to where the judge looks; and
+        the claim of it. NotRecordedError: it holds what no copy brings along.
+        """
+        claim, parts = claims.told(result)
+        takes = []
+        for item, spec in zip(parts, message["captures"], strict=False):
+            if not claims.is_plain(item) or not item.is_cuda or tree.extent(item) != item.numel():
+                raise recorder.NotRecordedError("its answer is no tensor of the GPU, or has gaps")
+            place = self.mapped[0].address + spec["offset"]
+            takes.append({"to": place, "from": item.data_ptr(), "bytes": min(item.nbytes, spec["most"])})
+        if len(tree.leaves(claim)) != len(parts):
+            raise recorder.NotRecordedError("its answer has numbers or texts, which the host makes")
+        return takes, [claim]
+
+    def time(self, message: dict, _: list[int]) -> dict:
+        """Make a call in this process, by events: its time can be forged by the submission."""
+        self.flush = self.flush if self.flush is not None else torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
+        data, returned = self.arguments[0], []
+        state = self._setup(data, message)
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        self.flush.fill_(1)
+        torch.cuda.synchronize()
+        gc.disable()
+        torch.cuda._sleep(AHEAD_CYCLES)
+        start.record()
+        result = self.module.custom_kernel(data, *state)
+        stop.record()
+        torch.cuda.synchronize()
+        if self.opened["ours"]:
+            returned = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
+        else:
+            returned = claims.capture_any(result, self.opened["captures"], {"device": self.mapped[0].bytes})
+            torch.cuda.synchronize()
+        return {"us": 1e3 * start.elapsed_time(stop), "claims": returned}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        if self.device == "cpu":
-            return self._turns(message)
-        buffer = self.buffers[message["buffer"]]
-        if self.module is None:
-            return self._judge_call(message, buffer)
-        return self._timed_call(message, buffer)
-
-    def _turns(self, message: dict) -> dict:
         """Make calls on a CPU: for each, wait for the judge's "go", call the kernel, and say "done". Reply after the
         last one. The judge's own calls are one for each of `whats` and each buffer.
         """
@@ -213,82 +254,8 @@ class Runner:
             forms = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
         return {"claims": forms, "switches": self.switches.restore()}
 
-    def _timed_call(self, message: dict, buffer: MappedBuffer) -> dict:
-        """Make a call on a GPU between two events; `audit`: record which streams its work ran on."""
-        key = bytes.fromhex(message["key"]) if message["key"] else None
-        data = self._data(buffer)
-        outputs = [self._leaf(data, i) for i in self.opened["outputs"]]
-        captures = self.opened["captures"]
-        returned: list[dict] = []
-        setup_us, state = None, ()
-        if message["baseline"] and hasattr(self.module, "setup"):
-            if key is not None:  # a baseline's preparations see the contents; baselines are not adversaries
-                native.mask(buffer.memory["device"], key)
-                key = None
-            before = time.perf_counter_ns()
-            state = self._setup(data, message)
-            self._sync()
-            setup_us = (time.perf_counter_ns() - before) / 1e3
-
-        def capture(result: object) -> None:
-            if not self.opened["ours"]:
-                returned.extend(claims.capture_any(result, captures, buffer))
-
-        call = native.Call(
-            self.module.custom_kernel, (data, *state), self._copies(buffer) if self.opened["ours"] else ()
-        )
-        timed, result = self._timed(call, capture, self._delivery(buffer, key, message), message["audit"])
-        if self.opened["ours"]:
-            returned = claims.forms(result, outputs)
-        return {**timed, "setup_us": setup_us, "claims": returned}
-
-    def _copies(self, buffer: MappedBuffer) -> tuple[tuple[int, int, int], ...]:
-        """Return (to, from, bytes) of the outputs that a call receives."""
-        leaves = tree.leaves(self.opened["data"])
-        pairs = zip(self.opened["captures"], (leaves[i] for i in self.opened["outputs"]), strict=True)
-        return tuple((buffer.address(to), buffer.address(leaf), leaf["nbytes"]) for to, leaf in pairs)
-
-    def batch(self, message: dict, fds: list[int]) -> dict:
-        """Enqueue one call on each buffer behind the gate of a page, and the digest of what they wrote. Say that all of
-        it is enqueued, or before any of it, `at_once`, where a call waits for the device. Reply when it is done.
-        """
-        page, found = batch.GatePage(fds.pop(0)), torch.zeros(1, dtype=torch.int64, device=self.device)
-        arguments = [(self._data(buffer),) for buffer in self.buffers] if self.module else []
-        # The judge's empty calls copy what is copied behind a call whose outputs are its own.
-        copies = () if self.module or self.opened["ours"] else self._as_many_copies()
-        self._sync()
-        if message["at_once"]:
-            # Here, since this processor stays awake too: while a runner waited for the judge's work, it came to enqueue
-            # a call so slowly that the device waited for it.
-            native.wake(batch.WAKE_S)
-        native.await_gate(page.seen)
-        if message["at_once"]:
-            wire.send(self.sock, {"ready": True})
-        said, results, memories = [], [], [buffer.memory["device"] for buffer in self.buffers]
-        for i, buffer in enumerate(self.buffers):
-            native.touch_next(memories, i)  # the unmasking by another process has emptied the TLBs
-            results.append(self.module.custom_kernel(*arguments[i]) if self.module else native.copy(copies))
-            if self.module and not self.opened["ours"]:
-                said.append(claims.capture_any(results.pop(), self.opened["captures"], buffer))
-        native.digest([region for buffer in self.buffers for region in batch.written(self.opened, buffer)], found)
-        native.stamp(found, page.seen)
-        if not message["at_once"]:
-            wire.send(self.sock, {"ready": True})
-        if self.opened["ours"]:
-            for buffer in self.buffers:
-                native.copy(self._copies(buffer))
-        self._sync()
-        page.close()
-        if self.opened["ours"] and self.module:
-            outputs = [[self._leaf(data, i) for i in self.opened["outputs"]] for (data,) in arguments]
-            said = [claims.forms(*pair) for pair in zip(results, outputs, strict=True)]
-        return {"calls": said}
-
     def profile(self, message: dict, _: list[int]) -> dict:
-        buffer = self.buffers[0]
-        if message["key"]:
-            native.mask(buffer.memory["device"], bytes.fromhex(message["key"]))
-        data = self._data(buffer)
+        data = self.arguments[0] if self.device == "cuda" else self._data(self.buffers[0])
         state = self._setup(data, message)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
@@ -311,13 +278,13 @@ class Runner:
         artefacts = self.module.compile_for(message["target"])
         return {"artefacts": [{"bytes": a.path.stat().st_size, "kernels": _kernels(a)} for a in artefacts]}
 
-    def _data(self, buffer: MappedBuffer) -> Any:
+    def _data(self, buffer: Buffer) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
         values = tree.unpacked(self.opened.get("values"), buffer.memory)
         data = tree.build(self.opened["data"], buffer.memory, self.task, values)
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
-    def _arguments(self, buffer: MappedBuffer, message: dict) -> tuple:
+    def _arguments(self, buffer: Buffer, message: dict) -> tuple:
         """Return what a call on a CPU is made with: its data, or of a folder from elsewhere a supply of it."""
         if self._is_fresh(message):
             leaf = self.opened.get("values")
@@ -336,70 +303,16 @@ class Runner:
     def _setup(self, data: Any, message: dict) -> tuple:
         return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
-    def _delivery(self, buffer: MappedBuffer | None, key: bytes | None, message: dict) -> clock.Delivery:
-        """Return what a call is timed on. The runner says when caches are cold, and waits for the judge's "go"."""
-
-        def ready() -> None:
-            # Until the reply is sent, which the parent's clock waits for: a collection can take over a millisecond.
-            gc.disable()
-            wire.send(self.sock, {"ready": True})
-            wire.receive(self.sock)
-
-        device = buffer.memory.get("device") if buffer else None
-        return clock.Delivery(device, key, message["spin_us"], ready)
-
-    def _timed(
-        self, call: native.Call, capture: Callable[[object], None], delivery: clock.Delivery, audit: bool
-    ) -> tuple[dict, object]:
-        """Return the clock's reading, of an audited call with the streams that its work ran on; and what came back."""
-        if self.clock is None:
-            raise RuntimeError("only a runner on a GPU has a clock")
-        if not audit:
-            sample, result = self.clock.time(call, capture, delivery)
-            return vars(sample), result
-        with streams.watch() as watched:
-            sample, result = self.clock.time(call, capture, delivery)
-        return {**vars(sample), "activity": streams.seen(watched)}, result
-
-    def _judge_call(self, message: dict, buffer: MappedBuffer) -> dict:
-        what = message["what"]
-        if what == "empty":
-            call = native.Call(_nothing, (), self._as_many_copies())
-            return self._timed(call, _nothing, self._delivery(None, None, message), message["audit"])[0]
-        kernel = self._judges_kernel(what, message["bytes"], buffer)
-        kernel()  # its code is fetched, as a submission's is
-        # A reader unmasks its buffer as a submission's runner does: how long that takes is part of being ready.
-        key = bytes.fromhex(message["key"]) if message["key"] else None
-        delivery = self._delivery(None if what == matmul.NAME else buffer, key, message)
-        return self._timed(native.Call(kernel), _nothing, delivery, False)[0]
-
-    def _as_many_copies(self) -> tuple[tuple[int, int, int], ...]:
-        """Return copies of as many bytes as are copied behind a submission's call: the parent's clock runs until that
-        is done.
+    def _judges_kernel(self, what: str, nbytes: int, buffer: Buffer) -> Callable[[], object]:
+        """Return a call of the judge on a CPU: one of the plain readers over `nbytes`. Where the buffer is smaller,
+        since weights are separate, the reader reads as many zeros.
         """
-        total = sum(spec.get("most", spec["nbytes"]) for spec in self.opened["captures"] if spec["space"] == "device")
-        part = min(total, COPIED_BYTES)
-        if self.copied is None or self.copied.numel() < 2 * part:
-            self.copied = None  # before the next one is made
-            self.copied = torch.zeros(2 * part, dtype=torch.uint8, device=self.device)
-        place = self.copied.data_ptr()
-        return tuple((place + part, place, min(part, total - start)) for start in range(0, total, COPIED_BYTES))
-
-    def _judges_kernel(self, what: str, nbytes: int, buffer: MappedBuffer) -> Callable[[], object]:
-        """Return a call of the judge: the matrix product, or one of the plain readers over `nbytes`. Where the buffer
-        is smaller, since weights are separate, the reader reads as many zeros.
-        """
-        if what == matmul.NAME:
-            self.product = self.product or matmul.Product(self.device)
-            return self.product
         config = self.opened["reads"][what]
-        part = buffer.memory.get("device" if self.device == "cuda" else "host")
+        part = buffer.memory.get("host")
         if part is None or part.numel() < nbytes:
             if self.room is None or self.room.numel() < nbytes:
-                self.room = None  # before the next one is made, and not kept by torch: other processes need the memory
-                if self.device == "cuda":
-                    torch.cuda.empty_cache()
-                self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
+                self.room = None  # before the next one is made
+                self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8)
             part = self.room
         return lambda: native.read(part, nbytes, config)
 
@@ -423,10 +336,6 @@ def _trace(profiler: torch.profiler.profile) -> str:
         profiler.export_chrome_trace(file.name)
         said = Path(file.name).read_text(errors="replace")
     return said if len(said) <= TRACE_LIMIT else ""
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _replace_common(folder: Path) -> None:
@@ -489,19 +398,18 @@ def main() -> None:
     except BaseException as error:  # whatever a submission raises on import, SystemExit too, is its verdict, not ours
         wire.send(sock, failure.reply("import", error, file))
         return
-    wire.send(sock, {"ready": True, "clock": runner.clock and runner.clock.name, **runner.changes()})
+    wire.send(sock, {"ready": True, "switches": runner.switches.restore()})
     handlers: dict[str, Callable] = {
         "open": runner.open,
         "hold": runner.hold,
         "trim": runner.trim,
-        "warm": runner.warm,
         "call": runner.call,
-        "batch": runner.batch,
         "scratch": runner.scratch,
         "record": runner.record,
+        "map_call": runner.map_call,
+        "time": runner.time,
         "profile": runner.profile,
         "compile": runner.compile,
-        "sealed": runner.changes,
     }
     while True:
         try:

@@ -1,0 +1,100 @@
+"""The judge's side of the player, the process that makes recorded calls on a GPU (harness/player/player.py)."""
+
+import os
+from dataclasses import dataclass, field
+
+from harness.judge import limits, replies
+from harness.judge.handle import Content
+from harness.judge.outcome import Outcome
+from harness.player import player
+from harness.sandbox.process import Child, Died
+
+NOTHING, READER = 1, 2  # what a player does in place of a call: nothing; reader READER + n
+MEMORY = "CUDA_ERROR_ILLEGAL_ADDRESS"
+MEMORY_HINT = (
+    "in a timed call inputs and weights are read-only, and scratch memory must come from torch (torch.empty in the call, "
+    "or before): memory of its own, or the address of a module's variable in a parameter, is not there"
+)
+
+
+@dataclass
+class Recording:
+    """A submission's call on one case, recorded: its number in the player, and the layout of its contents. takes: of a
+    GPU MODE folder, the copies of its answer that are made behind the call. failure: why there is none. self_timed: why
+    its calls are made and timed in the runner, "" for recorded ones.
+    """
+
+    number: int
+    content: Content
+    claims: list[replies.Claim] = field(default_factory=list)
+    takes: list[dict] = field(default_factory=list)
+    failure: Outcome | None = None
+    self_timed: str = ""
+
+    @property
+    def owner(self) -> int:
+        return self.number
+
+
+class Player:
+    """A player's process. Died from any request: it is gone, or failed and is ended."""
+
+    def __init__(self, target: str) -> None:
+        self.child = Child("harness.player.player")
+        self.readers: int = self._request({"library": str(player.artefact(target).path)})[0]["readers"]
+
+    def _request(
+        self, message: dict, fds: tuple[int, ...] = (), limit_s: float = limits.CHECKER_LIMIT_S
+    ) -> tuple[dict, list[int]]:
+        reply, given = self.child.request(message, limit_s, fds)
+        if "failed" not in reply:
+            return reply, given
+        text = reply["text"]
+        if reply["failed"] == player.RefusedError.__name__:
+            raise Died("RUNTIME_ERROR", f"its recorded call is refused: {text}")
+        self.child.kill()
+        if text.startswith("TIMEOUT "):
+            raise Died("TIMEOUT", text.removeprefix("TIMEOUT "))
+        raise Died("RUNTIME_ERROR", f"{text}; {MEMORY_HINT}" if MEMORY in text else text)
+
+    def scratch(self, nbytes: int) -> tuple[dict, int]:
+        """Forget all calls, and make scratch memory for those of the next runner. Return what the runner needs, with
+        the descriptor.
+        """
+        nbytes = -(-nbytes // player.PAGE) * player.PAGE
+        reply, (fd,) = self._request({"op": "scratch", "bytes": nbytes})
+        return {**reply, "bytes": nbytes}, fd
+
+    def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
+        """Make the memory of a call: "inputs", "outputs" and "weights" bytes. Return the descriptors."""
+        return self._request({"op": "memory", "number": number, **sizes})[1]
+
+    def load(self, number: int, recorded: replies.Recorded, images: list[int]) -> None:
+        """Take a recorded call. images: descriptors, which are closed here."""
+        parts = recorded.model_dump(by_alias=True, include={"before", "nodes", "variables", "used"})
+        try:
+            self._request({"op": "load", "number": number, **parts}, tuple(images))
+        finally:
+            for fd in images:
+                os.close(fd)
+
+    def play(self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list | None = None) -> tuple[float, float]:
+        """Make a call on the contents of one of its copies. Return (us of the event pair, us of the host's clock)."""
+        message = {"op": "play", "number": number, "copy": copy, "what": what, "bytes": nbytes, "limit_s": limit_s}
+        reply, _ = self._request({**message, "takes": takes or []}, limit_s=3 * limit_s + limits.CHECKER_LIMIT_S)
+        return reply["us"], reply["host_us"]
+
+    def wake(self, seconds: float) -> None:
+        """Keep the device busy for so long."""
+        self._request({"op": "wake", "seconds": seconds})
+
+    def free(self) -> int:
+        """Return the bytes of free device memory."""
+        nbytes: int = self._request({"op": "free"})[0]["bytes"]
+        return nbytes
+
+    def drop(self, number: int) -> None:
+        self._request({"op": "drop", "number": number})
+
+    def close(self) -> None:
+        self.child.close()

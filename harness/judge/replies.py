@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.results import text
-from harness.runner import clock
 from harness.runner.claims import CLAIMS
 from harness.sandbox.process import Died
 
@@ -26,6 +25,7 @@ WORDY = 5  # times a text's limit: a longer text is refused, since cleaning take
 _MOST_US = 1e12  # no call takes eleven days
 _LEAST_US = 1e-3  # nor less than a cycle of a GPU; ratios and geometric means are of times above 0
 _MOST_BYTES = 2**48
+NODES = 4096  # of a recorded call; and its modules' variables
 
 
 def _cleaned(clean: Callable[[str, int], str], limit: int, most: int = WORDY * TEXT_LIMIT) -> AfterValidator:
@@ -37,13 +37,6 @@ def _cleaned(clean: Callable[[str, int], str], limit: int, most: int = WORDY * T
         return clean(value, limit)
 
     return AfterValidator(cleaned)
-
-
-def _known_clock(name: str) -> str:
-    """Return `name`. ValueError if it is no clock of the judge."""
-    if name != clock.CudaClock.name:
-        raise ValueError(f"the clock must be {clock.CudaClock.name!r}")
-    return name
 
 
 Text = Annotated[str, _cleaned(text.clean, TEXT_LIMIT)]
@@ -78,7 +71,7 @@ class Ready(Reply):
 class Failed(Reply):
     """An exception. failed: the request that raised it, or "compile"."""
 
-    failed: Literal["import", "compile", "open", "hold", "trim", "warm", "call", "batch", "profile", "sealed", "scratch", "record"]
+    failed: Literal["import", "compile", "open", "hold", "trim", "call", "scratch", "record", "map_call", "time", "profile"]
     type: Name
     memory: bool
     text: Text
@@ -88,8 +81,6 @@ class Started(Reply):
     """The submission was imported. switches: torch's global settings that its import had changed, put back."""
 
     ready: Literal[True]
-    clock: Annotated[str, AfterValidator(_known_clock)] | None
-    replaced: Names
     switches: Names
 
 
@@ -136,30 +127,12 @@ class Noted(Reply):
     claims: Claims
 
 
-class Seen(Reply):
-    """What the driver recorded of a call. elsewhere: names of work by stream."""
-
-    records: Count
-    elsewhere: Annotated[dict[Name, Names], Field(max_length=LISTED)]
-
-
-class Timed(Reply):
-    """A call on a GPU is over; times in us. setup_us: of a baseline's preparations."""
+class SelfTimed(Reply):
+    """A call on a GPU that its runner timed is over."""
 
     most_values: ClassVar[int] = 100_000
     us: Taken
-    host_us: Time
-    host_bound: bool
-    setup_us: Time | None = None
     claims: Claims = []
-    activity: Seen | None = None
-
-
-class Batched(Reply):
-    """The calls of a batch on a GPU are over. calls: what each returned."""
-
-    most_values: ClassVar[int] = 1_000_000
-    calls: Annotated[list[Claims], Field(max_length=LISTED)]
 
 
 Word = Annotated[int, Field(ge=0, lt=2**32)]
@@ -219,20 +192,36 @@ class Variable(Reply):
     value: Hex
 
 
+Nodes = Annotated[
+    list[Annotated[KernelNode | CopyNode | FillNode, Field(discriminator="kind")]], Field(max_length=NODES)
+]
+
+
+class Take(Reply):
+    """A copy of an answer, from where a call leaves it to where the judge looks, by address."""
+
+    to: Address
+    from_: Address = Field(alias="from")
+    bytes: Count
+
+
 class Recorded(Reply):
-    """A recorded call. unrecorded: why there is none, branches: since its work is in no single order. used: bytes of
-    scratch memory that are in use.
+    """A recorded call. before: what a baseline's setup enqueues; used: bytes of scratch memory that are in use;
+    unrecorded: why there is no recorded call; branches: since its work is in no single order. prepared_bytes: of
+    scratch memory, that `prepare` keeps.
     """
 
     most_values: ClassVar[int] = 1_000_000
-    nodes: Annotated[
-        list[Annotated[KernelNode | CopyNode | FillNode, Field(discriminator="kind")]], Field(max_length=4096)
-    ] = []
-    variables: Annotated[list[Variable], Field(max_length=4096)] = []
+    before: Nodes = []
+    nodes: Nodes = []
+    variables: Annotated[list[Variable], Field(max_length=NODES)] = []
     used: Count = 0
     claims: Claims = []
+    takes: Annotated[list[Take], Field(max_length=CLAIMS)] = []
     unrecorded: Text = ""
     branches: bool = False
+    prepare_us: Time | None = None
+    prepared_bytes: Count = 0
 
 
 class Kernel(Reply):
@@ -262,13 +251,6 @@ class Profiled(Reply):
 
     table: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)]
     trace: Annotated[str, _cleaned(text.clean, TABLE_LIMIT, TABLE_LIMIT)] = ""
-
-
-class Sealed(Reply):
-    """Names of what was replaced in the process."""
-
-    replaced: Names
-    switches: Names
 
 
 Wanted = TypeVar("Wanted", bound=Reply)

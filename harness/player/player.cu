@@ -139,7 +139,7 @@ struct Call {
     Window io, held;
     int shown = 0;
     std::vector<CUmodule> modules;
-    std::vector<Node> nodes;
+    std::vector<Node> before, nodes;  // of a baseline's setup, which is not timed; of the call
     std::vector<Variable> variables;
     CUdeviceptr snapshot = 0;  // of scratch memory at capture
     size_t kept = 0;           // bytes of it
@@ -205,8 +205,8 @@ void inside(const Call& call, CUdeviceptr at, size_t bytes, bool written, const 
     require(good, what);
 }
 
-void launch(Call& call) {
-    for (Node& node : call.nodes) {
+void launch(std::vector<Node>& nodes) {
+    for (Node& node : nodes) {
         if (node.kind == Node::KERNEL) {
             need(cuLaunchKernelEx(&node.kernel.config, node.kernel.function, node.kernel.parameters.data(), nullptr),
                  "launch of a kernel");
@@ -432,6 +432,14 @@ int player_fill(int number, CUdeviceptr to, size_t pitch, size_t width, size_t h
     });
 }
 
+// The nodes so far are those of a setup.
+int player_before(int number) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        call.before.swap(call.nodes);
+    });
+}
+
 // A module's variable, with its value at capture; null: the one that it has now.
 int player_variable(int number, unsigned image, const char* name, const void* value, size_t bytes) {
     return guarded([=] {
@@ -455,8 +463,9 @@ int player_ready(int number, size_t used) {
     return guarded([=] {
         Call& call = call_of(number);
         require(used <= scratch.bytes, "more scratch memory than there is");
-        for (Node& node : call.nodes)  // they do not move any more
-            if (node.kind == Node::KERNEL) node.kernel.config.attrs = node.kernel.attributes;
+        for (auto* nodes : {&call.before, &call.nodes})
+            for (Node& node : *nodes)  // they do not move any more
+                if (node.kind == Node::KERNEL) node.kernel.config.attrs = node.kernel.attributes;
         if (used) {
             need(cuMemAlloc(&call.snapshot, used), "memory for a copy of scratch memory");
             need(cuMemcpyDtoD(call.snapshot, scratch_window.place, used), "copying scratch memory");
@@ -474,18 +483,18 @@ int player_play(int number, int copy, int what, size_t bytes, double limit_s, do
         require(copy >= 0 && copy < COPIES && what >= 0 && what < 2 + readers::count(), "no such copy or reader");
         require(what < 2 || bytes <= call.io.bytes, "a reader of more than there is");
         const auto enqueue = [&] {
-            if (what == 0) launch(call);
+            if (what == 0) launch(call.nodes);
             if (what > 1) readers::launch((const char*)call.io.place, bytes, what - 2, sms, sink, queue);
         };
         // On the contents of the call before, so that the code is where a call that ran just now has it.
         if (call.io.mapped) {
-            if (what == 0) restore(call);
+            if (what == 0) restore(call), launch(call.before);
             enqueue();
             finish(limit_us);
         }
         call.io.show(call.inputs[copy], call.outputs[copy], true);
         if (!call.held.mapped) call.held.show(call.weights, Memory(), true);
-        if (what == 0) restore(call);
+        if (what == 0) restore(call), launch(call.before);
         make_cold(&call);
         finish(limit_us);
         hold<<<1, 1, 0, queue>>>(&page->open, ++turn);
@@ -493,7 +502,7 @@ int player_play(int number, int copy, int what, size_t bytes, double limit_s, do
         mark<<<1, 32, 0, queue>>>();
         enqueue();
         need(cuEventRecord(after, queue), "cuEventRecord");
-        need(cuStreamWriteValue32(queue, (CUdeviceptr)&page->done, turn, 0), "cuStreamWriteValue32");
+        need(cuStreamWriteValue32(queue, (CUdeviceptr)&page->done, turn, turn % 2 ? 1 : 0), "cuStreamWriteValue32");
         for (const double asked = now_us(); now_us() - asked < AHEAD_US;) {
         }
         const double start = now_us();

@@ -96,6 +96,9 @@ class Player:
         images = [_content(fd) for fd in fds]
         for image in images:
             self._do("image", number, c_char_p(image))
+        for node in message["before"]:
+            getattr(self, f"_{node['kind']}")(number, node)
+        self._do("before", number)  # the nodes so far are not timed
         for node in message["nodes"]:
             getattr(self, f"_{node['kind']}")(number, node)
         for i, image in enumerate(images):

@@ -1,8 +1,8 @@
 """Time a whole model's decode step on a GPU: eager, and as one replayed CUDA graph. No submission may capture a graph.
 
-The problem's folder has latency.py with CASES, a list of case parameters, and `prepare(case, steps)`. What that
+The problem's folder has timed_steps.py with CASES, a list of case parameters, and `prepare(case, steps)`. What that
 returns has `choose()`, `step(chosen, without, named)`, `reset()`, `bytes`, `flops` and `graph`: whether a step can be
-recorded; if not, as a prefill cannot, it is timed eager only (problems/dsv4_forward/latency.py). It is the
+recorded; if not, as a prefill cannot, it is timed eager only (problems/dsv4_forward/timed_steps.py). It is the
 problem's own code and runs in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON
 list, FILE for what it measures.
 
@@ -34,7 +34,7 @@ from harness.tools import device_trace
 from harness.tools.device_trace import Launch
 from problems.common import build, load
 
-MODULE = "latency"
+MODULE = "timed_steps"
 FILE = f"{MODULE}.py"
 WARMUPS, STEPS = 5, 50
 ROWS, ROW = 5, 20  # rows of steps that the host does not wait between, and steps of each
@@ -52,7 +52,7 @@ CLOCK = {
 
 
 def cases(problem: Problem, text: str | None) -> list[dict]:
-    """The problem's cases whose words hold `text`. UsageError: none, or it has no latency.py."""
+    """The problem's cases whose words hold `text`. UsageError: none, or it has no timed_steps.py."""
     see_model(problem)
     known = load.module(problem.folder, MODULE).CASES
     chosen = [case for case in known if has_words(label(case), text or "")]
@@ -63,7 +63,7 @@ def cases(problem: Problem, text: str | None) -> list[dict]:
 
 
 def see_model(problem: Problem) -> None:
-    """Raise UsageError if the problem has no latency.py: it is the problem of one kernel."""
+    """Raise UsageError if the problem has no timed_steps.py: it is the problem of one kernel."""
     if not problem.ours or not (problem.folder / FILE).is_file():
         raise UsageError(
             f"--mode latency is for whole models, and {problem.name} is none (it has no {FILE}): time it with "

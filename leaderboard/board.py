@@ -99,7 +99,7 @@ def build(
 ) -> list[Board]:
     """The boards of one machine, sorted by problem and target.
 
-    records: as harness/results/record.py reads them; those of kind latency are on no board (leaderboard/latency.py).
+    records: as harness/results/record.py reads them; those of kind latency are in leaderboard/model_board.py's tables.
     expected: for (problem, target) the cases that a complete variant must have; where absent, those of the base run.
     known: what a row's `source` comes from. modelled: what other machines' records say of what is compiled here; by
     default these records. predictions: a line for a board of (problem, target) without times.

@@ -19,7 +19,7 @@ from rich.text import Text
 from harness.problem import sources
 from harness.results import output, record, text
 from harness.results.screen import Screen, track
-from leaderboard import board, latency, tables
+from leaderboard import board, model_board, tables
 from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
 from leaderboard.tables import Section, Table
@@ -41,7 +41,7 @@ class Shown:
 
     known: Provenance
     boards: list[board.Board] = dataclasses.field(default_factory=list)
-    steps: latency.Steps = dataclasses.field(default_factory=dict)
+    steps: model_board.Steps = dataclasses.field(default_factory=dict)
     complaints: list[str] = dataclasses.field(default_factory=list)
     records: dict[str, list[dict]] = dataclasses.field(default_factory=dict)
 
@@ -67,7 +67,7 @@ def read(
         cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
         predictions = {kind: prediction(*kind) for kind in sorted(kinds)}
         shown.boards += board.build(records, machine, cases, known, modelled, predictions)
-        shown.steps |= latency.steps(records, machine)
+        shown.steps |= model_board.steps(records, machine)
     return shown
 
 
@@ -124,7 +124,7 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
         nothing = "No machine's records are committed yet.\n"
         return nothing, nothing, shown.complaints
     first = tables.winners(shown.boards)
-    first = dataclasses.replace(first, rows=first.rows + latency.winners(shown.steps, shown.known))
+    first = dataclasses.replace(first, rows=first.rows + model_board.winners(shown.steps, shown.known))
     return tables.grid(first), markdown(shown), shown.complaints
 
 
@@ -133,8 +133,8 @@ def markdown(shown: Shown) -> str:
     parts = [tables.markdown(tables.section(one)) for one in shown.boards]
     parts += [f"Warning: {tables.escape(line)}" for line in shown.complaints]
     for title, records in shown.steps.items():
-        steps, layers = latency.table(records, shown.known), latency.layers(records)
-        step = Section(f"{title}: time per decode step", [], [("", steps)], latency.notes(records))
+        steps, layers = model_board.table(records, shown.known), model_board.layers(records)
+        step = Section(f"{title}: time per decode step", [], [("", steps)], model_board.notes(records))
         parts.append(tables.markdown(step))
         if layers.rows:
             parts.append(tables.markdown(Section(f"{title}: time of a layer", [], [("", layers)], [])))
@@ -145,10 +145,10 @@ def terminal(shown: Shown, console: Console) -> None:
     """Print the boards, then the latencies of whole models, as tables."""
     sections = [tables.section(one) for one in shown.boards]
     for title, records in shown.steps.items():
-        named = [("", latency.table(records, shown.known)), ("A layer:", latency.layers(records))]
-        named += [("Where the time of a step goes:", latency.breakdown(records))]
+        named = [("", model_board.table(records, shown.known)), ("A layer:", model_board.layers(records))]
+        named += [("Where the time of a step goes:", model_board.breakdown(records))]
         found = [(above, table) for above, table in named if table.rows]
-        sections.append(Section(f"{title}: time per decode step", [""], found, latency.notes(records)))
+        sections.append(Section(f"{title}: time per decode step", [""], found, model_board.notes(records)))
     for one in sections:
         console.rule(_text(one.title, "bold"), align="left")
         for line in one.facts:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from harness.results import ranking, text
-from leaderboard import latency, plot, tables, trend
+from leaderboard import model_board, plot, tables, trend
 from leaderboard.board import Board, rows_of
 from leaderboard.checks import Check
 from leaderboard.plot import Bars, DotPlot, Dots, Lines, Point, Strips
@@ -117,8 +117,8 @@ def steps(records: Sequence[dict]) -> DotPlot | None:
     own, _ = _apart(records)
     lines = []
     for one in records:
-        times = [latency.number(one.get(key)) for key in ("median_us", "eager_us")]
-        sol = latency.number(one.get("sol_us"))
+        times = [model_board.number(one.get(key)) for key in ("median_us", "eager_us")]
+        sol = model_board.number(one.get("sol_us"))
         points = [Point(us, series=number) for number, us in enumerate(times) if us > 0]
         said = f"{tables.us(times[0])} us" if times[0] > 0 else ""
         lines.append(Dots(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
@@ -129,9 +129,9 @@ def steps(records: Sequence[dict]) -> DotPlot | None:
 def components(records: Sequence[dict]) -> Bars | None:
     """Where the time of a step of each case goes: the ops that take most in the records together, and the rest."""
     own, _ = _apart(records)
-    found = {own[ranking.case_label(one["case"])]: (latency.components(one), one) for one in records}
+    found = {own[ranking.case_label(one["case"])]: (model_board.components(one), one) for one in records}
     found = {label: (parts, one) for label, (parts, one) in found.items() if parts}
-    rest = (latency.OUTSIDE, latency.GAPS)
+    rest = (model_board.OUTSIDE, model_board.GAPS)
     names = {name for parts, _ in found.values() for name in parts if name not in rest}
     share = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts, _ in found.values()) for name in names}
     longest = sorted(names, key=lambda name: -share[name])[: plot.MOST_SERIES - len(rest) - 1]
@@ -139,7 +139,7 @@ def components(records: Sequence[dict]) -> Bars | None:
     for label, (parts, one) in found.items():
         others = sum(parts.get(name, 0.0) for name in names.difference(longest))
         values = [*(parts.get(name, 0.0) for name in longest), others, *(parts.get(name, 0.0) for name in rest)]
-        sol = latency.number(one.get("sol_us"))
+        sol = model_board.number(one.get("sol_us"))
         lines.append((label, values, [sol] if sol > 0 else [], f"{tables.us(sum(values))} us"))
     axis = "time of a decode step on the GPU by op, us, by the driver's records"
     return Bars(lines, [*longest, "other ops", *rest], axis, "speed of light") if lines else None
@@ -174,7 +174,7 @@ def model_history(records: Iterable[dict]) -> Lines | None:
     found: dict[str, list[tuple[str, float]]] = {}
     labels: dict[str, str] = {}
     for one in sorted(records, key=lambda one: one["time"]):
-        us = latency.number(one.get("median_us"))
+        us = model_board.number(one.get("median_us"))
         if us > 0:
             commit = (one.get("commit") or "unknown")[: trend.SHORT]
             labels.setdefault(commit, f"{commit}\n{one['time'][:10]}")

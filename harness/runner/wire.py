@@ -37,18 +37,25 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
 
 
 def receive(
-    sock: socket.socket, timeout_s: float = math.inf, look: Callable[[], None] = lambda: None
+    sock: socket.socket, timeout_s: float = math.inf, look: Callable[[], None] = lambda: None, look_s: float = LOOK_S
 ) -> tuple[dict, list[int]]:
     """Return (message, descriptors). TimeoutError after timeout_s; WireError as described above.
 
-    look: called every LOOK_S while a message, or the rest of one, is waited for; what it raises comes through.
+    look: called every look_s while a message, or the rest of one, is waited for; what it raises comes through.
     """
     deadline = time.monotonic() + timeout_s
     fds: list[int] = []
+
+    def wait() -> None:
+        while not select.select([sock], [], [], max(0.0, min(look_s, deadline - time.monotonic())))[0]:
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            look()
+
     try:
         header = b""
         while len(header) < _HEADER.size:
-            _wait(sock, deadline, look)
+            wait()
             part, more, _, _ = socket.recv_fds(sock, _HEADER.size - len(header), _MAX_FDS)
             fds += more
             if not part:
@@ -57,7 +64,7 @@ def receive(
         length, count = _HEADER.unpack(header)
         if length > LIMIT or count != len(fds):
             raise WireError(f"not a message: {length} bytes, {count} fds announced, {len(fds)} came")
-        return _parse(_body(sock, length, deadline, look)), fds
+        return _parse(_body(sock, length, wait)), fds
     except BaseException as error:
         for fd in fds:
             os.close(fd)
@@ -66,10 +73,10 @@ def receive(
         raise
 
 
-def _body(sock: socket.socket, length: int, deadline: float, look: Callable[[], None]) -> bytes:
+def _body(sock: socket.socket, length: int, wait: Callable[[], None]) -> bytes:
     body = bytearray()
     while len(body) < length:
-        _wait(sock, deadline, look)
+        wait()
         part = sock.recv(min(length - len(body), 2**20))
         if not part:
             raise WireError("the other process closed the connection within a message")
@@ -85,10 +92,3 @@ def _parse(body: bytes) -> dict:
     if not isinstance(message, dict):
         raise WireError(f"a message must be an object, got {type(message).__name__}")
     return message
-
-
-def _wait(sock: socket.socket, deadline: float, look: Callable[[], None]) -> None:
-    while not select.select([sock], [], [], max(0.0, min(LOOK_S, deadline - time.monotonic())))[0]:
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-        look()

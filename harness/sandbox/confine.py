@@ -35,7 +35,7 @@ _PRCTL = {
     "no_new_privs": 38,
     "ambient": 47,
 }
-_AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
+_AMBIENT_RAISE = 2
 _PASSING, _SETPCAP = 2, 8  # capabilities: CAP_DAC_READ_SEARCH; CAP_SETPCAP
 _SECUREBITS = 0b11000011  # root's uid gives no capability and none can be made ambient; both locked
 _ACCESS_AS_OPEN = 0b1100  # access(2) counts the capabilities of a user other than root, as open(2) does; locked
@@ -72,7 +72,8 @@ def seccomp_available() -> None:
 def confine(jail: dict, reaper: int) -> None:
     """Carry out the orders of `jail` (sandbox.Jail.orders). reaper: pid of the calling process's parent."""
     prctl("dumpable", 1)  # the reaper is not; else /proc/self belongs to root and cannot be written
-    _write("/proc/self/oom_score_adj", OOM_SCORE)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(OOM_SCORE)
     _limit(jail["uid"] is not None)
     ruleset = _landlock(jail) if jail["abi"] else None
     if jail["uid"] is not None and jail["passing"]:
@@ -82,7 +83,7 @@ def confine(jail: dict, reaper: int) -> None:
             _drop_bounding()
         if jail["uid"] is not None:
             become(jail["uid"])
-        _drop_capabilities()
+        _set_capabilities(0, inheritable=0)  # what is ambient goes with what is inheritable
     prctl("no_new_privs", 1)
     prctl("pdeathsig", 9)  # after setuid, which clears it
     if os.getppid() != reaper:
@@ -120,14 +121,6 @@ def closed(uid: int, passing: bool, needed: list[tuple[str, int]]) -> str:
     return next((path for path, mode in needed if not os.access(path, mode)), "")
 
 
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-
-
 def _limit(own_user: bool) -> None:
     wanted = {
         resource.RLIMIT_CORE: 0,
@@ -153,15 +146,6 @@ def _drop_bounding(securebits: int = _SECUREBITS) -> None:
                 raise
             break
     prctl("securebits", securebits)
-
-
-def _drop_capabilities() -> None:
-    try:
-        prctl("ambient", _AMBIENT_CLEAR)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel without ambient capabilities
-            raise
-    _set_capabilities(0, 0)
 
 
 def _set_capabilities(held: int, inheritable: int) -> None:

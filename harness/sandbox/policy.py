@@ -171,7 +171,7 @@ def _why_no_uid(passing: bool) -> str:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     if not int(status.get("CapEff", "-1"), 16) >> WATCHES & 1:
         return "root here lacks CAP_SYS_PTRACE, and could not see what another user's process holds"
-    read = [sys.prefix, sys.base_prefix, *_import_paths(), *filter(os.path.isdir, kept("LD_LIBRARY_PATH"))]
+    read = [sys.prefix, sys.base_prefix, *filter(os.path.exists, [*_narrow(sys.path), *kept("LD_LIBRARY_PATH")])]
     read += [spec.origin for spec in map(importlib.util.find_spec, IMPORTED) if spec and spec.origin]
     needed = [(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) for path in read]
     run = [sys.executable, tempfile.gettempdir(), *map(shutil.which, COMPILERS)]
@@ -242,19 +242,13 @@ def runtime_folder(name: str) -> Path:
 
 def kept(variable: str) -> list[str]:
     """The entries of the judge's PATH, PYTHONPATH or LD_LIBRARY_PATH that a runner keeps, see _narrow."""
-    entries = [Path(entry).resolve() for entry in os.environ.get(variable, "").split(os.pathsep) if entry]
-    return [str(path) for path in entries if _narrow(path)]
-
-
-def _import_paths() -> list[str]:
-    """Where this interpreter imports from, see _narrow."""
-    paths = [Path(entry).resolve() for entry in sys.path if entry]
-    return [str(path) for path in paths if path.exists() and _narrow(path)]
+    return _narrow(os.environ.get(variable, "").split(os.pathsep))
 
 
 def read_paths() -> list[str]:
     """Return the existing paths that a jailed process may read and execute from, without the checkout."""
-    paths = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *_import_paths(), *SYSTEM]
+    paths = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *SYSTEM]
+    paths += _narrow(sys.path)
     paths += [path for variable in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH") for path in kept(variable)]
     paths += [f"/sys/{name}" for name in SYS] + _toolkits()
     paths += [str(path) for name in ETC_START + ETC_PLACE for path in Path("/etc").glob(name)]
@@ -271,13 +265,15 @@ def _toolkits() -> list[str]:
     return [folder for folder in found if os.path.isdir(f"{folder}/nvvm")]
 
 
-def _narrow(path: Path) -> bool:
-    """Whether a folder that a variable or the interpreter names may be read: not the checkout or a project's folder in
-    it, not a home folder, and nothing above these.
+def _narrow(entries: list[str]) -> list[str]:
+    """Of folders that a variable or the interpreter names those that may be read: not the checkout or a project's
+    folder in it, not a home folder, and nothing above these.
     """
     listed = [user.pw_dir for user in pwd.getpwall() if user.pw_uid == os.geteuid()]
     homes = {Path(os.path.realpath(home)) for home in (os.path.expanduser("~"), *listed)}
-    return _shown(path) and not any(path == home or path in home.parents for home in homes)
+    above = {folder for home in homes for folder in (home, *home.parents)}
+    paths = [Path(entry).resolve() for entry in entries if entry]
+    return [str(path) for path in paths if _shown(path) and path not in above]
 
 
 def _shown(path: Path) -> bool:

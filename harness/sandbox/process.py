@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -28,8 +27,7 @@ from harness.sandbox.policy import Jail, SandboxError
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT_LIMIT = 16 * 2**20  # bytes that a child may print before it is killed
 OUTPUT_KEPT = 4000  # bytes of its last output that are kept for the report
-POLL_S = 0.05
-WATCH_S = 0.25  # the same while a call is timed: each look takes a processor for a moment
+WATCH_S = 0.25  # between looks at what a child takes while a call is timed: each takes a processor for a moment
 TREE_S = 0.5  # how often a child's own processes are looked up, which takes longer than to read their memory
 REAPER_LIMIT_S = 30  # until the reaper has started the child; and beyond its own limit until it has ended
 SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
@@ -66,11 +64,9 @@ class Guarded:
             os.close(status)
         orders = jail.orders(self.process.pid) if jail else None
         config = {"argv": argv, "env": env, "cwd": str(ROOT), "keep": list(keep), "jail": orders}
-        body = marshal.dumps(config)
-        with contextlib.suppress(BrokenPipeError):  # what became of the reaper is seen when it is asked for the pid
-            data = struct.pack("=I", len(body)) + body
-            while data:
-                data = data[os.write(self._control, data) :]
+        # What became of the reaper is seen when it is asked for the pid.
+        with contextlib.suppress(BrokenPipeError), open(self._control, "wb", closefd=False) as pipe:
+            marshal.dump(config, pipe)
         self._pid: int | None = None
         self._program, self._uid = argv[0], jail.uid if jail else None
 
@@ -92,16 +88,9 @@ class Guarded:
     def pid(self) -> int:
         """Of the process itself. SandboxError: it could not be started as asked."""
         if self._pid is None:
-            said = b""
-            deadline = time.monotonic() + REAPER_LIMIT_S
-            while not said.endswith(b"\n"):
-                if not select.select([self._status], [], [], max(0, deadline - time.monotonic()))[0]:
-                    break
-                part = os.read(self._status, 4096)
-                if not part:
-                    break
-                said += part
-            word, _, rest = said.decode(errors="replace").strip().partition(" ")
+            ready = select.select([self._status], [], [], REAPER_LIMIT_S)[0]
+            line = os.read(self._status, 4096) if ready else b""  # the reaper writes it at once
+            word, _, rest = line.decode(errors="replace").strip().partition(" ")
             if word != "pid":
                 if "PermissionError" in rest and self._program in rest:
                     user = "the judge's user" if self._uid is None else f"user {self._uid}, as which a submission runs"
@@ -124,6 +113,22 @@ class Guarded:
         # Without this the pipe of a forgotten child would stay open, and the child with it.
         with contextlib.suppress(AttributeError):
             self.end()
+
+
+def run(argv: list[str], extra: dict[str, str], quiet: bool = False) -> int:
+    """Run code of a problem under a reaper, and end what it leaves. Return its exit status, or minus the number of the
+    signal that ended it. SandboxError: it could not be started.
+
+    extra: further environment variables. It prints where this process prints, and nowhere if quiet.
+    """
+    sys.stdout.flush()
+    stdout = subprocess.DEVNULL if quiet else sys.stderr.fileno() if sys.stdout is sys.stderr else None
+    guarded = Guarded(argv, _environment(extra), (), None, stdout)
+    try:
+        guarded.pid  # noqa: B018  SandboxError
+        return guarded.process.wait()
+    finally:
+        guarded.end()
 
 
 class Child:
@@ -167,7 +172,7 @@ class Child:
 
     @property
     def freezer(self) -> Freezer:
-        """What stops a stoppable child. SandboxError: it could not be started as asked."""
+        """What knows its processes, and stops a stoppable child. SandboxError: it could not be started as asked."""
         return Freezer(self._process.pid, self.pid)
 
     def pause(self) -> None:
@@ -207,34 +212,27 @@ class Child:
 
         watch: a child that works meanwhile, and is killed where it prints or takes too much.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            # What a dead child had sent is still read first.
-            if select.select([self.sock], [], [], WATCH_S if watch else POLL_S)[0]:
-                try:
-                    return self._checked(*wire.receive(self.sock, max(0.1, deadline - time.monotonic()), self._look))
-                except TimeoutError:
-                    pass
-                except (wire.WireError, OSError) as error:  # a reset is one: it died with a message unread
-                    raise self._died(str(error)) from None
-            if excess := (watch or self)._excess():
-                (watch or self).kill()
-                if watch is None:
-                    raise Died("RUNTIME_ERROR", excess)
-                watch.excess = excess  # the message that tells of its end is still to come
-            if time.monotonic() > deadline:
-                self.kill()
-                raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed")
+        every_s = WATCH_S if watch else wire.LOOK_S
+        try:
+            return self._checked(*wire.receive(self.sock, timeout_s, lambda: self._look(watch), every_s))
+        except TimeoutError:
+            self.kill()
+            raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed") from None
+        except (wire.WireError, OSError) as error:  # a reset is one: it died with a message unread
+            raise self._died(str(error)) from None
 
     def answers(self, within_s: float) -> bool:
         """Return whether a message, or its end, can be read within this time."""
         return bool(select.select([self.sock], [], [], within_s)[0])
 
-    def _look(self) -> None:
-        """Died: it took too much, in the middle of a message."""
-        if excess := self._excess():
-            self.kill()
-            raise Died("RUNTIME_ERROR", excess)
+    def _look(self, watch: "Child | None") -> None:
+        """Kill `watch`, or this child if that is None, where it printed or took too much. Died: it is this one."""
+        child = watch or self
+        if excess := child._excess():
+            child.kill()
+            if watch is None:
+                raise Died("RUNTIME_ERROR", excess)
+            watch.excess = excess  # the message that tells of its end is still to come
 
     def _excess(self) -> str:
         """What it printed or took too much, in words."""
@@ -255,7 +253,7 @@ class Child:
 
     def processes(self) -> list[int]:
         """pids of what the child started, also of what has left its session, and what has not ended."""
-        return [other for other in reaper.descendants(self._process.pid) if other != self.pid]
+        return self.freezer.processes()
 
     def private_bytes(self) -> int:
         """Bytes of host memory that only the child and what it started hold, with files that have no name any more.
@@ -317,7 +315,7 @@ class Child:
     def _resident(self) -> int:
         """Bytes of memory of the child and all it has started; shared pages count once, as the child's."""
         if time.monotonic() - self._looked > TREE_S:
-            self._below = [pid for pid in reaper.descendants(self._process.pid) if pid != self.pid]
+            self._below = self.processes()
             self._looked = time.monotonic()
         return _resident(self.pid) + sum(_resident(pid, private=True) for pid in self._below)
 

@@ -1,12 +1,12 @@
 """The small process between the judge and one of its children: when either is gone, everything below it goes too.
 
 Started as `python -I -S harness/sandbox/reaper.py CONTROL STATUS`. CONTROL: a pipe from the judge with one marshalled
-dict ({"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None}, its length in 4 bytes before it);
-its end means that the judge is done or dead. STATUS: a pipe to the judge, one line: `pid N`, or `failed WHY`.
+dict, {"argv", "env", "cwd", "keep": descriptors to pass on, "jail": orders or None}; its end means that the judge is
+done or dead. STATUS: a pipe to the judge, one line: `pid N`, or `failed WHY`.
 
 Descendants that fork twice and start a session of their own are handed to this process by the kernel, so they die with
 the rest. It ends as the child ended: with its exit status, or by the signal that killed it.
-Another use: `--folder CONTROL PLACE` makes a folder and removes it when CONTROL ends.
+Another use: `--folder PLACE` makes a folder and removes it when standard input ends.
 Standard library only, and little of it: this runs once for every child.
 """
 
@@ -14,14 +14,13 @@ import ctypes
 import marshal
 import os
 import select
-import struct
 import sys
 import time
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 
 SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGSTOP, SIGXFSZ = 1, 2, 9, 13, 15, 19, 25  # importing signal takes 5 ms
-GIVE_UP_S = 10  # a process that the kernel cannot end (a hung device) is left after that, and named
+GIVE_UP_S = 10  # a process that the kernel cannot end (a hung device) is left after that
 _libc = ctypes.CDLL(None)
 _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
@@ -60,21 +59,15 @@ def _state(pid: int) -> str:
 
 
 def _read(path: str) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        parts = []
-        while part := os.read(fd, 65536):
-            parts.append(part)
-        return b"".join(parts).decode(errors="replace")
-    finally:
-        os.close(fd)
+    with open(path, errors="replace") as file:
+        return file.read()
 
 
-def end_all() -> list[int]:
-    """End every descendant of this process. -> pids that would not go."""
+def end_all() -> None:
+    """End every descendant of this process, but for those that the kernel does not end in GIVE_UP_S."""
     deadline = time.monotonic() + GIVE_UP_S
     pause = 0.0005
-    while True:
+    while time.monotonic() < deadline:
         below = descendants(os.getpid())
         # Stopped first, so that none forks on while the list is worked through.
         for number in (SIGSTOP, SIGKILL):
@@ -87,9 +80,7 @@ def end_all() -> list[int]:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return []
-        if time.monotonic() > deadline:
-            return below
+            return
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 
@@ -122,12 +113,10 @@ def _start(config: dict) -> int:
         finally:
             os._exit(127)
     os.close(tell)
-    why = b""
-    while part := os.read(told, 4096):
-        why += part
-    os.close(told)
+    with open(told, errors="replace") as pipe:
+        why = pipe.read()
     if why:
-        raise RuntimeError(why.decode(errors="replace"))
+        raise RuntimeError(why)
     return pid
 
 
@@ -154,50 +143,43 @@ def remove_tree(path: str) -> None:
 
     OSError: something is still there after a while.
     """
-    for attempt in range(50):
-        for command in (["chmod", "-R", "u+rwx", "--", path], ["rm", "-rf", "--one-file-system", "--", path]):
-            # rm alone is enough for all but folders that their owner may not enter.
-            if (command[0] == "rm" or attempt) and os.path.lexists(path):
-                _quiet(command)
+    import subprocess  # takes milliseconds, and most reapers remove nothing
+
+    # Also where the user's PATH has no such programs.
+    env = {"PATH": f"{os.defpath}:{os.environ.get('PATH', '')}"}
+    for _ in range(50):
+        subprocess.run(["rm", "-rf", "--one-file-system", "--", path], stderr=subprocess.DEVNULL, env=env)
         if not os.path.lexists(path):
             return
+        # Of folders that their owner may not enter.
+        subprocess.run(["chmod", "-R", "u+rwx", "--", path], stderr=subprocess.DEVNULL, env=env)
         time.sleep(0.05)  # a process that is about to be killed may still write there
     raise OSError(f"could not remove {path}")
 
 
-def _quiet(command: list[str]) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    actions = [(os.POSIX_SPAWN_DUP2, nothing, fd) for fd in (0, 1, 2)]
-    try:
-        # Also where the user's PATH has no such program.
-        found = [path for path in (f"/usr/bin/{command[0]}", f"/bin/{command[0]}") if os.access(path, os.X_OK)]
-        os.waitpid(os.posix_spawnp((found or command)[0], command, os.environ, file_actions=actions), 0)
-    finally:
-        os.close(nothing)
-
-
-def _keep_folder(control: int, place: str) -> None:
-    """Make a folder in `place`, say where it is, and remove it when CONTROL ends."""
-    for number in (SIGHUP, SIGINT, SIGTERM):
-        _libc.signal(number, 1)
+def _keep_folder(place: str) -> None:
+    """Make a folder in `place`, say where it is, and remove it when standard input ends."""
     folder = os.path.join(place, f"kernel-judge-{os.getpid()}-{os.urandom(6).hex()}")
     os.mkdir(folder, 0o711)
     os.write(1, os.fsencode(folder) + b"\n")
-    os.read(control, 1)
+    os.read(0, 1)
     remove_tree(folder)
 
 
 def main() -> None:
-    if sys.argv[1] == "--folder":
-        _keep_folder(int(sys.argv[2]), sys.argv[3])
-        return
-    control, status = int(sys.argv[1]), int(sys.argv[2])
     for number in (SIGHUP, SIGINT, SIGTERM):
         _libc.signal(number, 1)  # ignored: only the end of the pipe, or SIGKILL, ends this
+    if sys.argv[1] == "--folder":
+        _keep_folder(sys.argv[2])
+        return
+    control, status = int(sys.argv[1]), int(sys.argv[2])
     _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     _libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-    header = _exactly(control, 4)
-    config = marshal.loads(_exactly(control, struct.unpack("=I", header)[0]))
+    try:
+        with open(control, "rb", closefd=False) as pipe:
+            config = marshal.load(pipe)
+    except EOFError:
+        return  # the judge is gone before it said what to start
     for fd in (control, status):
         os.set_inheritable(fd, False)
     try:
@@ -213,23 +195,12 @@ def main() -> None:
         os.close(fd)
     os.write(status, f"pid {pid}\n".encode())
     ended = _watch(control, pid)
-    if left := end_all():
-        os.write(status, f"left {' '.join(map(str, left))}\n".encode())
+    end_all()
     code = os.waitstatus_to_exitcode(ended) if ended is not None else -SIGKILL
     if code < 0:
         _libc.signal(-code, None)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _exactly(fd: int, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = os.read(fd, count - len(data))
-        if not part:
-            os._exit(0)  # the judge is gone before it said what to start
-        data += part
-    return data
 
 
 if __name__ == "__main__":

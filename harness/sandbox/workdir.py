@@ -17,7 +17,6 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -37,10 +36,11 @@ CACHE_FILES = 50_000  # files and folders of them
 CACHE_DEPTH = 40  # folders within folders
 HALF_FILLED_S = 24 * 3600  # after which a folder that is still being filled is one that a killed process left
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
-# Whose caches are kept, or against which code is built.
 OUTSIDE = "submission"  # folder of a submission that does not lie in its problem's
 THEN = "common_of_its_commit"  # folder of the problems/common of a submission of another commit
+# Whose caches are kept, or against which code is built.
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
+OURS = ("judge-", "gate-")  # how names of the judge's own machine code begin, which is never kept with a submission's
 
 
 class CacheError(RuntimeError):
@@ -74,8 +74,8 @@ class Workdir:
         tree: Path | None = None,
     ) -> "Workdir":
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
-        is made; tree: a copy of another commit's files, in which `file` lies. BuildError:
-        the judge's own code does not compile here. ValueError: its closure cannot be read, or laid out.
+        is made; tree: a copy of another commit's files, in which `file` lies. BuildError: the judge's own code does not
+        compile here. ValueError: its closure cannot be read, or laid out.
         """
         with contextlib.ExitStack() as stack:
             uid = stack.enter_context(policy.user())
@@ -84,20 +84,26 @@ class Workdir:
             code, home, tmp, cache = (place / name for name in ("code", "home", "tmp", "cache"))
             for folder in (code, home, tmp, cache):
                 folder.mkdir()
-            copied = _copy_code(code)
+            copied = {code / path.relative_to(ROOT): path for path in runner_modules()}
+            copied |= _common(build.COMMON, code / "problems" / "common")
             folder = code / "problems" / problem.folder.name
             common = code / THEN if tree else None
             if tree and common:
-                copied |= _copy_common(tree / "problems" / "common", common)
+                copied |= _common(tree / "problems" / "common", common)
+            copied |= {folder / path.name: path.resolve() for path in _task(problem)}
+            copied |= {folder / name: path.resolve() for name, path in problem.files.items()}
             with sources.rooted(tree):
-                copied |= _copy_submission(file, problem, _home(problem, tree), folder)
-            for name, path in problem.files.items():
-                copied |= _copy(path, folder / name)
+                for private, path in _submission(file, _home(problem, tree), folder):
+                    if copied.setdefault(private, path) != path:
+                        raise ValueError(f"{path} would take the place of {copied[private]} in the runner's folder")
+            for private, path in copied.items():
+                private.parent.mkdir(parents=True, exist_ok=True)
+                private.write_bytes(build.read(path))
             files = {name: str(folder / name) for name in problem.files}
             if built:
                 copy_tree(built, cache)
             for own in (gate.artefact(), *map(native.library, {"cpu", device})):
-                _copy_artefact(own.path.parent, cache / "build")
+                shutil.copytree(own.path.parent, cache / "build" / own.path.parent.name)
             if uid is not None:
                 os.chown(place, -1, uid)  # its group may go through, to code/ that stays the judge's
                 place.chmod(0o710)
@@ -142,15 +148,12 @@ class Workdir:
         for path in closures.glob("tmp-*"):
             if time.time() - path.stat().st_mtime > HALF_FILLED_S:
                 reaper.remove_tree(str(path))
-        scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=closures))
-        try:
-            copy_tree(self.jail.cache, scratch, skip=("judge-", "gate-"))
-            scratch.chmod(0o755)
+        with tempfile.TemporaryDirectory(prefix="tmp-", dir=closures) as scratch:
+            made = Path(scratch, "made")
+            made.mkdir()
+            copy_tree(self.jail.cache, made)
             with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
-                os.rename(scratch, target)
-        finally:
-            if scratch.exists():
-                reaper.remove_tree(str(scratch))
+                made.rename(target)
         return target
 
     def remove(self) -> None:
@@ -185,10 +188,9 @@ def _task(problem: Problem) -> list[Path]:
     return [problem.folder / "task.py"] if problem.ours else []  # GPU MODE's is one of its files
 
 
-def copy_tree(source: Path, target: Path, skip: tuple[str, ...] = ()) -> None:
-    """The plain files and folders of `source` into `target`, which exists. Nothing else: a link could lead anywhere.
-
-    Files keep only whether they are executable. skip: folders whose name begins so are left out. CacheError: too much.
+def copy_tree(source: Path, target: Path) -> None:
+    """The plain files and folders of `source`, but for OURS, into `target`, which exists. Nothing else: a link could
+    lead anywhere. Files keep only whether they are executable. CacheError: too much.
     """
     todo = [(source, target, 0)]
     size = count = 0
@@ -201,90 +203,45 @@ def copy_tree(source: Path, target: Path, skip: tuple[str, ...] = ()) -> None:
                 count += 1
                 if count > CACHE_FILES:
                     raise CacheError(f"caches may hold {CACHE_FILES} files, these hold more")
+                if entry.name.startswith(OURS):
+                    continue
                 if entry.is_dir(follow_symlinks=False):
-                    if not entry.name.startswith(skip):
-                        (there / entry.name).mkdir(mode=0o755)
-                        todo.append((Path(entry.path), there / entry.name, depth + 1))
+                    (there / entry.name).mkdir(mode=0o755)
+                    todo.append((Path(entry.path), there / entry.name, depth + 1))
                 elif entry.is_file(follow_symlinks=False):
-                    size += entry.stat(follow_symlinks=False).st_size
+                    status = entry.stat(follow_symlinks=False)
+                    size += status.st_size
                     if size > CACHE_LIMIT:
                         raise CacheError(f"caches may take {CACHE_LIMIT / 2**30:g} GiB, these take more")
-                    _copy_file(entry.path, there / entry.name)
+                    shutil.copyfile(entry.path, there / entry.name)
+                    (there / entry.name).chmod(0o755 if status.st_mode & 0o100 else 0o644)
 
 
-def _copy_file(source: str | Path, target: Path) -> None:
-    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as reader:
-        found = os.fstat(reader.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise CacheError(f"{source} is no plain file any more")
-        with open(target, "xb") as writer:
-            shutil.copyfileobj(reader, writer, 2**20)
-    target.chmod(0o755 if found.st_mode & 0o100 else 0o644)
+def _common(common: Path, target: Path) -> dict[Path, Path]:
+    """The copy in `target` of each file of a problems/common: {copy: file}."""
+    files = [path for path in common.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {target / path.relative_to(common): path.resolve() for path in files}
 
 
-def _copy(source: Path, target: Path) -> dict[Path, Path]:
-    """Copy one of our files. -> {the copy: the file}."""
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _copy_file(source.resolve(), target)
-    return {target: source.resolve()}
-
-
-def _copy_code(code: Path) -> dict[Path, Path]:
-    copied: dict[Path, Path] = {}
-    files = [*runner_modules(), ROOT / "problems" / "__init__.py"]
-    for path in files:
-        copied |= _copy(path, code / path.relative_to(ROOT))
-    return copied | _copy_common(build.COMMON, code / "problems" / "common")
-
-
-def _copy_common(common: Path, target: Path) -> dict[Path, Path]:
-    copied: dict[Path, Path] = {}
-    for path in common.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            copied |= _copy(path, target / path.relative_to(common))
-    return copied
-
-
-def _copy_submission(file: Path, problem: Problem, home: Path, folder: Path) -> dict[Path, Path]:
-    """task.py and the closure, which keeps its places: from `home`, the problem's folder, or from the submission's.
+def _submission(file: Path, home: Path, folder: Path) -> list[tuple[Path, Path]]:
+    """(copy, file) of the closure, which keeps its places: from `home`, the problem's folder, or from the submission's.
 
     What a composition brings along lies as in problems/, where `folder` is.
     """
-    copied: dict[Path, Path] = {}
-    for task in _task(problem):
-        copied |= _copy(task, folder / "task.py")
     files = sources.files_of(file)
     if all(home in path.parents for path in files):
         top, place = home, folder
     else:
         top, place = file.resolve().parent, folder / OUTSIDE
-    targets = [(path, place / path.relative_to(top)) for path in files]
-    targets += [(path, folder.parent / path.relative_to(load.PROBLEMS)) for path in sources.brought(file, home)]
-    for path, target in targets:
-        if target in copied and copied[target] != path:
-            raise ValueError(f"{path} would take the place of {copied[target]} in the runner's folder")
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(build.read(path))
-        copied[target] = path
-    return copied
-
-
-def _copy_artefact(folder: Path, cache: Path) -> None:
-    """The judge's own machine code, in place of whatever a compile step may have put there."""
-    target = cache / folder.name
-    if target.exists():
-        reaper.remove_tree(str(target))
-    target.mkdir(parents=True)
-    copy_tree(folder, target)
+    brought = [(folder.parent / path.relative_to(load.PROBLEMS), path) for path in sources.brought(file, home)]
+    return [(place / path.relative_to(top), path) for path in files] + brought
 
 
 @functools.cache
 def runner_modules() -> tuple[Path, ...]:
-    """Files of harness/ that a runner needs: all of harness/runner/, and nothing else."""
-    found = [path for path in (ROOT / "harness" / "runner").iterdir() if path.is_file()]
-    return (ROOT / "harness" / "__init__.py", *sorted(found))
+    """Files that a runner needs: all of harness/runner/, the packages that hold its modules, and nothing else."""
+    modules = [path for path in (ROOT / "harness" / "runner").iterdir() if path.is_file()]
+    return (ROOT / "harness" / "__init__.py", ROOT / "problems" / "__init__.py", *sorted(modules))
 
 
 @functools.cache
@@ -309,37 +266,28 @@ def scratch() -> Path:
     return Path(tempfile.mkdtemp(dir=_folder(os.getpid())))
 
 
-_keepers: dict[int, "_Keeper"] = {}  # by the process that started it: a fork must not share its parent's
+_keepers: list[subprocess.Popen] = []  # each has a pipe to its standard input, which ends with this process
 
 
+@functools.cache
 def _folder(pid: int) -> Path:
-    if pid not in _keepers:
-        _keepers.clear()
-        _keepers[pid] = _Keeper()
-    return _keepers[pid].folder
-
-
-class _Keeper:
-    """The folder of this process, and the small process that removes it when this one is gone."""
-
-    def __init__(self) -> None:
-        control, self._control = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", reaper.__file__, "--folder", str(control), str(_executable_place())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                pass_fds=(control,),
-                start_new_session=True,
-                env={k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")},
-                cwd="/",
-            )
-        finally:
-            os.close(control)
-        said = self._process.stdout.readline() if self._process.stdout else b""
-        self.folder = Path(os.fsdecode(said).rstrip("\n"))
-        if not self.folder.is_dir():
-            raise OSError(f"no private folder could be made in {_executable_place()}")
+    """The folder of the process `pid`, this one: a fork must not share its parent's. A small process removes it when
+    this one is gone.
+    """
+    place = _executable_place()
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", reaper.__file__, "--folder", str(place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")},
+        cwd="/",
+    )
+    _keepers.append(keeper)
+    assert keeper.stdout  # it is a pipe
+    if not (folder := os.fsdecode(keeper.stdout.readline()).rstrip("\n")):
+        raise OSError(f"no private folder could be made in {place}")
+    return Path(folder)
 
 
 def _executable_place() -> Path:

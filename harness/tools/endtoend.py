@@ -3,17 +3,14 @@
 check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments;
 argparse's SystemExit(2) may come through it. harness/tools/check_launcher.py calls it as problems.<name>.check.main, in
 a separate process, with the arguments that harness/run.py does not know, and with --device cpu or cuda. Only where main
-has returned 0, and the process then ends with status 0, does all hold: what main calls may end the process, a kernel
-with exit(0) say, and then nothing was checked. CHECK_REPORT in its environment is "" or a folder, which need not exist,
-for JSON files of what it found: the page of the leaderboard shows them (leaderboard/checks.py has their fields). It is
-the problem's own code, like its reference: no submission of others runs in it.
+has returned 0 does all hold: what main calls may end the process, a kernel with exit(0) say, and then nothing was
+checked. CHECK_REPORT in its environment is "" or a folder, which need not exist, for JSON files of what it found: the
+page of the leaderboard shows them (leaderboard/checks.py has their fields). It is the problem's own code, like its
+reference: no submission of others runs in it.
 """
 
 import os
-import secrets
 import shlex
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,28 +47,27 @@ def wanted(problem: Problem, arguments: Options, words: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the process of a check ended. status: its exit status, or minus the number of a signal; told: what the
-    launcher said of main, ("returned" or "left", status), None where it said nothing.
+    """How a check ended. status: its exit status, or minus the number of a signal; returned: main has returned this
+    status, which is 0 or 2.
     """
 
     status: int
-    told: tuple[str, int] | None
+    returned: bool
 
     @property
     def refused(self) -> bool:
         """Whether main refused its arguments. It has said why."""
-        return self.status == output.USAGE_EXIT and self.told is not None
+        return self.returned and self.status == output.USAGE_EXIT
 
     @property
     def fault(self) -> str:
         """Why this check does not pass, "" if it does."""
         if self.status < 0:
             return f"killed by signal {-self.status}"
-        if self.status:
-            return f"exit status {self.status}" + ("" if self.told or self.status == 1 else " before its main returned")
-        if self.told is None or self.told[0] != "returned":
+        if not self.status and not self.returned:
             return f"{FILE} ended with status 0 before its main returned: something that it calls ends the process"
-        return f"its main returned {self.told[1]}" if self.told[1] else ""
+        early = " before its main returned" if self.status == output.USAGE_EXIT and not self.returned else ""
+        return f"exit status {self.status}{early}" if self.status else ""
 
 
 def asks_help(words: list[str]) -> bool:
@@ -80,51 +76,15 @@ def asks_help(words: list[str]) -> bool:
 
 
 def run(problem: Problem, device: str, words: list[str]) -> Ending:
-    """Run the check in a separate process."""
-    judge, theirs = socket.socketpair()
-    with judge:
-        with theirs:
-            secret = secrets.token_hex().encode()
-            judge.sendall(secret)
-            module = f"problems.{problem.name}.check"
-            argv = [sys.executable, check_launcher.__file__, str(theirs.fileno()), module, *words, "--device", device]
-            sys.stdout.flush()
-            guarded = process.Guarded(argv, _environment(problem), (theirs.fileno(),), None, _stdout())
-        try:
-            guarded.pid  # noqa: B018  SandboxError if it could not be started
-            status = guarded.process.wait()
-        finally:
-            guarded.end()
-        return Ending(status, _told(judge, secret))
-
-
-def _environment(problem: Problem) -> dict[str, str]:
-    paths = [str(process.ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("CHECK_REPORT", str(OUT / problem.name))
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside other work, pools that spin take three times as long
-    return environment
-
-
-def _stdout() -> int | None:
-    """Return the descriptor that the check prints to, None for this process's standard output."""
-    if console.console.quiet:
-        return subprocess.DEVNULL
-    return sys.stderr.fileno() if sys.stdout is sys.stderr else None
-
-
-def _told(judge: socket.socket, secret: bytes) -> tuple[str, int] | None:
-    """Return what the launcher has said, None if that is nothing, or does not begin with the secret."""
-    judge.setblocking(False)
-    try:
-        said = judge.recv(4096)
-    except OSError:
-        return None
-    word, _, rest = said.partition(b" ")
-    how, _, status = rest.decode(errors="replace").partition(" ")
-    if not secrets.compare_digest(word, secret) or how not in ("returned", "left"):
-        return None
-    return how, int(status)
+    """Run the check in a separate process. SandboxError: it could not be started."""
+    module = f"problems.{problem.name}.check"
+    argv = [sys.executable, check_launcher.__file__, module, *words, "--device", device]
+    # Beside other work, pools that spin take three times as long.
+    defaults = {"CHECK_REPORT": str(OUT / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
+    extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.console.quiet)
+    vouched = {there: returned for returned, there in check_launcher.RETURNED.items()}
+    return Ending(vouched.get(status, status), status in vouched)
 
 
 def _file(problem: Problem) -> Path | None:

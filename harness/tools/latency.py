@@ -1,10 +1,10 @@
 """Time a whole model's decode step on a GPU: eager, and as one replayed CUDA graph. No submission may capture a graph.
 
-The problem's folder has latency.py with CASES, a list of case parameters, and `prepare(case, steps)`. What that returns
-has `choose()`, `step(chosen, without, named)`, `reset()`, `bytes`, `flops` and `graph`: whether a step can be recorded;
-if not, as a prefill cannot, it is timed eager only (problems/dsv4_forward/latency.py). It is the problem's own code and
-runs in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it
-finds.
+The problem's folder has timed_steps.py with CASES, a list of case parameters, and `prepare(case, steps)`. What that
+returns has `choose()`, `step(chosen, without, named)`, `reset()`, `bytes`, `flops` and `graph`: whether a step can be
+recorded; if not, as a prefill cannot, it is timed eager only (problems/dsv4_forward/timed_steps.py). It is the
+problem's own code and runs in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON
+list, FILE for what it measures.
 
 Before it times, it checks: a step does not wait for the GPU; the graph holds the kernels that an eager step launches;
 a replay gives the logits of the eager step, bit for bit. Ops that cannot be captured are named, and hold the reference
@@ -14,7 +14,6 @@ in the graph. Where the time goes, by op and by kernel, is read from the driver'
 import collections
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,8 @@ from harness.tools import device_trace
 from harness.tools.device_trace import Launch
 from problems.common import build, load
 
-FILE = "latency.py"
+MODULE = "timed_steps"
+FILE = f"{MODULE}.py"
 WARMUPS, STEPS = 5, 50
 ROWS, ROW = 5, 20  # rows of steps that the host does not wait between, and steps of each
 TRACED = 5  # replays whose kernels are timed
@@ -52,18 +52,18 @@ CLOCK = {
 
 
 def cases(problem: Problem, text: str | None) -> list[dict]:
-    """The problem's cases whose words hold `text`. UsageError: none, or it has no latency.py."""
+    """The problem's cases whose words hold `text`. UsageError: none, or it has no timed_steps.py."""
     see_model(problem)
-    known = load.module(problem.folder, "latency").CASES
-    found = [case for case in known if has_words(label(case), text or "")]
-    if not found:
-        said = "; ".join(map(label, known))
-        raise UsageError(f"--case must match a latency case of {problem.name} ({said}), got {text!r}")
-    return found
+    known = load.module(problem.folder, MODULE).CASES
+    chosen = [case for case in known if has_words(label(case), text or "")]
+    if not chosen:
+        labels = "; ".join(map(label, known))
+        raise UsageError(f"--case must match a latency case of {problem.name} ({labels}), got {text!r}")
+    return chosen
 
 
 def see_model(problem: Problem) -> None:
-    """Raise UsageError if the problem has no latency.py: it is the problem of one kernel."""
+    """Raise UsageError if the problem has no timed_steps.py: it is the problem of one kernel."""
     if not problem.ours or not (problem.folder / FILE).is_file():
         raise UsageError(
             f"--mode latency is for whole models, and {problem.name} is none (it has no {FILE}): time it with "
@@ -76,26 +76,21 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
     Return what stopped the problem's code before the others, "" if nothing did.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        found = Path(scratch, "found")
-        argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(found)]
-        sys.stdout.flush()
-        stdout = sys.stderr.fileno() if sys.stdout is sys.stderr else None
-        guarded = process.Guarded(argv, {**os.environ, "PYTHONUNBUFFERED": "1"}, (), None, stdout)
+        file = Path(scratch, "measured")
+        argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(file)]
         try:
-            guarded.pid  # noqa: B018  SandboxError if it could not be started
-            status = guarded.process.wait()
+            status = process.run(argv, {"PYTHONUNBUFFERED": "1"})
         finally:
-            guarded.end()
-            ended = found.read_text().rpartition("\n")[0].splitlines() if found.is_file() else []
-            lines += [line_of(recorder, judged, json.loads(line)) for line in ended]
-    if not status and len(ended) < len(chosen):
-        many = f"{len(ended)} of {len(chosen)} cases"
+            whole = file.read_text().rpartition("\n")[0].splitlines() if file.is_file() else []
+            lines += [line_of(recorder, judged, json.loads(line)) for line in whole]
+    if not status and len(whole) < len(chosen):
+        many = f"{len(whole)} of {len(chosen)} cases"
         return f"{problem.name}/{FILE} ended with status 0 after {many}: something that it calls ends the process"
     return f"{problem.name}/{FILE} ended with status {status}" if status else ""
 
 
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
-    """The record of what `measure` found."""
+    """The record of a case and what `measure` returned of it."""
     gpu = environment.describe()["gpu"] or ""
     rates = next((rates for name, rates in RATES.items() if name in gpu), None)
     least = None
@@ -111,22 +106,20 @@ def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
 
 
 def main() -> None:
-    folder, chosen, found = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    hook = load.module(folder, "latency")
+    hook, chosen = load.module(Path(sys.argv[1]), MODULE), json.loads(sys.argv[2])
     print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'in a row':>10}{'launches':>10}")
-    with open(found, "w") as file, torch.inference_mode():
+    with open(sys.argv[3], "w") as file, torch.inference_mode():
         for case in chosen:
-            one = measured(hook, case)
-            file.write(json.dumps({"case": case, **one}) + "\n")
+            fields = measured(hook, case)
+            file.write(json.dumps({"case": case, **fields}) + "\n")
             file.flush()
-            if one["status"] == "UNSUPPORTED":
-                print(f"{label(case):<52}{'-':>10}{'-':>10}{'-':>10}{'-':>10}  UNSUPPORTED: {one['reason']}")
-                continue
-            said, launches = one["reason"] or "ok", one["launches"]
-            graph = f"{one['median_us']:.0f}" if "graph" in launches else "-"
-            row = f"{one['row_us']:.0f}" if "row_us" in one else "-"
-            count = launches.get("graph", launches["eager"])
-            print(f"{label(case):<52}{one['eager_us']:>10.0f}{graph:>10}{row:>10}{count:>10}  {said}")
+            launches = fields.get("launches", {})
+            graph_us = fields["median_us"] if "graph" in launches else None
+            count = launches.get("graph", launches.get("eager"))
+            shown = (fields.get("eager_us"), graph_us, fields.get("row_us"), count)
+            columns = "".join(f"{'-' if number is None else f'{number:.0f}':>10}" for number in shown)
+            state = "UNSUPPORTED: " if fields["status"] == "UNSUPPORTED" else ""
+            print(f"{label(case):<52}{columns}  {state}{fields['reason'] or 'ok'}")
 
 
 def measured(hook: Any, case: dict) -> dict:
@@ -142,7 +135,7 @@ def measured(hook: Any, case: dict) -> dict:
 
 @dataclass(frozen=True)
 class Graph:
-    """What was found of a recorded step. logits: of its first replay; replays: the launches of each traced one; row_us:
+    """Readings of a recorded step. logits: of its first replay; replays: the launches of each traced one; row_us:
     of a step among many in a row.
     """
 
@@ -167,56 +160,19 @@ def replayed(decode: Any) -> Graph:
 
 def measure(decode: Any) -> dict:
     """Return the fields of a record of one case, times in us. decode: what the problem prepared."""
-    if not decode.graph:
-        return _eager(decode, decode.choose())
-    found = replayed(decode)
+    graph = replayed(decode) if decode.graph else None
     gc.collect()  # weights that are prepared for the eager step need the room of those for the graph
-    eager_ops = decode.choose()
-    step = decode.step(eager_ops)
+    chosen = decode.choose()
+    step = decode.step(chosen)
     decode.reset()
     torch.cuda.synchronize()
-    wait = _waits(step)
-    same = torch.equal(step.logits, found.logits)
-    traced = device_trace.launches(decode.step(eager_ops, named=True))
-    in_eager, in_graph = _names(traced), _names(max(found.replays, key=len))
-    missing, further = apart(in_eager, in_graph)
-    failed = {
-        "host_synchronisations": bool(wait),
-        "replay_equals_eager": not same,
-        "not_captured": bool(found.left_out),
-        "missing_in_graph": not holds(missing, in_eager, in_graph),
-    }
-    reason = "; ".join(name for name, bad in failed.items() if bad)
-    return {
-        "status": "INVALID_MEASUREMENT" if reason else "PASSED",
-        "reason": reason,
-        "bytes": decode.bytes,
-        "flops": decode.flops,
-        "median_us": statistics.median(found.samples),
-        "samples_us": [found.samples],
-        "n": len(found.samples),
-        "row_us": found.row_us,
-        "eager_us": statistics.median(_times_us(step)),
-        "kernels": eager_ops.names,
-        "launches": {"eager": len(in_eager), "graph": len(in_graph)},
-        "breakdown": device_trace.breakdown(traced, found.replays),
-        "checks": {
-            "host_synchronisations": wait,
-            "replay_equals_eager": same,
-            "missing_in_graph": missing,
-            "only_in_graph": further,
-            "not_captured": found.left_out,
-        },
-    }
-
-
-def _eager(decode: Any, chosen: Any) -> dict:
-    """Return the fields of a record of a case without a graph."""
-    step = decode.step(chosen)
-    samples = _times_us(step)
+    wait = _waits(step) if graph else ""
+    same = not graph or torch.equal(step.logits, graph.logits)
+    eager_us = _times_us(step)
     named = decode.step(chosen, named=True)
-    traced = [device_trace.launches(named) for _ in range(TRACED)]
-    return {
+    traces = [device_trace.launches(named) for _ in range(1 if graph else TRACED)]
+    eager, samples = max(traces, key=len), graph.samples if graph else eager_us
+    fields = {
         "status": "PASSED",
         "reason": "",
         "bytes": decode.bytes,
@@ -224,16 +180,41 @@ def _eager(decode: Any, chosen: Any) -> dict:
         "median_us": statistics.median(samples),
         "samples_us": [samples],
         "n": len(samples),
-        "eager_us": statistics.median(samples),
+        "eager_us": statistics.median(eager_us),
         "kernels": chosen.names,
-        "launches": {"eager": len(max(traced, key=len))},
-        "breakdown": device_trace.breakdown(max(traced, key=len), traced),
+        "launches": {"eager": len(eager)},
+        "breakdown": device_trace.breakdown(eager, graph.replays if graph else traces),
         "checks": {},
     }
+    return fields | _compared(graph, eager, wait, same) if graph else fields
 
 
-def _names(launches: list[Launch]) -> list[str]:
-    return [launch.name for launch in launches]
+def _compared(graph: Graph, eager: list[Launch], wait: str, same: bool) -> dict:
+    """Return the fields of a record that compare a graph with the eager step. wait: what made the eager step wait for
+    the GPU, "" if nothing did; same: whether their logits are equal.
+    """
+    in_eager, in_graph = ([launch.name for launch in each] for each in (eager, max(graph.replays, key=len)))
+    missing, further = apart(in_eager, in_graph)
+    failed = {
+        "host_synchronisations": bool(wait),
+        "replay_equals_eager": not same,
+        "not_captured": bool(graph.left_out),
+        "missing_in_graph": not holds(missing, in_eager, in_graph),
+    }
+    reason = "; ".join(name for name, bad in failed.items() if bad)
+    return {
+        "status": "INVALID_MEASUREMENT" if reason else "PASSED",
+        "reason": reason,
+        "row_us": graph.row_us,
+        "launches": {"eager": len(in_eager), "graph": len(in_graph)},
+        "checks": {
+            "host_synchronisations": wait,
+            "replay_equals_eager": same,
+            "missing_in_graph": missing,
+            "only_in_graph": further,
+            "not_captured": graph.left_out,
+        },
+    }
 
 
 def recorded(decode: Any, chosen: Any, capture: Callable) -> tuple[Any, Any, list[str]]:
@@ -256,9 +237,9 @@ def recorded(decode: Any, chosen: Any, capture: Callable) -> tuple[Any, Any, lis
 
 
 def apart(eager: list[str], graph: list[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """How often each name is in the one only, and in the other only."""
-    one, other = collections.Counter(eager), collections.Counter(graph)
-    return dict(one - other), dict(other - one)
+    """How often each name is in the eager step only, and in the graph only."""
+    in_eager, in_graph = collections.Counter(eager), collections.Counter(graph)
+    return dict(in_eager - in_graph), dict(in_graph - in_eager)
 
 
 def holds(missing: dict[str, int], eager: list[str], graph: list[str]) -> bool:

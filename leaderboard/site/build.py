@@ -25,7 +25,7 @@ from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, ranking, stats, text
 from harness.results.screen import track
-from leaderboard import checks, latency, pictures, plot, quality, tables, trend
+from leaderboard import checks, model_board, pictures, plot, quality, tables, trend
 from leaderboard.board import Board
 from leaderboard.pages import Shown
 from leaderboard.site import grids, variant
@@ -87,7 +87,7 @@ class Site:
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self.environment.filters |= {"shell": shlex.quote, "line": text.line, "value": grids.value, "slug": grids.slug}
-        given: dict[str, Any] = {"grids": grids, "latency": latency, "quality": quality, "tables": tables}
+        given: dict[str, Any] = {"grids": grids, "model_board": model_board, "quality": quality, "tables": tables}
         given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
         self.environment.globals |= given | {"known": shown.known}
         self.rows = tables.frame(shown.boards)
@@ -200,7 +200,7 @@ class Site:
 
     def _model(self, title: str, records: list[dict]) -> dict[str, Any]:
         key, machine = grids.slug(title.replace(", ", "-")), title.partition(", on ")[2]
-        every = [one for one in self.shown.records[machine] if latency.title(one, machine) == title]
+        every = [one for one in self.shown.records[machine] if model_board.title(one, machine) == title]
         parts = pictures.components(records)
         return {
             "title": title,

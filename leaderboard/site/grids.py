@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from harness.results import ranking
-from leaderboard import latency, quality, tables, trend
+from leaderboard import model_board, quality, tables, trend
 from leaderboard.board import UNRUN, Board
 from leaderboard.checks import Check
 from leaderboard.tables import Table
@@ -63,8 +63,8 @@ def cases_of(found: Sequence[dict]) -> Table:
     header = ["case", "kind", "verdict", "time, us", "95 % interval", "% of roofline", "samples", "error / tolerance"]
     rows = []
     for one in found:
-        median, (lo, hi) = latency.number(one.get("median_us")), one.get("ci95_us") or (math.nan, math.nan)
-        roofline, error = latency.number(one.get("roofline_us")), one.get("error") or {}
+        median, (lo, hi) = model_board.number(one.get("median_us")), one.get("ci95_us") or (math.nan, math.nan)
+        roofline, error = model_board.number(one.get("roofline_us")), one.get("error") or {}
         off, allowed = error.get("rel" if one.get("baseline") else "max"), error.get("tol")
         known = isinstance(off, int | float) and isinstance(allowed, int | float)
         row = [ranking.case_label(one["case"]) or "all cases", one["kind"], one["status"], tables.us(median)]

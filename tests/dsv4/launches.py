@@ -17,8 +17,8 @@ from problems.common import build, load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
-from problems.dsv4_forward.latency import Step
 from problems.dsv4_forward.model import Model
+from problems.dsv4_forward.timed_steps import Step
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 

@@ -12,7 +12,7 @@ import torch
 
 from harness.tools import latency as timing
 from problems.common import build, early, load
-from problems.dsv4_forward import latency
+from problems.dsv4_forward import timed_steps
 from tests.support import ROOT
 
 # argv: format, k, rows, tokens. The model has two multiprocessors, so that blocks have several tiles.
@@ -142,7 +142,7 @@ def test_variants_are_right_where_they_begin_early(problem, variant, case):
 def test_replays_have_the_bits_of_steps_that_are_not_early(batch):
     """In a recorded step kernels follow each other so closely that what is read too early would be another step's."""
     case = {"config": "tiny-k", "format": "nvfp4", "batch": batch, "context": 300, "early": 0}
-    decode = latency.Decode(case, 20)
+    decode = timed_steps.Decode(case, 20)
     plain, want = decode.step(decode.choose()), []
     decode.reset()
     for _ in range(10):

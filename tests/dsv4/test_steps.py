@@ -11,7 +11,7 @@ import torch
 
 from harness.tools import latency as timing
 from problems.common import build, load
-from problems.dsv4_forward import latency, ops
+from problems.dsv4_forward import ops, timed_steps
 from problems.dsv4_forward.cache.state import Batch, State
 from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.model import Model, feed
@@ -46,9 +46,9 @@ def for_graphs() -> Iterator[None]:
 class Steps:
     """A decode step of several sequences, recorded in a graph on a GPU. run() does one."""
 
-    made: latency.Decode
+    made: timed_steps.Decode
     run: Callable[[], None]
-    step: latency.Step
+    step: timed_steps.Step
 
     def logits(self, forced: torch.Tensor) -> torch.Tensor:
         """The logits, fp32 (steps, B, V), of steps that get the tokens `forced`, int64 (steps, B)."""
@@ -61,12 +61,12 @@ class Steps:
         return torch.stack(found)
 
 
-def prepared(name: str, fmt: str, batch: int, steps: int, device: str) -> latency.Decode:
+def prepared(name: str, fmt: str, batch: int, steps: int, device: str) -> timed_steps.Decode:
     case = {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
-    return latency.prepare(case, -(-steps // ROOM), device)
+    return timed_steps.prepare(case, -(-steps // ROOM), device)
 
 
-def recorded(made: latency.Decode, unfused: bool = False) -> Steps:
+def recorded(made: timed_steps.Decode, unfused: bool = False) -> Steps:
     """unfused: with the references of ops that span others and of those that this folder's kernels fill; on a CPU,
     where none does, of all.
     """
@@ -139,7 +139,7 @@ def test_1000_replays_of_a_step_are_equal_bit_for_bit(batch):
     assert int(other) == 0
 
 
-def alone_and_together(made: latency.Decode, table: ops.Ops, rows: Sequence[int], steps: int) -> list[int]:
+def alone_and_together(made: timed_steps.Decode, table: ops.Ops, rows: Sequence[int], steps: int) -> list[int]:
     """The rows whose logits are others alone than in the batch, in one of so many steps."""
     model, batch = Model(made.made, table), len(made.sequences)
     forced = drawn(steps, batch, made.made.config.vocab_size, str(made.tokens.device))

@@ -225,8 +225,7 @@ def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, place):
     honest = artefact.read_bytes()
     artefact.write_bytes(b"poisoned")
     poisoned = tmp_path / "poisoned"
-    poisoned.mkdir()
-    workdir.copy_tree(first.jail.cache, poisoned)
+    shutil.copytree(first.jail.cache, poisoned)
     first.remove()
     second = Workdir.make(CPU, GEMV, poisoned, base=place)
     found = next(second.jail.cache.glob("build/judge-cpu-*/judge.so")).read_bytes()

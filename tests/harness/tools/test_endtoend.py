@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,12 +175,7 @@ EARLY = "INCORRECT (check.py ended with status 0 before its main returned: somet
         ("import ctypes; ctypes.CDLL(None).exit(0)", EARLY),
         ("os.execv('/bin/true', ['true'])", EARLY),
         ("import threading; threading.Thread(target=os._exit, args=[0]).start(); import time; time.sleep(60)", EARLY),
-        # All that it starts has what it has, and so a fork of it, and what it says on any descriptor.
-        ("os.fork() and os._exit(0)", EARLY),
-        (
-            "[os.write(d, b'0 returned 0') for d in range(3, 9) if os.path.exists(f'/proc/self/fd/{d}')]; os._exit(0)",
-            EARLY,
-        ),
+        ("os.fork() and os._exit(0)", EARLY),  # main returns in the fork
         ("os._exit(2)", "INCORRECT (exit status 2 before its main returned)"),
         ("os._exit(3)", "INCORRECT (exit st"),
         ("sys.exit('a reason')", "INCORRECT (exit status 1)"),
@@ -201,10 +195,7 @@ def test_what_is_no_exit_status_does_not_pass(folder, capfd, value):
     (folder / "check.py").write_text(f"def main(argv):\n    return {value}\n")
     assert run.main(["gated", "--check-only", "--device", "cpu"]) == 1
     out, err = capfd.readouterr()
-    if value == "256":  # of which the kernel keeps the last eight bits
-        assert "INCORRECT (its main returned 256)" in out
-    else:
-        assert "must return its exit status, an int, got" in err and "INCORRECT (exit status 1)" in out
+    assert "must return its exit status, an int from 0 to 127, got" in err and "INCORRECT (exit status 1)" in out
 
 
 PARSING = '''"""A check."""
@@ -246,17 +237,12 @@ def test_it_runs_by_itself_too(folder, tmp_path):
 
 def test_a_reader_that_is_gone_is_no_pass(folder, tmp_path):
     (folder / "check.py").write_text('def main(argv):\n    while True:\n        print("x" * 9999)\n')
-    judge, theirs = socket.socketpair()
-    with judge, theirs:
-        judge.sendall(b"secret")
-        launcher = [sys.executable, check_launcher.__file__, str(theirs.fileno()), "problems.gated.check"]
-        started = subprocess.Popen(
-            launcher, cwd=tmp_path, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+    launcher = [sys.executable, check_launcher.__file__, "problems.gated.check"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(launcher, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         assert started.stdout and started.stderr
         started.stdout.close()
         assert started.wait(timeout=60) == output.CLOSED_EXIT and started.stderr.read() == b""
-        started.stderr.close()
 
 
 def test_an_exception_in_it_is_shown(folder, capfd):

@@ -19,8 +19,8 @@ from harness.results import record, schema
 from harness.results.run_file import RunFile
 from harness.tools import device_trace, latency
 from harness.tools.device_trace import Launch
-from problems.dsv4_forward.latency import Decode as Steps
-from problems.dsv4_forward.latency import prepare
+from problems.dsv4_forward.timed_steps import Decode as Steps
+from problems.dsv4_forward.timed_steps import prepare
 from tests.support import SUPPORT
 
 MODEL = folders.find("dsv4_forward")
@@ -73,7 +73,7 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
     with pytest.raises(UsageError, match="--case must match a latency case"):
         latency.cases(MODEL, "batch=3")
     with pytest.raises(
-        UsageError, match=r"--mode latency is for whole models, and vector_add is none \(it has no latency\.py\)"
+        UsageError, match=r"--mode latency is for whole models, and vector_add is none \(it has no timed_steps\.py\)"
     ):
         latency.cases(folders.find(str(SUPPORT / "problems" / "vector_add")), None)
 
@@ -209,7 +209,7 @@ def test_a_prefill_is_timed_without_a_graph(without_gpu, judged, recorder):
 def test_a_process_that_fails_is_a_failure_of_the_problem(capfd, judged, recorder):
     (case,) = latency.cases(MODEL, "tiny-k format=bf16 batch=1")
     lines = []
-    assert latency.run(MODEL, recorder, judged, [case], lines) == "dsv4_forward/latency.py ended with status 1"
+    assert latency.run(MODEL, recorder, judged, [case], lines) == "dsv4_forward/timed_steps.py ended with status 1"
     assert lines == []
     assert "CUDA" in capfd.readouterr().err
 

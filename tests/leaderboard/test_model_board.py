@@ -1,10 +1,10 @@
-"""The share of the speed of light in latency records: that of the replayed graph."""
+"""The share of the speed of light in records of kind latency: that of the replayed graph."""
 
 import math
 
 import pytest
 
-from leaderboard import latency, pictures
+from leaderboard import model_board, pictures
 from leaderboard.provenance import Provenance
 from leaderboard.tables import Table
 from tests.support.records import line
@@ -24,21 +24,21 @@ def rows(table: Table) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(("more", "share"), [({}, 0.25), ({"eager_us": None}, 0.25), ({"sol_us": 3000.0}, 0.75)])
 def test_share_is_of_the_graphs_time(more, share):
-    assert latency.share(of(**more)) == share
-    assert rows(latency.table([of(**more)], Provenance()))[0]["% of SOL"] == f"{100 * share:.0f} %"
-    (row,) = latency.winners({"model, sm90, on box": [of(**more)]}, Provenance())
+    assert model_board.share(of(**more)) == share
+    assert rows(model_board.table([of(**more)], Provenance()))[0]["% of SOL"] == f"{100 * share:.0f} %"
+    (row,) = model_board.winners({"model, sm90, on box": [of(**more)]}, Provenance())
     assert row[3] == f"{100 * share:.0f} % of SOL"
     for missing in ({"median_us": None}, {"median_us": 0.0}, {"sol_us": None}):
-        assert math.isnan(latency.share(of(**missing)))
+        assert math.isnan(model_board.share(of(**missing)))
 
 
 def test_winners_have_a_model_once_and_no_step_that_failed():
     none = {"median_us": None, "eager_us": None, "sol_us": None, "launches": None}
     one = of(case=CASE | {"config": "x"}, status="UNSUPPORTED", reason="no memory", **none)
-    assert rows(latency.table([one], Provenance()))[0]["state"] == "UNSUPPORTED: no memory"
+    assert rows(model_board.table([one], Provenance()))[0]["state"] == "UNSUPPORTED: no memory"
     cases = [CASE, CASE | {"context": 4096}, CASE | {"kernels": "choose=reference"}, CASE | {"format": "nvfp4"}]
     records = [one, *(of(case=case, median_us=2000.0 + i) for i, case in enumerate(cases))]
-    found = latency.winners({"model, sm90, on box": records}, Provenance())
+    found = model_board.winners({"model, sm90, on box": records}, Provenance())
     assert [(row[0], row[2]) for row in found] == [
         ("model, sm90, small, bf16, a token", "2,000 us"),
         ("model, sm90, small, nvfp4, a token", "2,003 us"),
@@ -52,7 +52,7 @@ def test_layer_takes_the_difference_of_two_models():
         for batch in (1, 2)
     ]
     records += [of(), of(case=CASE | {"config": "flash-4l32e"})]
-    found = rows(latency.layers(records))
+    found = rows(model_board.layers(records))
     assert [(row["config"], row["batch"], row["layers"]) for row in found] == [
         ("flash, 256 experts", "1", "4 and 8"),
         ("flash, 256 experts", "2", "4 and 8"),
@@ -62,19 +62,20 @@ def test_layer_takes_the_difference_of_two_models():
 
 def test_prefill_has_tokens_a_second_and_no_graph():
     one = of(case=CASE | {"context": 0, "new": 2048}, median_us=4096.0, launches={"eager": 9})
-    found = rows(latency.table([one, of()], Provenance()))
+    found = rows(model_board.table([one, of()], Provenance()))
     assert [row["tokens/s"] for row in found] == ["500,000", "250"]
-    assert found[0]["launches"] == "9" and math.isnan(latency.graph_us(one)) and latency.graph_us(of()) == 4000.0
-    assert not latency.winners({"model, sm90, on box": [one]}, Provenance())
+    assert found[0]["launches"] == "9"
+    assert math.isnan(model_board.graph_us(one)) and model_board.graph_us(of()) == 4000.0
+    assert not model_board.winners({"model, sm90, on box": [one]}, Provenance())
 
 
 def test_breakdown_shows_time_by_op():
     parts = {f"op{n}": {"us": 100.0 - n, "launches": 2} for n in range(9)} | {"": {"us": 5.0, "launches": 1}}
     one = of(breakdown={"ops": parts, "kernels": {}, "span_us": 1000.0, "gaps_us": 31.0})
-    found = rows(latency.breakdown([one, of()]))
-    assert len(found) == 10 and found[0]["% of step"] == "10 %" and found[-1]["op"] == latency.OUTSIDE
+    found = rows(model_board.breakdown([one, of()]))
+    assert len(found) == 10 and found[0]["% of step"] == "10 %" and found[-1]["op"] == model_board.OUTSIDE
     shown = pictures.components([one, of(case=CASE | {"batch": 8})])
-    assert shown.names == ["op0", "op1", "op2", "op3", "op4", "other ops", latency.OUTSIDE, latency.GAPS]
+    assert shown.names == ["op0", "op1", "op2", "op3", "op4", "other ops", model_board.OUTSIDE, model_board.GAPS]
     ((_, values, marks, _),) = shown.lines
     assert values == [100.0, 99.0, 98.0, 97.0, 96.0, 95.0 + 94 + 93 + 92, 5.0, 31.0] and marks == [1000.0]
     assert "op0 100" in pictures.said_of(shown) and pictures.components([of()]) is None

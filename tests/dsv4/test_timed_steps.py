@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from problems.dsv4_forward import latency, traffic
+from problems.dsv4_forward import timed_steps, traffic
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import OutOfBlocks, State
 from problems.dsv4_forward.model import Model, feed
@@ -16,7 +16,7 @@ from tests.dsv4.states import check_counts
 
 @torch.inference_mode()
 def test_a_step_repeats_bit_for_bit_after_a_reset():
-    decode = latency.Decode({"config": "tiny", "format": "bf16", "batch": 2, "context": 130}, 2, "cpu")
+    decode = timed_steps.Decode({"config": "tiny", "format": "bf16", "batch": 2, "context": 130}, 2, "cpu")
     chosen = decode.choose()
     step = decode.step(chosen)
     step()
@@ -33,16 +33,16 @@ def test_a_step_repeats_bit_for_bit_after_a_reset():
 
 @torch.inference_mode()
 def test_ops_can_be_left_to_the_reference():
-    decode = latency.Decode({"config": "tiny", "format": "bf16", "batch": 1, "context": 8}, 1, "cpu")
+    decode = timed_steps.Decode({"config": "tiny", "format": "bf16", "batch": 1, "context": 8}, 1, "cpu")
     chosen = decode.choose()
     filled = [op for op, name in chosen.names.items() if name != "reference"]
     step = decode.step(chosen, filled)
-    assert vars(step.model.ops) == vars(latency.ops.REFERENCE)
+    assert vars(step.model.ops) == vars(timed_steps.ops.REFERENCE)
 
 
 @torch.inference_mode()
 def test_the_least_traffic_is_that_of_the_experts_which_a_step_goes_to():
-    decode = latency.Decode({"config": "tiny", "format": "nvfp4", "batch": 3, "context": 20}, 1, "cpu")
+    decode = timed_steps.Decode({"config": "tiny", "format": "nvfp4", "batch": 3, "context": 20}, 1, "cpu")
     cfg = config.find("tiny")
     assert len(decode.hits) == cfg.num_hidden_layers and all(2 <= hit <= 6 for hit in decode.hits)
     seen = []
@@ -50,9 +50,9 @@ def test_the_least_traffic_is_that_of_the_experts_which_a_step_goes_to():
 
     def experts(*args):
         seen.append(len(args[1].unique()))
-        latency.ops.REFERENCE.experts(*args)
+        timed_steps.ops.REFERENCE.experts(*args)
 
-    plain = dataclasses.replace(latency.ops.REFERENCE, experts=experts)
+    plain = dataclasses.replace(timed_steps.ops.REFERENCE, experts=experts)
     decode.step(dataclasses.replace(chosen, ops=plain))()
     assert tuple(seen) == decode.hits
     lengths = (20, 20, 20)

@@ -22,10 +22,13 @@ def one(problem_name, variant, pick, samples=48):
     case = case[0]
     checker = CheckerHandle(problem, "cuda")
     t = time.monotonic()
-    player = Child("harness.player.player")
+    for child in CHILDREN: child.kill()
+    CHILDREN.clear()
+    player = Child("harness.player.player"); CHILDREN.append(player); CHILDREN.append(checker.child)
     hello, _ = ask(player, {"library": str(P.artefact("sm90").path)})
     note("player", hello, f"{time.monotonic()-t:.2f} s")
     runner = Child("harness.runner.runner", {"CUDA_MODULE_LOADING": "LAZY"})
+    CHILDREN.append(runner)
     file = problem.folder / "variants" / f"{variant}.py"
     runner.send({"device": "cuda", "folder": str(problem.folder), "file": str(file), "files": None, "compile": False, "common": None, "records": "sm90"})
     made = checker.ask({"op": "new_weights", "case": case.params, "seed": 5})
@@ -103,9 +106,11 @@ def one(problem_name, variant, pick, samples=48):
 
 CASES = [("moe_gemm", "sm90_grouped", "tokens=64"), ("fmha_decode", "peer_flashmla", "batch=8"), ("nvfp4_gemv", "peer_torch_fp16", ""), ("nvfp4_gemv", "sm90_dp4a", ""), ("mhc_site", "sm90_columns", ""), ("fmha_decode", "sm90_wgmma", "batch=8"), ("mhc_site", "sm90_triton", ""), ("linear_decode", "sm90_mma", ""), ("indexer", "sm90_join", ""), ("moe_gemm", "sm90_grouped", "tokens=1 "), ("linear_decode", "peer_torch", ""), ("nvfp4_gemv", "sm90_cute", ""), ("mhc_site", "torch_eager", "")]
 words = sys.argv[1:]
+CHILDREN = []
 for p, v, pick in CASES:
     if words and not any(w in f"{p}/{v}" for w in words): continue
     try: one(p, v, pick)
     except Exception:
+        for child in CHILDREN: child.kill()
         note("FAILED", p, v); print(traceback.format_exc()[-1500:])
         if "--go" not in words: break

@@ -113,7 +113,7 @@ class Findings:
 
     times: Outcome
     claims: list[replies.Claim] | None = None
-    activity: replies.Seen | None = None
+    activity: None = None
     after_done: Outcome | None = None  # outputs that were written, or processes that lived on, after "done"
     checked: Outcome | None = None  # the checker's verdict on inputs, outputs and claims
     tampering: Outcome | None = None  # what was replaced in the runner's process, or how it was lost when it was asked
@@ -137,7 +137,7 @@ def of_cpu(reading: gate.Reading) -> Outcome:
     return Outcome("PASSED", us=reading.call_us, host_us=reading.call_us, late=late, busy=busy)
 
 
-def of_gpu(reply: replies.Timed, ready_us: float, outside_us: float, baseline: bool) -> Outcome:
+def of_gpu(reply, ready_us: float, outside_us: float, baseline: bool) -> Outcome:
     """Return the times of a call on a GPU: those that the runner claims, and those of the parent's own clock."""
     # Only baselines have a setup whose time does not count.
     setup_us = reply.setup_us if baseline else None
@@ -180,7 +180,7 @@ def tampering_in(names: list[str]) -> Outcome | None:
     return Outcome("CHEAT_SUSPECTED", f"tampering, this was replaced in its process: {', '.join(names[:NAMED])}")
 
 
-def ran_elsewhere(activity: replies.Seen | None) -> Outcome | None:
+def ran_elsewhere(activity) -> Outcome | None:
     """Return the fault of an audited call whose work ran on other streams than the default one."""
     if activity is None or not activity.elsewhere:
         return None

@@ -18,7 +18,7 @@ import torch
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
 from harness.runner import claims, failure, flush, gate, native, objects, tree, wire
-from harness.runner.buffers import Buffer, DeviceBuffer, Page
+from harness.runner.buffers import Buffer, DeviceBuffer, Page, Shared
 from harness.sandbox import process
 from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
 from problems.common import load
@@ -57,9 +57,9 @@ class Checker:
         self.split: bool = self.ours and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.ours else ()
-        self.buffers: dict[str, list[Buffer | DeviceBuffer]] = {}
-        self.held: dict[str, Buffer | DeviceBuffer] = {}  # the weights' memory, by runner
-        self.guards: WeakKeyDictionary[Buffer | DeviceBuffer, Guards] = WeakKeyDictionary()
+        self.buffers: dict[str, list[Shared]] = {}
+        self.held: dict[str, Shared] = {}  # the weights' memory, by runner
+        self.guards: WeakKeyDictionary[Shared, Guards] = WeakKeyDictionary()
         self.pages: dict[str, Page] = {}  # by runner, on a CPU
         self.freezers: dict[str, Freezer] = {}
         self.caught: dict[str, Caught] = {}
@@ -100,7 +100,7 @@ class Checker:
         nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
         return {"nbytes": buffer.nbytes, "spec": self.weights_spec, "bytes": nbytes, "fds": buffer.fds()}
 
-    def _fill_weights(self, buffer: Buffer | DeviceBuffer) -> None:
+    def _fill_weights(self, buffer: Shared) -> None:
         for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
             memory.region(leaf, buffer).copy_(tree.raw(source))
         leaves, names = tree.leaves(self.weights_spec), _fields(self.weights_spec)
@@ -168,7 +168,7 @@ class Checker:
             parts["outputs"] = -(-layout.used["device"] // PAGE) * PAGE - parts["inputs"]
         return {
             "device": "cuda" if cuda else "cpu",
-            "bytes_host": layout.used["host"],
+            "host": layout.used["host"],
             "parts": parts,
             "bytes": self._bytes(case),
             "held": self._held(),
@@ -198,7 +198,7 @@ class Checker:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         made = self.content(message, _)
-        nbytes = made["bytes_host"] + sum(made["parts"].values())
+        nbytes = made["host"] + sum(made["parts"].values())
         working = torch.cuda.max_memory_allocated() if self.device == "cuda" else 2 * nbytes
         self.pristine = self.want = None
         return {"buffer": nbytes, "working": working, **self.memory(message, _)}
@@ -320,20 +320,18 @@ class Checker:
             gate.bindings().leave(self.pages[message["runner"]].address, message["number"])
         return {}
 
-    def _make_cold(self, buffer: Buffer, message: dict) -> None:
+    def _make_cold(self, buffer: Shared, message: dict) -> None:
         """Drop all that the call reads from all caches. A runner may hold some of it in private memory: prepared
         weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
         that.
         """
         host = buffer.memory.get("host")
-        own_memory = (
-            self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
-        )
+        own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
         if own_memory or not native.forget(host):
             self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
             native.evict(self.flush)
 
-    def _written(self, buffer: Buffer) -> list[tuple[int, int]]:
+    def _written(self, buffer: Shared) -> list[tuple[int, int]]:
         """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""
         if not self.ours:
             return [(0, claims.STRIDED_FACTOR * spec["most"] + claims.STRIDED_BYTES) for spec in self.captures]
@@ -341,7 +339,7 @@ class Checker:
         # Of no bytes: torch gives it address 0, which would say that all are in the runner's memory.
         return [(region.data_ptr(), region.numel()) for region in regions if region.numel()]
 
-    def _catch(self, runner: str, buffer: Buffer, pid: int, noted: list[tuple[int, int]]) -> Caught:
+    def _catch(self, runner: str, buffer: Shared, pid: int, noted: list[tuple[int, int]]) -> Caught:
         """Copy the outputs that a call left, and compare its inputs with the originals. noted: (address, bytes) of each
         output in the runner's memory, in a GPU MODE folder.
         """
@@ -368,8 +366,10 @@ class Checker:
         runner, said = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
         self._sync()
-        caught = self.caught.pop(runner, None) if self.device == "cpu" else Caught(
-            self._changed(runner, buffer, message["fixed"]), []
+        caught = (
+            self.caught.pop(runner, None)
+            if self.device == "cpu"
+            else Caught(self._changed(runner, buffer, message["fixed"]), [])
         )
         if caught is None:
             raise RuntimeError(f"{runner} has made no call that could be judged")
@@ -395,7 +395,7 @@ class Checker:
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
-    def _judge_any(self, taken: list[torch.Tensor | None], claim: dict, buffer: Buffer) -> dict:
+    def _judge_any(self, taken: list[torch.Tensor | None], claim: dict, buffer: Shared) -> dict:
         """Return the verdict of a GPU MODE folder's own check. claim: what the runner says that came back; taken: the
         tensors' bytes on a CPU.
         """
@@ -422,7 +422,7 @@ class Checker:
             said = f"{other}; {said}"
         return _verdict("PASSED" if ok else "INCORRECT", said)
 
-    def _changed(self, runner: str, buffer: Buffer | DeviceBuffer, fixed: bool = False) -> str:
+    def _changed(self, runner: str, buffer: Shared, fixed: bool = False) -> str:
         """Return what a call changed without permission, "" if nothing. Put INOUT's tensors back. fixed: inputs and
         weights were read-only.
         """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.runner.buffers import Buffer
+from harness.runner.buffers import Shared
 
 NAMED = 3  # places that a message names at most
 
@@ -27,7 +27,7 @@ class Gap:
 class Guards:
     """The gaps of one buffer, filled for one call. named: the specification and the name of all that lies in it."""
 
-    def __init__(self, buffer: Buffer, named: list[tuple[dict, str]]) -> None:
+    def __init__(self, buffer: Shared, named: list[tuple[dict, str]]) -> None:
         self._gaps: dict[str, list[Gap]] = {}
         self._secret: dict[str, torch.Tensor] = {}
         for space, memory in buffer.memory.items():
@@ -39,7 +39,7 @@ class Guards:
                 memory[gap.first : gap.last].copy_(part)
             self._gaps[space], self._secret[space] = gaps, secret
 
-    def fault(self, buffer: Buffer) -> str:
+    def fault(self, buffer: Shared) -> str:
         """Return how many bytes beside which tensors are others than before the call, "" if none."""
         said: list[str] = []
         for space, secret in self._secret.items():

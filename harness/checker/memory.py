@@ -7,7 +7,7 @@ import torch
 
 from harness.checker import values
 from harness.runner import gate, tree
-from harness.runner.buffers import Buffer
+from harness.runner.buffers import Shared
 
 WORD = 8  # bytes of an int64
 SAMPLED = 2**16
@@ -15,7 +15,7 @@ E8M0, E8M0_LARGEST = torch.float8_e8m0fnu, 254  # as bits; 255 is NaN
 NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
 
-def region(leaf: dict, buffer: Buffer) -> torch.Tensor:
+def region(leaf: dict, buffer: Shared) -> torch.Tensor:
     """Return the bytes of one tensor of a specification in a buffer."""
     return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
 
@@ -72,7 +72,7 @@ def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layo
     return {**spec, "space": space, "offset": place, "most": tensor.numel() * most, "dtypes": names}
 
 
-def copied(spec: dict, form: dict, buffer: Buffer) -> torch.Tensor:
+def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
     """Return the tensor that a runner copied to the place of a specification of `room_for`: of the dtype and stride of
     `form`, where these leave no gaps, else contiguous.
     """

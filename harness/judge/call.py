@@ -1,22 +1,18 @@
-"""A judged call: its request, its plan, and the two functions that make it on a CPU and on a GPU.
+"""A judged call on a CPU: its request, its plan, and the function that makes it.
 
-On a CPU the judge believes nothing that the runner says: the checker's clock runs outside the runner, and the runner
-runs only during a request. On a GPU the judge believes a time that the judge's own clock does not contradict.
+The judge believes nothing that the runner says: the checker's clock runs outside the runner, and the runner runs only
+during a request. Calls on a GPU are recorded and replayed (harness/judge/replay.py).
 """
 
 import math
-import secrets
-import time
 from dataclasses import dataclass
 
 from harness.judge import limits, outcome, replies
-from harness.judge.handle import FIRST_SPIN_US, Content, RunnerHandle, admitted
+from harness.judge.handle import Content, RunnerHandle
 from harness.judge.outcome import Findings
 from harness.sandbox.process import Died
 
-EMPTY = "empty"  # the judge's own call that does nothing, or on a CPU works for a known time
-SPIN_MARGIN_US = 100  # events, the mark and the capture are enqueued under the spin as well
-SPIN_DECAY = 0.9  # that a spin keeps of the one before: a first call compiles, and not every later one may last as long
+EMPTY = "empty"  # the judge's own call that works for a known time
 
 
 @dataclass(frozen=True)
@@ -25,17 +21,15 @@ class CallRequest:
 
     buffers: addresses that calls take in turn. judge_call: name of one of the judge's own, "" for a submission's.
     reads: plain readers of the judge by name, with their configuration. remaining_s: a limit besides those of the
-    session, for a phase whose time runs out. audit: on a GPU, record what ran on which stream: it has no score.
-    measure: what the call leaves in memory counts towards what `prepare` may keep, if the problem has weights. stay: on
-    a CPU the process waits for the next call in native code, so that none of its code runs between the two calls, and
-    does not say what came back.
+    session, for a phase whose time runs out. measure: what the call leaves in memory counts towards what `prepare` may
+    keep, if the problem has weights. stay: the process waits for the next call in native code, so that none of its code
+    runs between the two calls, and does not say what came back.
     """
 
     buffers: int
     judge_call: str = ""
     reads: dict[str, int] | None = None
     remaining_s: float = math.inf
-    audit: bool = False
     measure: bool = False
     stay: bool = False
 
@@ -50,13 +44,8 @@ class CallPlan:
     limit_s: float
 
     @property
-    def masked(self) -> bool:
-        """Whether the buffer on a GPU holds contents that the runner may not read yet."""
-        return bool(self.content.sizes["device"]) and self.request.judge_call != EMPTY
-
-    @property
     def prepared(self) -> tuple[str, ...]:
-        """Names of the calls that a runner on a CPU prepares together, one for each buffer."""
+        """Names of the calls that a runner prepares together, one for each buffer."""
         together = (EMPTY, *(self.request.reads or ()))
         return together if self.request.judge_call in together else (self.request.judge_call,)
 
@@ -115,43 +104,3 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         fault = handle.look()
     process.strays = frozenset(report.after)
     return Findings(outcome.of_cpu(report.reading), claims, after_done=fault)
-
-
-def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
-    """Make one call on a GPU, timed in the runner and from outside. Return the findings. Died: the call failed, and
-    nothing in its process can be trusted any more.
-    """
-    process, request = handle.running, plan.request
-    address = {"buffer": plan.buffer, "baseline": handle.baseline}
-    key = secrets.token_hex(32) if plan.masked else None
-    if handle.submission is not None:
-        process.checker.ask({"op": "fill", "key": key, "runner": handle.runner, "buffer": plan.buffer})
-        # The checker's kernels have evicted the submission's code: call it once on the previous buffer, whose call is
-        # closed.
-        if plan.masked and request.buffers > 1 and process.calls_on_buffers > 1:
-            before = {**address, "op": "warm", "buffer": (process.calls_on_buffers - 2) % request.buffers}
-            process.ask(replies.Done, before, plan.limit_s)
-    message = {
-        "op": "call",
-        "key": key,
-        "spin_us": process.spin_us,
-        "what": request.judge_call,
-        "audit": request.audit,
-        "bytes": 0 if handle.submission else plan.content.moved,
-        **address,
-    }
-    # The parent's own clock: until the runner is ready, and from "go" to its reply.
-    child, ready_us, outside_us = process.child, math.nan, math.nan
-    deadline = time.monotonic() + plan.limit_s
-    start = time.perf_counter_ns()
-    answer, _ = child.request(message, plan.limit_s)
-    ready = time.perf_counter_ns()
-    if "ready" in answer:
-        child.send({"go": True})
-        answer, _ = child.receive(max(0.1, deadline - time.monotonic()))
-        ready_us, outside_us = (ready - start) / 1e3, (time.perf_counter_ns() - ready) / 1e3
-    reply = admitted(replies.read(replies.Timed, answer))
-    times = outcome.of_gpu(reply, ready_us, outside_us - process.spin_us, handle.baseline)
-    process.host_us = reply.host_us
-    process.spin_us = max(min(2 * reply.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, SPIN_DECAY * process.spin_us)
-    return Findings(times, reply.claims, reply.activity)

@@ -102,7 +102,7 @@ def times(judged: list[Result]) -> None:
     distinct, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)
     table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
-    for column in ("time", "interval", "GB/s", "roofline", "% of\nroofline", "host", "setup", "error", "tolerance"):
+    for column in ("time", "interval", "GB/s", "roofline", "% of\nroofline", "error", "tolerance"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     for j in sorted(judged, key=_order):
@@ -116,9 +116,8 @@ def times(judged: list[Result]) -> None:
 
 def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
     if t.failure:
-        return [j.submission.name, case, *[""] * 9, f"{t.failure.status}: {text.first_line(t.failure.reason, 80)}"]
-    setup, error = t.timing.flat("setup_us"), t.timing.worst_error or {}
-    host_bound = int(sum(t.timing.flat("host_bound")))
+        return [j.submission.name, case, *[""] * 7, f"{t.failure.status}: {text.first_line(t.failure.reason, 80)}"]
+    error = t.timing.worst_error or {}
     return [
         j.submission.name,
         case,
@@ -127,11 +126,9 @@ def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
         f"{t.readings.bytes / t.median / 1e3:.0f}",
         f"{t.readings.roofline_us:.2f} {t.readings.roofline_kind}",
         f"{t.readings.roofline_us / t.median:.0%}",
-        f"{stats.median(t.timing.flat('host_us')):.0f}",
-        f"{stats.median(setup):.0f}" if setup else "",
         f"{error['rel']:.1e}" if error else "",
         f"{error['tol']:.1e}" if error else "",
-        f"host-bound in {host_bound} calls" if host_bound else "",
+        "self-timed: not protected against forging" if t.timing.self_timed else "",
     ]
 
 

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from harness.judge import limits, outcome, replies
@@ -19,8 +19,6 @@ from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
 from problems.common import build
-
-FIRST_SPIN_US = 1000  # before the call's own enqueue time is known, and at most
 
 
 class CheckerLost(ProblemError):
@@ -45,13 +43,14 @@ class Reported(Died):
 
 @dataclass(frozen=True)
 class Content:
-    """The inputs and outputs of one call, as the checker made them. sizes: bytes of a buffer on the device and on the
-    host; layout: what a runner needs to map it; bytes: what a call must move, if the task says that of contents;
-    held: of inputs and outputs, for a folder that does not say how many a call must move.
+    """The inputs and outputs of one call, as the checker made them. host: bytes of a buffer on a CPU; parts: bytes of
+    "inputs" and "outputs" on a GPU; layout: what a runner needs to map it; bytes: what a call must move, if the task
+    says that of contents; held: of inputs and outputs, for a folder that does not say how many a call must move.
     """
 
     case: Case
-    sizes: dict[str, int]
+    host: int
+    parts: dict[str, int]
     layout: dict
     bytes: int | None
     held: int
@@ -99,13 +98,18 @@ class CheckerHandle:
         return self.request(message)[0]
 
     def request(
-        self, message: dict, failing: str = "", limit_s: float = 0.0, watch: Child | None = None
+        self,
+        message: dict,
+        failing: str = "",
+        limit_s: float = 0.0,
+        watch: Child | None = None,
+        fds: Sequence[int] = (),
     ) -> tuple[dict, list[int]]:
         """Return the checker's reply and its descriptors. failing: the start of the error's message. watch: a runner
-        that works meanwhile. Died: that runner took too much, and is gone.
+        that works meanwhile. fds: go with the message. Died: that runner took too much, and is gone.
         """
         try:
-            self.child.send(message)
+            self.child.send(message, tuple(fds))
             reply, fds = self.child.receive(limit_s or limits.CHECKER_LIMIT_S, watch=watch)
         except Died as died:
             raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
@@ -146,15 +150,11 @@ class RunnerProcess:
     calls_on_buffers: int = 0  # calls on the present buffers
     number: int = 0  # of its last call on a CPU
     series: tuple | None = None  # which calls it is waiting in on a CPU, to make a further one of them
-    spin_us: float = FIRST_SPIN_US  # ordered before its next call on a GPU
-    host_us: float = 0.0  # until its last call on a GPU returned
     strays: frozenset[int] = frozenset()  # processes that were there when its last call was over
     holds: int = 0  # number of the weights that it has
-    held_device: int = 0  # bytes of device memory that the judge keeps them in
     weights_bytes: int = 0  # of the weights' tensors
     host_start: int | None = None  # bytes of host memory and files before it had any weights; None: not measured
     host_base: int | None = None  # bytes of host memory and files before weights that count came; None: not counted
-    device_grown: int = 0  # bytes of device memory that its own requests took since
 
     def ask(self, wanted: type[replies.Wanted], message: dict, limit_s: float) -> replies.Wanted:
         """Return the reply to a request. Died: there was none, or none of this form; Reported: an exception came."""
@@ -170,15 +170,14 @@ class RunnerProcess:
 
     def open(self, content: Content, buffers: int, reads: dict[str, int] | None) -> None:
         """Give the runner buffers of this layout, unless it has them. The checker allocates, the runner maps them."""
-        wanted = (content.sizes, content.layout, buffers)
+        wanted = (content.host, content.layout, buffers)
         if self.opened == wanted:
             return
         self.end_series()
-        request = {"op": "allocate", "runner": self.name, "sizes": content.sizes, "count": buffers}
-        if self.checker.device == "cpu":
-            request |= asdict(self.child.freezer)
-        made, fds = self.checker.request(request, "the checker could not allocate buffers")
-        message = {"op": "open", "buffers": made["buffers"], **content.layout}
+        request = {"op": "allocate", "runner": self.name, "bytes": content.host, "count": buffers}
+        request |= asdict(self.child.freezer)
+        _, fds = self.checker.request(request, "the checker could not allocate buffers")
+        message = {"op": "open", "bytes": content.host, "count": buffers, **content.layout}
         if reads is not None:
             message["reads"] = reads
         self.hand_over(replies.Done, message, fds, "map its buffers", self.limit_s + limits.COMPILE_LIMIT_S)
@@ -263,6 +262,7 @@ class RunnerHandle:
     broken: Outcome | None = None
     keep: bool = False  # what its process compiled is kept when it stops
     runner: str = ""
+    recorded: bool = True  # its calls on a GPU are recorded; a profiler needs what records them for itself
 
     def __post_init__(self) -> None:
         self.runner = self.runner or self.name
@@ -314,6 +314,7 @@ class RunnerHandle:
             "file": file,
             "files": files,
             "compile": compile_only,
+            "records": self.target if device == "cuda" and self.recorded else "",
             "common": str(box.common) if box and box.common else None,
         }
         with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
@@ -332,20 +333,6 @@ class RunnerHandle:
         if process.checker.device == "cuda" and not process.checker.computes():
             raise DeviceError(f"the device does not compute any more since {self.runner} was lost: {failure.reason}")
         return failure
-
-    def tampering(self) -> Outcome | None:
-        """Return the fault of objects that were replaced in its process on a GPU. Baselines are exempt: the packages
-        that they call may patch what they like.
-        """
-        process = self.running
-        if self.baseline or process.checker.device == "cpu":
-            return None
-        try:
-            reply = process.ask(replies.Sealed, {"op": "sealed"}, process.limit_s)
-        except Died as died:
-            return self.lose(process.failure(died))
-        process.switched(reply.switches)
-        return outcome.tampering_in(reply.replaced)
 
     def look(self) -> Outcome | None:
         """Return the fault of processes that the submission started and that live after its call. They get a moment to

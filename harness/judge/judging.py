@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness.judge import confirm, console, device_lock, phases, verdict, work
+from harness.judge import confirm, console, device_lock, phases, replay, verdict, work
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Audit, Outcome
@@ -82,7 +82,9 @@ class Judging:
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
-        phases.run_tests(session, handles, cases, done, session.progress, have, limit_s, self._twice(cases))
+        replay.phases_of(self.device).run_tests(
+            session, handles, cases, done, session.progress, have, limit_s, self._twice(cases)
+        )
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
@@ -111,7 +113,7 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        timings, all_readings = phases.run_benchmarks(
+        timings, all_readings = replay.phases_of(self.device).run_benchmarks(
             session, handles, self.cases, session.progress, counts, done, have, limit_s
         )
         for j in judged:

@@ -1,11 +1,6 @@
 """The judge's side of the player, the process that makes recorded calls on a GPU (harness/player/player.py)."""
 
-import os
-from dataclasses import dataclass, field
-
 from harness.judge import limits, replies
-from harness.judge.handle import Content
-from harness.judge.outcome import Outcome
 from harness.player import player
 from harness.sandbox.process import Child, Died
 
@@ -15,25 +10,6 @@ MEMORY_HINT = (
     "in a timed call inputs and weights are read-only, and scratch memory must come from torch (torch.empty in the call, "
     "or before): memory of its own, or the address of a module's variable in a parameter, is not there"
 )
-
-
-@dataclass
-class Recording:
-    """A submission's call on one case, recorded: its number in the player, and the layout of its contents. takes: of a
-    GPU MODE folder, the copies of its answer that are made behind the call. failure: why there is none. self_timed: why
-    its calls are made and timed in the runner, "" for recorded ones.
-    """
-
-    number: int
-    content: Content
-    claims: list[replies.Claim] = field(default_factory=list)
-    takes: list[dict] = field(default_factory=list)
-    failure: Outcome | None = None
-    self_timed: str = ""
-
-    @property
-    def owner(self) -> int:
-        return self.number
 
 
 class Player:
@@ -69,16 +45,18 @@ class Player:
         """Make the memory of a call: "inputs", "outputs" and "weights" bytes. Return the descriptors."""
         return self._request({"op": "memory", "number": number, **sizes})[1]
 
-    def load(self, number: int, recorded: replies.Recorded, images: list[int]) -> None:
-        """Take a recorded call. images: descriptors, which are closed here."""
-        parts = recorded.model_dump(by_alias=True, include={"before", "nodes", "variables", "used"})
-        try:
-            self._request({"op": "load", "number": number, **parts}, tuple(images))
-        finally:
-            for fd in images:
-                os.close(fd)
+    def move(self, number: int) -> list[int]:
+        """Put a call's memory elsewhere. Return the descriptors, as `memory` does."""
+        return self._request({"op": "move", "number": number})[1]
 
-    def play(self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list | None = None) -> tuple[float, float]:
+    def load(self, number: int, recorded: replies.Recorded, images: list[int]) -> None:
+        """Take a recorded call. images: descriptors of its code."""
+        parts = recorded.model_dump(by_alias=True, include={"before", "nodes", "variables", "used"})
+        self._request({"op": "load", "number": number, **parts}, tuple(images))
+
+    def play(
+        self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list[dict] | None = None
+    ) -> tuple[float, float]:
         """Make a call on the contents of one of its copies. Return (us of the event pair, us of the host's clock)."""
         message = {"op": "play", "number": number, "copy": copy, "what": what, "bytes": nbytes, "limit_s": limit_s}
         reply, _ = self._request({**message, "takes": takes or []}, limit_s=3 * limit_s + limits.CHECKER_LIMIT_S)

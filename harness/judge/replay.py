@@ -1,26 +1,41 @@
-"""Recorded calls on a GPU: runners record them and are killed, then players make them on fresh contents.
+"""The two phases of a judgement on a GPU, of recorded calls.
 
-A wave is as many cases as have room: each submission's call on each of them is recorded in one runner. Contents of
-calls that count come to exist when no runner of the wave lives any more. What cannot be recorded is UNSUPPORTED, but for
-a baseline and for a folder in GPU MODE's format: their calls are then made, and timed, in their runner (docs/rules.md).
+Runners record calls and are killed, then players make them on fresh contents. A wave is as many cases as have room: the
+call of each submission on each of them is recorded in one runner. Contents of calls that count come to exist when no
+runner of the wave lives any more. What cannot be recorded is UNSUPPORTED, but for baselines and for folders in GPU
+MODE's format: their calls are then made and timed in their runner, which stays (docs/rules.md).
 """
 
+import contextlib
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 
-from harness.judge import limits, prepared, replies
+from harness.judge import limits, phases, prepared, replies
+from harness.judge.events import Progress, Step
 from harness.judge.handle import Content, RunnerHandle, admitted
 from harness.judge.outcome import Outcome
-from harness.judge.player import Player
+from harness.judge.phases import JUDGE, Benchmark, Budget, Counts, OpenGroup
+from harness.judge.player import NOTHING, READER, Player
+from harness.judge.readings import HOST, ReferenceReadings, Timing
 from harness.judge.session import Session
+from harness.judge.work import NOTHING as NO_WORK
+from harness.judge.work import Finished, Group, GroupDone
 from harness.player import player
 from harness.problem.folders import Case
+from harness.results import environment
+from harness.runner import matmul
 from harness.sandbox.process import Died
 
 SCRATCH_BYTES = 2 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
 SCRATCH_FACTOR = 3  # times these: prepared weights, and copies in another format
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
+WAKE_S = 0.05  # of work before a case is timed: on an H100 that was idle, memory was 16 % slower for 17 to 29 ms
+READ_EVERY = 3  # of so many processes, the plain readers are timed beside the first
+FLUSH_BYTES = 256 * 2**20  # written ahead of a call that is timed in its runner
 
 
 @dataclass
@@ -31,10 +46,46 @@ class Recording:
 
     name: str
     content: Content
+    message: dict = field(default_factory=dict)  # what its runner gets to map its memory
+    fds: list[int] = field(default_factory=list)  # of that memory, while it is timed in the runner
     claims: list[replies.Claim] = field(default_factory=list)
     takes: list[dict] = field(default_factory=list)  # copies of a GPU MODE folder's answer, made behind the call
     failure: Outcome | None = None
     self_timed: str = ""
+
+    def make(self, session: Session, made: Player, number: int, baseline: bool) -> None:
+        """Make the memory of the call, which has this number in its player, with the present content in it."""
+        sizes = {**self.content.parts, "weights": session.weights_bytes}
+        self.message = {
+            "address": player.place_of(number),
+            "weights_address": player.place_of(number) + player.WEIGHTS,
+            "sizes": sizes,
+            "baseline": baseline,
+            **self.content.layout,
+        }
+        fds = made.memory(number, sizes)
+        pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
+        self.fds = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
+        self.message["weights"] = self.attach(session, fds)
+        session.checker.ask({"op": "fill", "runner": self.name, "buffer": 0})
+
+    def attach(self, session: Session, fds: list[int]) -> dict | None:
+        """Have the checker map the call's memory. Return the specification of its weights, None without such. fds: of
+        all of it, which are closed here.
+        """
+        message = {"op": "attach", "runner": self.name, "sizes": self.message["sizes"], "copies": player.COPIES}
+        try:
+            attached, _ = session.checker.request(message, fds=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        weights: dict | None = attached["weights"]
+        return weights
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
 
 
 @dataclass
@@ -53,16 +104,21 @@ class Played:
 class Replays:
     """The recorded calls of some submissions on some cases. A context manager: it ends players and frees memory.
 
-    seed: of the weights and of the contents that calls are recorded on. weights: the seeds of the weights, by case.
+    seeds: by case, of the weights and of the contents that calls are recorded on. keep: what runners compile is kept.
     """
 
     def __init__(
-        self, session: Session, handles: list[RunnerHandle], cases: dict[int, Case], seed: Callable[[Case], int]
+        self,
+        session: Session,
+        handles: list[RunnerHandle],
+        cases: dict[int, Case],
+        seeds: dict[int, int],
+        keep: bool = False,
     ) -> None:
-        self.session, self.cases, self.seed = session, cases, seed
+        self.session, self.cases, self.seeds, self.keep = session, cases, seeds, keep
         self.played = {handle.name: Played(handle) for handle in handles}
-        self.weights: dict[int, str | None] = {}
-        self._recorded_on: dict[int, int] = {}
+        self._weighed: int | None = None  # the case whose weights the checker has
+        self._mapped: dict[str, int] = {}  # by submission that is timed in its runner, the case whose memory it maps
 
     def __enter__(self) -> "Replays":
         return self
@@ -78,11 +134,13 @@ class Replays:
         """Yield the numbers of all cases, each when its calls are recorded and the checker has its weights."""
         todo = list(self.cases)
         while todo:
-            wave = self._record([one for one in self.played.values()], todo)
+            wave = self._record(list(self.played.values()), todo)
             for place, number in enumerate(wave):
                 # The player of a call that failed is gone, with the calls that it had besides.
-                lost = [one for one in self.played.values() if one.player is None and one.recordings.get(number)]
-                self._record([one for one in lost if not one.recordings[number].failure], wave[place:])
+                lost = [
+                    one for one in self.played.values() if one.player is None and not one.recordings[number].failure
+                ]
+                self._record(lost, wave[place:])
                 self._weigh(number)
                 yield number
             todo = todo[len(wave) :]
@@ -91,23 +149,24 @@ class Replays:
 
     def _weigh(self, number: int) -> None:
         """Make the weights of a case, the same each time."""
-        case = self.cases[number]
-        seed = self._recorded_on.setdefault(number, self.seed(case))
-        self.weights[number] = self.session.weights(case, seed)
+        if self._weighed != number:
+            self.session.weights(self.cases[number], self.seeds[number])
+            self._weighed = number
 
     def _record(self, those: list[Played], numbers: list[int]) -> list[int]:
         """Record these submissions on these cases, in one runner each. Return the cases that had room."""
         session, done = self.session, list[int]()
-        alive = [one for one in those if not one.handle.broken]
-        self._start(alive)
+        self._start([one for one in those if not one.handle.broken])
         for number in numbers if those else ():
             self._weigh(number)
-            session.content(self.cases[number], self._recorded_on[number])
-            if done and not self._has_room(len(those)) or len(done) == player.MOST_CALLS:
+            session.content(self.cases[number], self.seeds[number])
+            if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
             for one in those:
                 one.recordings[number] = self._recorded(one, number)
             done.append(number)
+        for one in those:
+            one.handle.keep = self.keep and one.handle.process is not None
         session.stop(*(one.handle for one in those if not one.self_times))
         return done
 
@@ -157,75 +216,286 @@ class Replays:
     def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player, number: int) -> None:
         """Make the memory of a call, record it, and give it to the player. Died: that failed."""
         session, process = self.session, handle.running
-        sizes = {**recording.content.parts, "weights": session.weights_bytes}
-        fds = made.memory(number, sizes)
-        pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
-        attach = {"op": "attach", "runner": recording.name, "sizes": sizes, "copies": player.COPIES}
-        message = {
-            "op": "record",
-            "address": player.place_of(number),
-            "weights_address": player.place_of(number) + player.WEIGHTS,
-            "sizes": sizes,
-            "baseline": handle.baseline,
-            **recording.content.layout,
-        }
+        recording.make(session, made, number, handle.baseline)
+        process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
+        reply, images = process.child.receive(session.first_call_limit_s + limits.PREPARE_LIMIT_S)
+        self._mapped[handle.name] = number - 1
         try:
-            attached, _ = session.checker.request(attach, fds=fds)
-            session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
-            process.child.send({**message, "weights": attached["weights"]}, (*fds[:pair], *fds[player.COPIES * pair :]))
-        finally:
-            for fd in fds:
-                os.close(fd)
-        said, images = process.child.receive(session.first_call_limit_s + limits.PREPARE_LIMIT_S)
-        try:
-            recorded = admitted(replies.read(replies.Recorded, said))
-            handle.audit.note(recorded.prepare_us, recorded.prepared_bytes)
-            recording.claims, recording.takes = recorded.claims, [take.model_dump(by_alias=True) for take in recorded.takes]
-            recording.failure = prepared.fault_of(recorded.prepared_bytes, session.weights_bytes)
-            if recorded.branches:
-                recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
-            elif recorded.unrecorded and (handle.baseline or not session.problem.ours):
-                recording.self_timed = recorded.unrecorded
-            elif recorded.unrecorded:
-                recording.failure = Outcome("UNSUPPORTED", recorded.unrecorded)
-            if not recording.failure:
-                verdict = session.verdict(recording.name, 0, recorded.claims, handle.baseline)
+            recorded = admitted(replies.read(replies.Recorded, reply))
+            self._take(recording, handle, recorded)
+            # What the runner's own calls left: its fault has the better message.
+            if not recording.failure and session.problem.ours and handle.submission:
+                claims = None if recording.self_timed else recorded.claims
+                verdict = session.verdict(recording.name, 0, claims, handle.baseline)
                 recording.failure = verdict if verdict.status != "PASSED" else None
             if not recording.failure and not recording.self_timed:
-                made.load(number, recorded, tuple(images))
+                made.load(number, recorded, images)
         finally:
             for fd in images:
                 os.close(fd)
+            if not recording.self_timed:
+                recording.close()
 
-    def play(self, handle: RunnerHandle, number: int, copy: int, limit_s: float) -> Outcome:
+    def _take(self, recording: Recording, handle: RunnerHandle, recorded: replies.Recorded) -> None:
+        """Take over what a runner says of the call that it was to record."""
+        if recorded.prepare_us is not None:
+            handle.audit.prepare_us = recorded.prepare_us
+            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, recorded.prepared_bytes)
+        recording.claims = recorded.claims
+        recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
+        recording.failure = prepared.fault_of(recorded.prepared_bytes, self.session.weights_bytes)
+        if recorded.branches:
+            recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
+        elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):
+            recording.self_timed = recorded.unrecorded
+        elif not self.session.problem.ours and self._layout_differs(recording):
+            recording.self_timed = "the shapes, numbers or texts in its data differ from contents to contents"
+        elif recorded.unrecorded:
+            recording.failure = Outcome("UNSUPPORTED", recorded.unrecorded)
+
+    def _layout_differs(self, recording: Recording) -> bool:
+        """Return whether other contents of this case have another layout."""
+        session = self.session
+        session.content(recording.content.case)
+        return session.present.layout != recording.content.layout
+
+    def move(self, number: int) -> None:
+        """Put the memory of a case's calls elsewhere, as a new process would."""
+        for one in self.played.values():
+            recording = one.recordings[number]
+            if recording.failure or recording.self_timed or one.player is None:
+                continue
+            try:
+                fds = one.player.move(number + 1)
+            except Died as died:
+                self._lose(one, recording, died)
+                continue
+            self.session.checker.ask({"op": "release", "runner": recording.name})
+            recording.attach(self.session, fds)
+
+    def play(self, handle: RunnerHandle, number: int, copy: int, remaining_s: float) -> Outcome:
         """Make a submission's call on the present content, which lies in memory `copy`, and judge what it wrote."""
         one, session = self.played[handle.name], self.session
-        recording = one.recordings[number]
+        recording, limit_s = one.recordings[number], min(session.call_limit_s, remaining_s)
         if recording.failure:
             return recording.failure
-        copy = 0 if recording.self_timed else copy
-        session.checker.ask({"op": "fill", "runner": recording.name, "buffer": copy})
         try:
             if recording.self_timed:
-                return self._self_timed(one, recording, limit_s)
+                return self._self_timed(handle, recording, number, limit_s)
+            session.checker.ask({"op": "fill", "runner": recording.name, "buffer": copy})
             if one.player is None:
                 raise Died("RUNTIME_ERROR", "its player was lost")
             us, host_us = one.player.play(number + 1, copy, limit_s, takes=recording.takes)
         except Died as died:
-            one.player = None
-            recording.failure = Outcome(died.status, died.reason)
-            session.see_device(handle.name, died.reason)
-            return recording.failure
+            return self._lose(one, recording, died)
         found = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
         found.us, found.host_us, found.bytes = us, host_us, session.present.bytes
         return found
 
-    def _self_timed(self, one: Played, recording: Recording, limit_s: float) -> Outcome:
-        """Make a call in the runner, by its own clock."""
-        raise NotImplementedError
+    def _lose(self, one: Played, recording: Recording, died: Died) -> Outcome:
+        """Note that a call failed, and with it its player."""
+        if one.player:
+            one.player.close()
+            one.player = None
+        recording.failure = Outcome(died.status, died.reason)
+        self.session.see_device(one.handle.name, died.reason)
+        return recording.failure
+
+    def _self_timed(self, handle: RunnerHandle, recording: Recording, number: int, limit_s: float) -> Outcome:
+        """Make a call in the runner, by its own clock. Died: that failed."""
+        session, process = self.session, handle.running
+        message = recording.message | session.present.layout
+        if self._mapped.get(handle.name) != number or message != recording.message:
+            fds, recording.message = [os.dup(fd) for fd in recording.fds], message
+            process.hand_over(replies.Done, {"op": "map_call", **message}, fds, "map its memory", limit_s)
+            self._mapped[handle.name] = number
+        session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
+        request = {"op": "time", "baseline": handle.baseline, "flush": FLUSH_BYTES}
+        reply = process.ask(replies.SelfTimed, request, limit_s)
+        found = session.verdict(recording.name, 0, reply.claims, handle.baseline)
+        found.us, found.bytes, found.self_timed = reply.us, session.present.bytes, True
+        return found
 
     def _release(self, one: Played) -> None:
         """Free what the checker and the player hold of a submission's calls."""
         for recording in one.recordings.values():
+            recording.close()
             self.session.checker.ask({"op": "release", "runner": recording.name})
         one.recordings.clear()
+
+
+def phases_of(device: str) -> ModuleType:
+    """Return the module whose run_tests and run_benchmarks serve a device."""
+    return sys.modules[__name__] if device == "cuda" else phases
+
+
+def try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
+    """Record a submission's calls in its compile step, so that what they compile is kept."""
+    todo = dict(enumerate(cases))
+    with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, keep=True) as replays:
+        for _ in replays.waves():
+            pass
+
+
+def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: float) -> replies.Profiled | Outcome:
+    """Have a submission's runner, which records nothing, profile a call on the present content."""
+    session.start(handle)
+    if handle.process is None:
+        return handle.broken or handle.loss
+    made, process = Player(handle.target), handle.running
+    one = Recording(handle.runner, session.present)
+    try:
+        one.make(session, made, 1, handle.baseline)
+        fds, one.fds = one.fds, []
+        process.hand_over(replies.Done, {"op": "map_call", **one.message}, fds, "map its memory", limit_s)
+        return process.ask(replies.Profiled, message, limit_s)
+    except Died as died:
+        return handle.lose(process.failure(died))
+    finally:
+        made.close()
+
+
+def run_tests(
+    session: Session,
+    handles: list[RunnerHandle],
+    cases: list[Case],
+    done: Callable[[RunnerHandle, Case, Outcome], None],
+    progress: Progress,
+    have: Finished = NO_WORK,
+    limit_s: float | None = None,
+    twice: tuple[Case, ...] = (),
+) -> dict[str, list[Outcome]]:
+    """As phases.run_tests does on a CPU. The calls on cases in `twice` are recorded and made on secret weights and
+    contents only.
+    """
+    results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
+    budget, total = Budget(limit_s), len(cases) * len(handles)
+    todo = {n: case for n, case in enumerate(cases) if any(have.test(e.name, n) is None for e in handles)}
+    seeds = {n: session.secret_seed(case) if case in twice else case.seed for n, case in todo.items()}
+    session.build(*handles)
+    with Replays(session, handles, todo, seeds) as replays:
+        waves = replays.waves()
+        for number, case in enumerate(cases):
+            if number in todo:
+                next(waves)
+                session.content(case, session.secret_seed(case) if case in twice else case.seed)
+            for place, handle in enumerate(handles):
+                outcome = have.test(handle.name, number)
+                if outcome is None:
+                    progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
+                    outcome = budget.call(handle, functools.partial(replays.play, handle, number, 1))
+                results[handle.name].append(outcome)
+                done(handle, case, outcome)
+    progress(Step("test", total, total, "done"))
+    return results
+
+
+def run_benchmarks(
+    session: Session,
+    handles: list[RunnerHandle],
+    cases: list[Case],
+    progress: Progress,
+    counts: Counts,
+    done: GroupDone | None = None,
+    have: Finished = NO_WORK,
+    limit_s: float | None = None,
+) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
+    """As phases.run_benchmarks does on a CPU."""
+    benchmark = ReplayBenchmark(session, handles, cases, progress, counts, done, have, Budget(limit_s))
+    benchmark.run()
+    return benchmark.timings, [benchmark.reference(number) for number in range(len(cases))]
+
+
+class ReplayBenchmark(Benchmark):
+    """The timed calls of submissions on cases, recorded ones. Each group of calls finds its memory elsewhere."""
+
+    replays: Replays
+    judges: Player  # makes the judge's own calls
+    bytes = 0  # that its readers read
+    rated = False  # whether the matrix product was timed
+
+    def run(self) -> None:
+        self.total = len(self.cases) * self.counts.processes * self.rounds
+        with contextlib.ExitStack() as stack:
+            if self.handles:
+                self.judges = Player(self.handles[0].target)
+                stack.callback(self.judges.close)
+                self.reads = {f"read {i}": i for i in range(self.judges.readers)}
+            for part, handles in enumerate(self._parts()):
+                self._run_part(part, handles)
+        self.progress(Step("benchmark", self.total, self.total, "done"))
+
+    def _run_part(self, part: int, handles: list[RunnerHandle]) -> None:
+        """Make all calls of these submissions."""
+        self.session.build(*handles)
+        todo = {}
+        for number, case in enumerate(self.cases):
+            finished = [self.have.group(process, number, part) for process in range(self.counts.processes)]
+            for group in filter(None, finished):
+                self._take(group)
+            if not all(finished):
+                todo[number] = case
+        seeds = {number: self.session.secret_seed(case) for number, case in todo.items()}
+        with Replays(self.session, handles, todo, seeds) as self.replays:
+            for number in self.replays.waves():
+                self._replay(number, part, handles)
+
+    def _parts(self) -> list[list[RunnerHandle]]:
+        """Return the submissions in parts whose prepared weights have room together."""
+        largest = max((case.weight_bytes for case in self.cases), default=0)
+        room = self.session.memory() - RESERVE_BYTES - 2 * largest
+        size = max(1, int(room // ((1 + 2 * SCRATCH_FACTOR) * largest))) if largest else len(self.handles)
+        if self.counts.paired or not self.handles:
+            return [self.handles]
+        return [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
+
+    def _replay(self, number: int, part: int, handles: list[RunnerHandle]) -> None:
+        """Make all calls of one case."""
+        case = self.cases[number]
+        self.session.content(case)
+        self.bytes = self.session.present.moved // 16 * 16
+        self.judges.memory(1, {"inputs": -(-self.bytes // player.PAGE) * player.PAGE, "outputs": 0, "weights": 0})
+        self.judges.wake(WAKE_S)
+        for process in range(self.counts.processes):
+            if self.have.group(process, number, part):
+                continue
+            if process:
+                self.replays.move(number)
+            group = self._open(process, number, part, handles)
+            if case.weight_bytes:
+                group.record.seeds.append(f"weights {self.replays.seeds[number]}")
+            for sample in range(-self.counts.warmups, self.counts.samples):
+                self._show(case, group, sample)
+                self._round(group, sample, measure=False)
+                for name in self.reads if process % READ_EVERY == 0 else ():
+                    self._judge_call(group.record, name, sample)
+            for handle in handles:
+                self._complete(group, handle.name)
+            if case.flops and not self.rated:
+                group.record.judge_us[matmul.NAME], self.rated = self._matmul_us(), True
+            group.record.state = environment.gpu_state()
+            self._close(group)
+            self.rounds_done += self.rounds
+
+    def _made(self, group: OpenGroup, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
+        return self.replays.play(handle, group.record.case, sample % player.COPIES, remaining_s)
+
+    def _matmul_us(self) -> list[float]:
+        """Return times of the judge's matrix product."""
+        judge = RunnerHandle(JUDGE, None, self.handles[0].target)
+        with Replays(self.session, [judge], {0: self.cases[0]}, {0: 0}) as recorded:
+            next(recorded.waves())
+            one = recorded.played[judge.name]
+            if one.player is None:
+                raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[0].failure}")
+            return [one.player.play(1, 0, self.session.call_limit_s)[0] for _ in range(self.counts.samples)]
+
+    def _judge_call(self, record: Group, name: str, sample: int) -> Outcome:
+        """Make one of the judge's own calls, in a player without a submission."""
+        what = NOTHING if name == "empty" else READER + self.reads[name]
+        us, host_us = self.judges.play(1, sample % player.COPIES, self.session.call_limit_s, what, self.bytes)
+        if sample >= 0:
+            record.judge_us.setdefault(name, []).append(us)
+            if name == "empty":
+                record.judge_us.setdefault(HOST, []).append(host_us)
+        return Outcome("PASSED", us=us, host_us=host_us)

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from harness.judge import compiling, limits, outcome, prepared, replies
-from harness.judge.call import EMPTY, CallPlan, CallRequest, cpu_call, gpu_call
+from harness.judge.call import CallPlan, CallRequest, cpu_call
 from harness.judge.events import Progress, Step
-from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
+from harness.judge.handle import CheckerHandle, Content, DeviceError, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
 from harness.judge.room import Footprint
+from harness.player import player
 from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import freezer, policy, process
 from harness.sandbox.process import Died
@@ -36,18 +37,18 @@ class Session:
         self.first_call_limit_s = timeout_s or limits.COMPILE_LIMIT_S
         self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
-        self.clock_name = "" if device == "cuda" else freezer.CLOCK
+        self.clock_name = player.CLOCK if device == "cuda" else freezer.CLOCK
         self.sandbox = policy.probe()
         self.notes: list[str] = []
         self.say: Callable[[str], None] = lambda _: None
         self.progress: Progress = lambda _: None
         self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
-        self._records: bool | None = None  # whether the driver says what ran where; None: not known yet
         self.present: Content  # from the first `content` on
         self._seeds_below: int | None = None  # bound of secret seeds; None: not known yet
         self._weights = 0  # number of the present weights
         self._split = False  # whether the problem has weights apart from inputs
+        self.weights_bytes = 0  # of the present weights' memory on a GPU
         process.harden()
         self.checker = CheckerHandle(problem, device)
 
@@ -64,7 +65,8 @@ class Session:
     def weights(self, case: Case, seed: int | None = None) -> str | None:
         """Make new weights for `case`. Return the seed as text; None if the problem has no weights."""
         seed = secrets.randbits(63) if seed is None else seed
-        self._split = self.checker.ask({"op": "new_weights", "case": case.params, "seed": seed})["split"]
+        made = self.checker.ask({"op": "new_weights", "case": case.params, "seed": seed})
+        self._split, self.weights_bytes = made["split"], made["bytes"]
         self._weights += 1
         return str(seed) if self._split else None
 
@@ -72,7 +74,7 @@ class Session:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self.secret_seed(case) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
-        self.present = Content(case, made["sizes"], made["open"], made["bytes"], made["held"])
+        self.present = Content(case, made["host"], made["parts"], made["open"], made["bytes"], made["held"])
         if made["device"] != self.device:
             raise ProblemError(
                 f"{self.problem.name} makes its data on {made['device']}, the session runs on {self.device}: "
@@ -129,10 +131,6 @@ class Session:
                 self._break(handle, Outcome(died.status, reason))
                 continue
             self._switches_of(handle, reply.switches)
-            if not handle.baseline and (fault := outcome.tampering_in(reply.replaced)):
-                handle.lose(fault)
-            elif self.device == "cuda" and not compile_only and reply.clock:
-                self.clock_name = reply.clock
 
     def stop(self, *handles: RunnerHandle) -> None:
         """End the processes of these handles, and keep what their compile steps made."""
@@ -147,7 +145,7 @@ class Session:
             ended.remove()
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
-        """Make one call of a submission, or one of the judge's own, on the present content. Return its outcome:
+        """Make one call on a CPU of a submission, or one of the judge's own, on the present content. Return its outcome:
         UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
         """
         if refused := self._refused(handle):
@@ -160,7 +158,7 @@ class Session:
             if handle.process is None:
                 return handle.loss
             plan = self._next_call(handle, request, first)
-            findings = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
+            findings = cpu_call(handle, plan)
         except Died as died:
             failure = process.failure(died)
             if failure.status == "TIMEOUT" and plan and plan.limit_s < request.remaining_s:
@@ -168,14 +166,10 @@ class Session:
             return self._break(handle, failure) if first else handle.lose(failure)
         findings.times.bytes = plan.content.bytes
         if handle.submission is None:
-            handle.audit.records += findings.activity.records if findings.activity else 0
             return outcome.decide(findings)
         # A source is asked only if the sources before it found no fault.
         if outcome.decide(findings).status == "PASSED":
-            findings.checked = self.verdict(handle, plan.buffer, findings.claims)
-        findings.tampering = handle.tampering()
-        if self.device == "cuda" and request.audit and outcome.decide(findings).status == "PASSED":
-            findings.audit = self._audit(handle, findings.activity)
+            findings.checked = self.verdict(handle.runner, plan.buffer, findings.claims, handle.baseline)
         if before and outcome.decide(findings).status == "PASSED":
             findings.memory = prepared.kept(handle, before)
         return outcome.decide(findings)
@@ -195,7 +189,9 @@ class Session:
     def ask_runner(
         self, handle: RunnerHandle, wanted: type[Wanted], message: dict, limit_s: float, buffers: int = 0
     ) -> Wanted | Outcome:
-        """Make a request other than a call ("compile", "profile"). Return the reply, or the failure."""
+        """Make a request other than a call ("compile", "profile"). Return the reply, or the failure. buffers: that the
+        runner gets on a CPU, with the present content in the first.
+        """
         compiles = message["op"] == "compile"
         if failure := self._started(handle, compiles):
             return failure
@@ -204,9 +200,7 @@ class Session:
             if buffers:
                 if fault := self._give(handle, buffers, None):
                     return handle.lose(fault)
-                key = secrets.token_hex(32) if self.device == "cuda" and self.present.sizes["device"] else None
-                self.checker.ask({"op": "fill", "runner": handle.runner, "buffer": 0, "key": key})
-                message = {**message, "key": key}
+                self.checker.ask({"op": "fill", "runner": handle.runner, "buffer": 0})
             reply = process.ask(wanted, message, limit_s)
         except Died as died:
             return handle.lose(process.failure(died))
@@ -229,8 +223,14 @@ class Session:
 
     def _try_out(self, helper: RunnerHandle) -> None:
         """Compile by a call on every shape, for code that compiles when it sees its arguments."""
-        cases = (*self.problem.tests, *self.problem.timed(helper.target))
-        for case in cases if helper.submission is None else filter(helper.submission.serves, cases):
+        every = (*self.problem.tests, *self.problem.timed(helper.target))
+        cases = [case for case in every if helper.submission is None or helper.submission.serves(case)]
+        if self.device == "cuda":
+            from harness.judge import replay  # which needs a session
+
+            replay.try_out(self, helper, cases)
+            return
+        for case in cases:
             self.weights(case, case.seed)
             self.content(case, case.seed)
             self.call(helper, CallRequest(1))
@@ -273,40 +273,21 @@ class Session:
         process.calls_on_buffers += 1
         return CallPlan(request, self.present, (process.calls_on_buffers - 1) % request.buffers, limit_s)
 
-    def verdict(self, handle: RunnerHandle, buffer: int, claims: list[replies.Claim] | None) -> Outcome:
-        """Return the checker's verdict on inputs and outputs in a buffer, and on the runner's claims."""
+    def verdict(
+        self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False
+    ) -> Outcome:
+        """Return the checker's verdict on inputs and outputs in a buffer of a runner, by its name there, and on what the
+        runner says that came back. fixed: inputs and weights were read-only.
+        """
         told = None if claims is None else [claim.model_dump() for claim in claims]
-        verdict = self.checker.ask(
-            {"op": "judge", "runner": handle.runner, "buffer": buffer, "claims": told, "baseline": handle.baseline}
-        )
+        message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
+        verdict = self.checker.ask({**message, "fixed": fixed})
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
 
-    def _audit(self, handle: RunnerHandle, activity: replies.Seen | None) -> Outcome | None:
-        """Return the fault of an audited call on a GPU: what ran on another stream, or which processes live on."""
-        handle.audit.calls += 1
-        records = activity.records if activity else 0
-        handle.audit.records += records
-        if not handle.baseline:
-            if not records and self._records_are_given():
-                return Outcome(
-                    "CHEAT_SUSPECTED",
-                    "tampering: the driver recorded nothing of its audited call, but it records the judge's own",
-                )
-            if fault := outcome.ran_elsewhere(activity):
-                return fault
-        return handle.look()
-
-    def _records_are_given(self) -> bool:
-        """Return whether the driver records what ran where, as an empty call in a separate process shows."""
-        if self._records is None:
-            empty_runner = RunnerHandle("(judge) records", None, self.device)
-            self.start(empty_runner)
-            self.call(empty_runner, CallRequest(1, EMPTY, audit=True))
-            self.stop(empty_runner)
-            self._records = empty_runner.audit.records > 0
-            if not self._records:
-                self.notes.append("the driver gives no records: on which stream work ran is not known")
-        return self._records
+    def see_device(self, lost: str, reason: str) -> None:
+        """Raise DeviceError if the device does not compute any more. lost: which process was lost, and why."""
+        if self.device == "cuda" and not self.checker.computes():
+            raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
         """Note once that a submission changed global settings of torch, which were put back."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from harness.judge import compiling
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
+from harness.player import player
 from harness.problem import scan, sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, ranking, record, schema, stats
-from harness.runner import clock, flush
+from harness.runner import flush
 from harness.sandbox import freezer, policy
 
 EXIT_CODES = {
@@ -30,6 +31,7 @@ EXIT_CODES = {
     "INVALID_MEASUREMENT": 6,
     "UNSUPPORTED": 7,
 }
+SELF_TIMED = "events in the submission's process"  # the clock of what cannot be recorded
 REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
 # Where a submission failed in several ways, the one that says most about it is its verdict.
 _GRAVEST = schema.STATUSES
@@ -181,7 +183,7 @@ class Recorder:
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
         self.problem, self.device = problem, device
-        self.clock_name = clock.CudaClock.name if device == "cuda" else freezer.CLOCK
+        self.clock_name = player.CLOCK if device == "cuda" else freezer.CLOCK
         self.run_id = run_id or record.new_run_id()
         self.warnings: list[str] = []
         self.sandbox = policy.probe()
@@ -305,22 +307,18 @@ class Recorder:
             "seeds": readings.seeds,
             **readings.state._asdict(),
             "error": timing.worst_error,
-            "clock": self.clock() | {"warnings": self._clock_warnings(timing, readings)},
+            "clock": self.clock(timing.self_timed) | {"warnings": self._clock_warnings(timing, readings)},
             "ranking_by": judged.ranking_by,
             "attempt": judged.attempt,
             "audit": judged.audit,
         }
-        if timing.batches:
-            line["batches"] = [dataclasses.asdict(batch) | {"least_us": batch.least_us} for batch in timing.batches]
         if judged.confirms:
             line["confirms"] = judged.confirms
         if timing.samples:  # of a failed case too: they are the evidence
-            setup = timing.flat("setup_us")
             line |= {
                 "n": len(timing.flat("us")),
                 "samples_us": [[round(us, 4) for us in group] for group in timing.samples],
-                "host_us": stats.median(timing.flat("host_us")),
-                "setup_us": stats.median(setup) if setup else None,
+                "host_us": stats.median(host) if (host := timing.flat("host_us")) else None,
             }
         if time.failure is None:
             line |= {"median_us": time.median, "ci95_us": list(time.interval)}
@@ -328,22 +326,22 @@ class Recorder:
             line["against"] = judged.against[index]
         return line
 
-    def clock(self) -> dict:
-        """Return how times are taken."""
+    def clock(self, self_timed: bool = False) -> dict:
+        """Return how times are taken. self_timed: in the submission's process."""
         delivery = "memory files, filled while everything of the runner is stopped"
         large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
         cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
         if self.device == "cuda":
-            delivery = "buffers shared by CUDA IPC, masked until the call"
-            cold = f"write and discard of {clock.JUNK_FACTOR}x L2, read of {flush.FLUSH_FACTOR}x L2"
-        return {"name": self.clock_name, "cold": cold, "delivery": delivery}
+            delivery = "memory that no process of the submission maps any more"
+            cold = "write and discard of 4x L2, read of 3x L2"
+        if self_timed:
+            delivery, cold = "memory that the submission's process maps", "write of more than L2"
+        return {"name": SELF_TIMED if self_timed else self.clock_name, "cold": cold, "delivery": delivery}
 
     def _clock_warnings(self, timing: Timing, readings: ReferenceReadings) -> list[str]:
         warnings = list(self.warnings)
-        if bound := sum(timing.flat("host_bound")):
-            warnings.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
-        if late := sum(o.contradicted for group in timing.outcomes for o in group):
-            warnings.append(f"{late} calls have no score: the judge's clock saw them take longer than they claim")
+        if timing.self_timed:
+            warnings.append("self-timed: not protected against forging")
         if self.device == "cuda" and environment.gpu_state().clocks_mhz is None:
             warnings.append("no NVML: clocks and throttle reasons unknown")
         if busy := sum(timing.flat("busy")):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness.judge.outcome import Audit, Batch, Outcome
+from harness.judge.outcome import Audit, Outcome
 from harness.results import schema
 from harness.results.environment import UNKNOWN, GpuState
 from harness.results.record import Contents
@@ -23,7 +23,7 @@ class Group:
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
     failed it comes last. A submission that failed before has no submission. judge_us: by judge's call its times in us.
     seeds: of every content, warm-ups too. state: of the GPU behind the calls. part: which part of the submissions these
-    are, where not all can be alive at once. batches: by submission name.
+    are, where not all can be alive at once.
     """
 
     process: int
@@ -33,7 +33,6 @@ class Group:
     seeds: list[str]
     state: GpuState = UNKNOWN
     part: int = 0
-    batches: dict[str, list[Batch]] = field(default_factory=dict)
 
 
 GroupDone = Callable[[Group], None]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.judge import console, phases, selection
+from harness.judge import console, replay, selection
 from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, RunnerHandle
 from harness.judge.outcome import Outcome
@@ -236,7 +236,7 @@ def _judged(
     results: dict[str, list[Outcome]] = {}
     for start in range(0, len(submissions), AT_ONCE):
         handles = [RunnerHandle(one.name, one, target) for one in submissions[start : start + AT_ONCE]]
-        results |= phases.run_tests(session, handles, cases, lambda *_: None, progress)
+        results |= replay.phases_of(session.device).run_tests(session, handles, cases, lambda *_: None, progress)
     return results
 
 

@@ -92,11 +92,14 @@ struct Window {
         if (mapped) cuMemUnmap(place, bytes);
         if (bytes) cuMemAddressFree(place, shared::reserved(bytes));
     }
-    // The first `fixed` bytes become read-only, the others writable.
-    void show(const Memory& first, const Memory& second, bool fixed) {
-        if (!bytes) return;
+    void hide() {
         if (mapped) need(cuMemUnmap(place, bytes), "cuMemUnmap");
         mapped = false;
+    }
+    // The first memory becomes read-only if `fixed`, the second is writable.
+    void show(const Memory& first, const Memory& second, bool fixed) {
+        if (!bytes) return;
+        hide();
         if (first.bytes) need(cuMemMap(place, first.bytes, 0, first.handle, 0), "cuMemMap");
         if (second.bytes) need(cuMemMap(place + first.bytes, second.bytes, 0, second.handle, 0), "cuMemMap");
         mapped = true;
@@ -104,6 +107,20 @@ struct Window {
         if (second.bytes) shared::allow(place + first.bytes, second.bytes, true);
     }
 };
+
+// Other physical memory with the same contents, shown in the same window.
+Memory moved(Window& window, Memory old, bool fixed) {
+    if (!window.bytes) return old;
+    Memory fresh(old.bytes);
+    {
+        Window from(0, old.bytes), to(0, old.bytes);
+        from.show(old, Memory(), true), to.show(fresh, Memory(), false);
+        need(cuMemcpyDtoD(to.place, from.place, old.bytes), "moving memory");
+        need(cuCtxSynchronize(), "moving memory");
+    }
+    window.show(fresh, Memory(), fixed);
+    return fresh;
+}
 
 struct Kernel {
     CUfunction function;
@@ -338,6 +355,21 @@ int player_memory(int number, size_t inputs, size_t outputs, size_t weights, int
             descriptors[2 * i] = call.inputs[i].descriptor();
             descriptors[2 * i + 1] = call.outputs[i].descriptor();
         }
+        descriptors[2 * COPIES] = call.weights.descriptor();
+    });
+}
+
+// Give call `number` other physical memory. Weights and scratch memory keep their contents. descriptors: as above.
+int player_move(int number, int* descriptors) {
+    return guarded([=] {
+        Call& call = call_of(number);
+        call.io.hide();
+        for (int i = 0; i < COPIES; ++i) {
+            call.inputs[i] = Memory(call.inputs[i].bytes), call.outputs[i] = Memory(call.outputs[i].bytes);
+            descriptors[2 * i] = call.inputs[i].descriptor(), descriptors[2 * i + 1] = call.outputs[i].descriptor();
+        }
+        call.weights = moved(call.held, std::move(call.weights), true);
+        scratch = moved(scratch_window, std::move(scratch), false);
         descriptors[2 * COPIES] = call.weights.descriptor();
     });
 }

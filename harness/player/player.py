@@ -6,13 +6,11 @@ socket, and exchanges the messages of harness/runner/wire.py. The native part is
 """
 
 import ctypes
-import functools
 import mmap
 import os
 import socket
 import sys
-from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_double, c_int, c_size_t, c_uint, c_uint64
 from pathlib import Path
 
 from harness.runner import wire
@@ -21,6 +19,7 @@ from problems.common import build, cubins
 BASE, SLOT = 0x600000000000, 1 << 38  # where the memory of call n lies: BASE + n * SLOT; scratch memory at BASE
 WEIGHTS = SLOT // 2  # of a slot, where weights begin
 PAGE = 2 << 20  # memory is made, mapped and protected by so many bytes
+MOST_CALLS = 63
 COPIES = 2  # of inputs and outputs, which calls take in turn
 CLOCK = "event pair in the player"
 _HERE = Path(__file__).resolve().parent
@@ -88,11 +87,20 @@ class Player:
         made = (c_int * (2 * COPIES + 1))()
         sizes = (c_size_t(message[name]) for name in ("inputs", "outputs", "weights"))
         self._do("memory", c_int(message["number"]), *sizes, made)
-        return {"address": place_of(message["number"]), "fds": [fd for fd in made if fd >= 0]}
+        return {"fds": [fd for fd in made if fd >= 0]}
+
+    def move(self, message: dict, _: list[int]) -> dict:
+        """Put the memory of a call elsewhere, as it would be in a new process. Descriptors as of `memory`."""
+        made = (c_int * (2 * COPIES + 1))()
+        self._do("move", c_int(message["number"]), made)
+        return {"fds": [fd for fd in made if fd >= 0]}
 
     def load(self, message: dict, fds: list[int]) -> dict:
         """Take a recorded call, whose memory was made: its images, kernels, copies, fills and variables."""
-        number, known = c_int(message["number"]), {(at["image"], at["name"]): at["value"] for at in message["variables"]}
+        number, known = (
+            c_int(message["number"]),
+            {(at["image"], at["name"]): at["value"] for at in message["variables"]},
+        )
         images = [_content(fd) for fd in fds]
         for image in images:
             self._do("image", number, c_char_p(image))

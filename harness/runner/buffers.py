@@ -14,14 +14,25 @@ import torch
 from harness.runner import gate, recorder
 
 
-class Buffer:
-    """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken.
-    `memory`: flat uint8 tensors by the space that they are in.
-    """
+class Shared:
+    """Memory that two processes map. `memory`: flat uint8 tensors by the space that they are in."""
+
+    memory: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() for part in self.memory.values())
+
+    def close(self) -> None:
+        """Give it up. Tensors over it must not be used afterwards."""
+        self.memory.clear()
+
+
+class Buffer(Shared):
+    """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken."""
 
     def __init__(self, nbytes: int, fd: int = -1) -> None:
-        self.nbytes, self._fd = nbytes, -1
-        self.memory: dict[str, torch.Tensor] = {}
+        self.memory, self._fd = {}, -1
         if nbytes:
             made = sealed_file("buffer", nbytes) if fd < 0 else fd
             self.memory["host"] = _map(made, nbytes)
@@ -35,13 +46,12 @@ class Buffer:
         return [self._fd] if self._fd >= 0 else []
 
     def close(self) -> None:
-        """Close the descriptor. The memory is unmapped with the last tensor over it."""
-        self.memory.clear()
+        super().close()  # unmapped with the last tensor over it
         if self._fd >= 0:
             os.close(self._fd)
 
 
-class DeviceBuffer:
+class DeviceBuffer(Shared):
     """The memory of a recorded call, or of its weights. parts: as of recorder.Mapped."""
 
     def __init__(self, parts: list[tuple[int, int]]) -> None:
@@ -49,8 +59,7 @@ class DeviceBuffer:
         self.memory = {"device": self._mapped.bytes}
 
     def close(self) -> None:
-        """Unmap it. Tensors over it must not be used afterwards."""
-        self.memory.clear()
+        super().close()
         self._mapped.close()
 
 

@@ -93,7 +93,9 @@ class Runner:
         self.opened = message
         if self.module is not None:
             objects.define(message["definitions"])
-        self.buffers = [Buffer(message["bytes"], fds.pop(0) if message["bytes"] else -1) for _ in range(message["count"])]
+        self.buffers = [
+            Buffer(message["bytes"], fds.pop(0) if message["bytes"] else -1) for _ in range(message["count"])
+        ]
         return {}
 
     def hold(self, message: dict, fds: list[int]) -> dict:
@@ -203,7 +205,9 @@ class Runner:
 
     def time(self, message: dict, _: list[int]) -> dict:
         """Make a call in this process, by events: its time can be forged by the submission."""
-        self.flush = self.flush if self.flush is not None else torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
+        self.flush = (
+            self.flush if self.flush is not None else torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
+        )
         data, returned = self.arguments[0], []
         state = self._setup(data, message)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from harness.problem import scan, sources
 from harness.problem.folders import Problem
-from harness.runner import gate, native
+from harness.runner import gate, native, recorder
 from harness.sandbox import policy, reaper
 from problems.common import build, load
 
@@ -102,8 +102,10 @@ class Workdir:
             files = {name: str(folder / name) for name in problem.files}
             if built:
                 copy_tree(built, cache)
-            for own in (gate.artefact(), *map(native.library, {"cpu", device})):
-                shutil.copytree(own.path.parent, cache / "build" / own.path.parent.name)
+            own = [gate.artefact(), native.library()]
+            own += [recorder.artefact(load.device_target(device))] if device == "cuda" else []
+            for one in own:
+                shutil.copytree(one.path.parent, cache / "build" / one.path.parent.name)
             if uid is not None:
                 os.chown(place, -1, uid)  # its group may go through, to code/ that stays the judge's
                 place.chmod(0o710)

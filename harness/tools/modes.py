@@ -4,7 +4,7 @@ import importlib.util
 import shutil
 import subprocess
 
-from harness.judge import console, replies
+from harness.judge import console, replay, replies
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.limits import COMPILE_LIMIT_S
@@ -65,12 +65,15 @@ def profile(
     torch's trace. Return the verdict.
     """
     with Session(problem, device, timeout_s) as session:
-        handle, kept = RunnerHandle(submission.name, submission, target), []
+        handle, kept = RunnerHandle(submission.name, submission, target, recorded=False), []
         for case in cases:
             session.weights(case)
             session.content(case)
             message = {"op": "profile", "baseline": submission.baseline}
-            reply = session.ask_runner(handle, replies.Profiled, message, 2 * COMPILE_LIMIT_S, buffers=1)
+            if device == "cuda":
+                reply = replay.profile(session, handle, message, 2 * COMPILE_LIMIT_S)
+            else:
+                reply = session.ask_runner(handle, replies.Profiled, message, 2 * COMPILE_LIMIT_S, buffers=1)
             if isinstance(reply, Outcome):
                 console.say(f"{submission.name}: {reply.status}: {reply.reason}")
                 return reply.status

@@ -218,7 +218,8 @@ class Replays:
         session, process = self.session, handle.running
         recording.make(session, made, number, handle.baseline)
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
-        reply, images = process.child.receive(session.first_call_limit_s + limits.PREPARE_LIMIT_S)
+        limit_s = session.first_call_limit_s + limits.PREPARE_LIMIT_S
+        reply, images = process.child.receive(limit_s, descriptors=True)
         self._mapped[handle.name] = number - 1
         try:
             recorded = admitted(replies.read(replies.Recorded, reply))

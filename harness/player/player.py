@@ -6,7 +6,6 @@ socket, and exchanges the messages of harness/runner/wire.py. The native part is
 """
 
 import ctypes
-import mmap
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ WEIGHTS = SLOT // 2  # of a slot, where weights begin
 PAGE = 2 << 20  # memory is made, mapped and protected by so many bytes
 MOST_CALLS = 63
 COPIES = 2  # of inputs and outputs, which calls take in turn
+IMAGE_LIMIT = 256 * 2**20  # bytes of one image
 CLOCK = "event pair in the player"
 _HERE = Path(__file__).resolve().parent
 
@@ -192,11 +192,14 @@ class Player:
 
 
 def _content(fd: int) -> bytes:
-    try:
-        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped:
-            return bytes(mapped)
-    finally:
-        os.close(fd)
+    with os.fdopen(fd, "rb", buffering=0) as file:  # whose writer may change it at any time
+        file.seek(0)
+        content = file.read(IMAGE_LIMIT + 1) or b""
+        while part := file.read(IMAGE_LIMIT + 1 - len(content)):
+            content += part
+    if len(content) > IMAGE_LIMIT:
+        raise RefusedError(f"an image of more than {IMAGE_LIMIT // 2**20} MiB")
+    return content
 
 
 def main() -> None:

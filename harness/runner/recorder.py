@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from ctypes import c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
@@ -187,9 +188,10 @@ def _variables(number: int, index: int, image: bytes) -> list[dict]:
 
 
 def _file(content: bytes) -> int:
-    fd = os.memfd_create("image", os.MFD_CLOEXEC)
-    os.write(fd, content)
-    return fd
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def _check(code: int) -> None:

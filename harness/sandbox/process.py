@@ -207,19 +207,28 @@ class Child:
         except wire.WireError as error:
             raise self._died(str(error)) from None
 
-    def receive(self, timeout_s: float, watch: "Child | None" = None) -> tuple[dict, list[int]]:
+    def receive(
+        self, timeout_s: float, watch: "Child | None" = None, descriptors: bool = False
+    ) -> tuple[dict, list[int]]:
         """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time.
 
-        watch: a child that works meanwhile, and is killed where it prints or takes too much.
+        watch: a child that works meanwhile, and is killed where it prints or takes too much. descriptors: a jailed child
+        may send some too, which the caller closes; else they would fill up this process.
         """
         every_s = WATCH_S if watch else wire.LOOK_S
         try:
-            return self._checked(*wire.receive(self.sock, timeout_s, lambda: self._look(watch), every_s))
+            message, fds = wire.receive(self.sock, timeout_s, lambda: self._look(watch), every_s)
         except TimeoutError:
             self.kill()
             raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed") from None
         except (wire.WireError, OSError) as error:  # a reset is one: it died with a message unread
             raise self._died(str(error)) from None
+        if self._jailed and fds and not descriptors:
+            for fd in fds:
+                os.close(fd)
+            self.kill()
+            raise Died("RUNTIME_ERROR", f"its process sent {len(fds)} descriptors with a message")
+        return message, fds
 
     def answers(self, within_s: float) -> bool:
         """Return whether a message, or its end, can be read within this time."""
@@ -286,15 +295,6 @@ class Child:
     def tail(self) -> str:
         """The end of what it printed."""
         return text.clean(self._tail.decode(errors="replace")).strip()
-
-    def _checked(self, message: dict, fds: list[int]) -> tuple[dict, list[int]]:
-        """What came, as it is; but a jailed child has no descriptors to give: they would fill up this process."""
-        if self._jailed and fds:
-            for fd in fds:
-                os.close(fd)
-            self.kill()
-            raise Died("RUNTIME_ERROR", f"its process sent {len(fds)} descriptors with a message")
-        return message, fds
 
     def _died(self, what: str = "") -> Died:
         self._guarded.pid  # noqa: B018  SandboxError here if it never ran: then nothing is its fault

@@ -40,7 +40,11 @@ OUTSIDE = "submission"  # folder of a submission that does not lie in its proble
 THEN = "common_of_its_commit"  # folder of the problems/common of a submission of another commit
 # Whose caches are kept, or against which code is built.
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
-OURS = ("judge-", "gate-")  # how names of the judge's own machine code begin, which is never kept with a submission's
+OURS = (
+    "judge-",
+    "gate-",
+    "capture-",
+)  # how names of the judge's own machine code begin, which is never kept with a submission's
 
 
 class CacheError(RuntimeError):

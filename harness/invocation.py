@@ -32,13 +32,7 @@ class Run:
     writes. The properties that follow from the arguments raise UsageError where these are wrong.
     """
 
-    def __init__(
-        self,
-        arguments: Options,
-        further: list[str],
-        stdout: TextIO,
-        events: Events,
-    ) -> None:
+    def __init__(self, arguments: Options, further: list[str], stdout: TextIO, events: Events) -> None:
         self.args, self.further = arguments, further
         self.stdout, self.events = stdout, events
         self.stack = contextlib.ExitStack()
@@ -51,15 +45,15 @@ class Run:
         """The named problem. UsageError: there is none, or its folder is malformed."""
         name = self.args.problem
         with reading(name):
-            found = folders.find(name)
-            for case in (*found.tests, *(case for cases in found.benchmarks.values() for case in cases)):
+            problem = folders.find(name)
+            for case in (*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)):
                 try:
                     json.dumps(case.params, allow_nan=False)
                 except (TypeError, ValueError, RecursionError) as error:
                     raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
-        if not record.can_name(found.name):
-            raise UsageError(f"PROBLEM: the folder must have a plain name, got {found.name!r}: rename it")
-        return found
+        if not record.can_name(problem.name):
+            raise UsageError(f"PROBLEM: the folder must have a plain name, got {problem.name!r}: rename it")
+        return problem
 
     @functools.cached_property
     def device(self) -> str:
@@ -84,8 +78,8 @@ class Run:
         """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
         if self.device == "cpu":
             return "cpu"
-        found = gpu.current()
-        capability = found.capability if found else "(no GPU answers)"
+        used = gpu.current()
+        capability = used.capability if used else "(no GPU answers)"
         major = capability.partition(".")[0]
         if not major.isdigit() or int(major) not in load.TARGETS:
             raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
@@ -108,11 +102,7 @@ class Run:
     @property
     def usual(self) -> int:
         """How many processes of each a comparison has by default, if the user asked for another number, else 0."""
-        return (
-            phases.default_counts(self.device, paired=True).processes
-            if self.args.against and self.args.processes
-            else 0
-        )
+        return phases.COUNTS[self.device, True].processes if self.args.against and self.args.processes else 0
 
     @property
     def kept(self) -> str:
@@ -168,8 +158,8 @@ class Run:
 
     def _tell_files(self) -> None:
         """Say which lines of earlier runs are malformed, and which runs --resume can continue."""
-        for one in self.files:
-            for complaint in one.complaints:
+        for file in self.files:
+            for complaint in file.complaints:
                 console.say(f"warning: {complaint}")
         for run_id in resume.left(self.files) if self.file is None else ():
             console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
@@ -214,12 +204,12 @@ class Run:
             ended = endtoend.run(self.problem, self.device, self.further)
         if ended.refused:
             return output.USAGE_EXIT
-        said = f"INCORRECT ({ended.fault}); nothing else is judged" if ended.fault else "PASSED"
+        result = f"INCORRECT ({ended.fault}); nothing else is judged" if ended.fault else "PASSED"
         with console.quiet(False):
-            console.say(f"{self.problem.name}, end to end: {said}\n")
-        return self._said("INCORRECT" if ended.fault else "PASSED", f"end to end: {said}")
+            console.say(f"{self.problem.name}, end to end: {result}\n")
+        return self._noted("INCORRECT" if ended.fault else "PASSED", f"end to end: {result}")
 
-    def _said(self, status: str, reason: str) -> int:
+    def _noted(self, status: str, reason: str) -> int:
         """Note a verdict that is about no submission. Return its exit code."""
         self.events.write("verdict", variant=None, status=status, reason=reason)
         return verdict.EXIT_CODES[status]
@@ -243,9 +233,9 @@ class Run:
                 return verdict.exit_code(judged, args.all)
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
-            said = f"{missing[-1].submission.name}: {missing[-1].reason}"
-            output.complain(f"harness/run.py: --against: nothing was compared, {said}")
-            return self._said("UNSUPPORTED", said)
+            reason = f"{missing[-1].submission.name}: {missing[-1].reason}"
+            output.complain(f"harness/run.py: --against: nothing was compared, {reason}")
+            return self._noted("UNSUPPORTED", reason)
         if checked and (code := self._check()):
             return code
         if checked and self.further:
@@ -257,22 +247,25 @@ class Run:
             self._judge(runnable)
         self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
         self._see_unchanged(judged)
-        found = self._regressions(judged)
-        code = verdict.exit_code(judged, args.all) or (verdict.REGRESSION_EXIT if found else 0)
+        percent = args.fail_on_regression
+        slower = [] if percent is None else [where for j in judged for where in verdict.regressions(j, percent)]
+        code = verdict.exit_code(judged, args.all) or (verdict.REGRESSION_EXIT if slower else 0)
         self._record(judged, code)
         try:
             self._write_json(judged)
         finally:
             self._print(judged)
-        self._tell_regressions(found)
+        with console.quiet(False):
+            for where in slower:
+                console.say(f"regression of more than {percent:g} %: {where}")
+            if percent is not None and not slower:
+                console.say(f"no regression of more than {percent:g} % is shown")
         self._tell(judged)
         return code
 
-    def _begin(self, judged: list[Result], *cases: list[Case]) -> RunFile:
-        """Begin the run's file, or see that what a resumed run depends on is unchanged. Return the file. cases: the
-        test cases, the benchmark cases.
-        """
-        run = self.recorder.run(self.machine, self.target, resume.options(self.args), judged, *cases)
+    def _begin(self, judged: list[Result], tests: list[Case], benchmarks: list[Case]) -> RunFile:
+        """Begin the run's file, or see that what a resumed run depends on is unchanged. Return the file."""
+        run = self.recorder.run(self.machine, self.target, resume.options(self.args), judged, tests, benchmarks)
         if self.file is None:
             self.file = RunFile.begin(run)
             self.stack.callback(self.file.close)
@@ -292,7 +285,7 @@ class Run:
 
         with self._held(timed=False):
             right = linter.run(self.problem, self.device, self.target, console.say)
-        return self._said("PASSED" if right else "INCORRECT", "lint")
+        return self._noted("PASSED" if right else "INCORRECT", "lint")
 
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
@@ -310,16 +303,7 @@ class Run:
 
     def _judge(self, judged: list[Result]) -> None:
         args, (tests, cases) = self.args, self.selection.cases()
-        judging = Judging(
-            self.problem,
-            self.device,
-            self.target,
-            args,
-            self.recorder,
-            self.file,
-            self._enter,
-            self.events,
-        )
+        judging = Judging(self.selection, self.recorder, self.file, self._enter, self.events)
         if note := self.selection.note():
             console.say(note)
         with self._held(args.mode != "test"):
@@ -369,10 +353,11 @@ class Run:
             console.times(timed)
             console.readings(timed)
         with console.quiet(False):
-            for one in (j for j in judged if j.against_all):
-                if not args.quiet:
+            for j in judged:
+                if j.against_all and not args.quiet:
                     console.say()
-                console.against(one, self.usual)
+                if j.against_all:
+                    console.against(j, self.usual)
             if not args.quiet:
                 console.say()
             console.summary([*judged, *self.opponents], BASELINE)
@@ -380,19 +365,6 @@ class Run:
                 console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
-
-    def _regressions(self, judged: list[Result]) -> list[str]:
-        """Return what --fail-on-regression finds."""
-        percent = self.args.fail_on_regression
-        return [] if percent is None else [said for j in judged for said in verdict.regressions(j, percent)]
-
-    def _tell_regressions(self, found: list[str]) -> None:
-        percent = self.args.fail_on_regression
-        with console.quiet(False):
-            for said in found:
-                console.say(f"regression of more than {percent:g} %: {said}")
-            if percent is not None and not found:
-                console.say(f"no regression of more than {percent:g} % is shown")
 
     def _tell(self, judged: list[Result]) -> None:
         """Write the verdicts to --events."""
@@ -415,11 +387,11 @@ class Run:
         if not self.args.json:
             return
         lines = self.lines or [line for j in judged for line in self.recorder.lines(j)]
-        said = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        written = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         if self.args.json == "-":
-            output.say(said, self.stdout)
+            output.say(written, self.stdout)
         else:
-            output.write_whole(Path(self.args.json), said)
+            output.write_whole(Path(self.args.json), written)
 
     def _profile(self, submission: Submission) -> int:
         j = Result(submission, self.selection.target_of(submission))
@@ -432,8 +404,8 @@ class Run:
                 console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
         cases = [case for case in cases if submission.serves(case)]
         with self._held(), console.quiet(False):
-            said = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
-        return verdict.EXIT_CODES[said]
+            status = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
+        return verdict.EXIT_CODES[status]
 
     def _latency(self, submission: Submission) -> int:
         """The latency of the problem's own model, recorded unless --case chose some of its cases."""
@@ -462,4 +434,4 @@ class Run:
         cases, _ = self.selection.cases()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
             faults = modes.sanitize(self.problem, judged, cases, self.target, progress)
-        return self._said("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
+        return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))

@@ -58,10 +58,10 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
     if right:
         return True, ""
     claim, parts = claims.told(reference.ref_kernel(tree.clone(data)))
-    own = forms.answer(claim, map(tree.clone, parts), forms.classes_of(claim))
-    right, own_text = _asked(reference, data, own)
+    right_answer = forms.answer(claim, map(tree.clone, parts), forms.classes_of(claim))
+    right, complaint = _asked(reference, data, right_answer)
     if not right:
-        raise RefusedError(f"check_implementation refuses the reference's own answer too: {own_text:.300}")
+        raise RefusedError(f"check_implementation refuses the reference's own answer too: {complaint:.300}")
     return False, text
 
 

@@ -35,8 +35,8 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     numpy.random.seed(case["seed"] % 2**32)
     random.seed(case["seed"])
     signature = inspect.signature(reference.generate_input)
-    known = signature.parameters.values()
-    if not any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in known):
+    parameters = signature.parameters.values()
+    if not any(each.name == "seed" or each.kind is each.VAR_KEYWORD for each in parameters):
         case = {name: value for name, value in case.items() if name != "seed"}
     try:
         signature.bind(**case)

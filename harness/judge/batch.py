@@ -147,8 +147,8 @@ def _reading(
     keys = [secrets.token_hex(32) for _ in numbers]
     for place, number in enumerate(numbers if handle.submission else ()):
         checker.ask({"op": "recall", "number": number})
-        checker.ask({"op": "fill", "key": keys[place], "runner": handle.name, "buffer": place})
-    _, fds = checker.request({"op": "gate_page", "runner": handle.name})
+        checker.ask({"op": "fill", "key": keys[place], "runner": handle.runner, "buffer": place})
+    _, fds = checker.request({"op": "gate_page", "runner": handle.runner})
     try:
         process.child.send({"op": "batch", "at_once": at_once}, tuple(fds))
     finally:
@@ -162,13 +162,13 @@ def _reading(
             checker.ask({"op": "wake"})
     # A scored call that takes long to enqueue is not charged for what it enqueues under the spin ahead of it.
     ahead_us = process.spin_us if at_once and handle.submission else 0.0
-    opened = {"op": "open_gate", "runner": handle.name, "keys": keys, "ahead_us": ahead_us}
+    opened = {"op": "open_gate", "runner": handle.runner, "keys": keys, "ahead_us": ahead_us}
     opened["limit_s"] = limit_s if enqueued else 0.0
     us: float = checker.request(opened, limit_s=limit_s + limits.CHECKER_LIMIT_S, watch=process.child)[0]["us"]
     if not enqueued:
         process.receive(replies.Ready, limit_s)
     reply = process.receive(replies.Batched, limit_s)
-    whole = checker.ask({"op": "close_gate", "runner": handle.name})["whole"]
+    whole = checker.ask({"op": "close_gate", "runner": handle.runner})["whole"]
     if not enqueued:
         return None
     if not us:

@@ -23,7 +23,7 @@ SPIN_DECAY = 0.9  # that a spin keeps of the one before: a first call compiles, 
 class CallRequest:
     """The request for one call.
 
-    buffers: addresses that calls take in turn. what: name of one of the judge's own calls, "" for a submission's.
+    buffers: addresses that calls take in turn. judge_call: name of one of the judge's own, "" for a submission's.
     reads: plain readers of the judge by name, with their configuration. remaining_s: a limit besides those of the
     session, for a phase whose time runs out. audit: on a GPU, record what ran on which stream: it has no score.
     measure: what the call leaves in memory counts towards what `prepare` may keep, if the problem has weights. stay: on
@@ -32,7 +32,7 @@ class CallRequest:
     """
 
     buffers: int
-    what: str = ""
+    judge_call: str = ""
     reads: dict[str, int] | None = None
     remaining_s: float = math.inf
     audit: bool = False
@@ -52,28 +52,28 @@ class CallPlan:
     @property
     def masked(self) -> bool:
         """Whether the buffer on a GPU holds contents that the runner may not read yet."""
-        return bool(self.content.sizes["device"]) and self.request.what != EMPTY
+        return bool(self.content.sizes["device"]) and self.request.judge_call != EMPTY
 
     @property
-    def whats(self) -> tuple[str, ...]:
+    def prepared(self) -> tuple[str, ...]:
         """Names of the calls that a runner on a CPU prepares together, one for each buffer."""
         together = (EMPTY, *(self.request.reads or ()))
-        return together if self.request.what in together else (self.request.what,)
+        return together if self.request.judge_call in together else (self.request.judge_call,)
 
     @property
     def which(self) -> int:
         """Number of this call among those that the runner prepares."""
-        return self.whats.index(self.request.what) * self.request.buffers + self.buffer
+        return self.prepared.index(self.request.judge_call) * self.request.buffers + self.buffer
 
 
 def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     """Make one call on a CPU, which the checker times. Return the findings. Died: the call failed."""
     process, checker, judges = handle.running, handle.running.checker, handle.submission is None
     nbytes = plan.content.moved if judges else 0
-    address = {"runner": handle.name, "buffer": plan.buffer}
+    address = {"runner": handle.runner, "buffer": plan.buffer}
     stays = plan.request.stay and not handle.baseline  # a baseline's setup is made for each call
     # The runner waits in native code for one of these calls. If it waits for others, it leaves those first.
-    calls = (plan.whats, nbytes)
+    calls = (plan.prepared, nbytes)
     if process.series != calls:
         process.end_series()
     first = process.series is None
@@ -82,7 +82,7 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         checker.ask({"op": "fill", "key": None, **address})
     process.number += 1
     if first:
-        message = {"op": "call", "number": process.number, "whats": plan.whats}
+        message = {"op": "call", "number": process.number, "whats": plan.prepared}
         process.ask(replies.Ready, {**message, "baseline": handle.baseline, "bytes": nbytes}, plan.limit_s)
     # The checker stops the runner, fills the buffer, says "go", reads its clock, and stops the runner again.
     message = {
@@ -99,8 +99,8 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         "bytes": nbytes,
         **address,
     }
-    found, _ = checker.request(message, limit_s=plan.limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
-    report = process.report_of(found, plan.limit_s)
+    timed, _ = checker.request(message, limit_s=plan.limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
+    report = process.report_of(timed, plan.limit_s)
     # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
     process.series, claims = calls, None
     if not stays or report.reading.raised:
@@ -109,7 +109,7 @@ def cpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
         claims = reply.claims
     elif not plan.content.ours and not judges:
-        claims = replies.noted(report.said)
+        claims = replies.noted(report.note)
     fault = outcome.written_later(report.reading.changed)
     if fault is None and not judges and process.strays & set(report.before):
         fault = handle.look()
@@ -125,7 +125,7 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     address = {"buffer": plan.buffer, "baseline": handle.baseline}
     key = secrets.token_hex(32) if plan.masked else None
     if handle.submission is not None:
-        process.checker.ask({"op": "fill", "key": key, "runner": handle.name, "buffer": plan.buffer})
+        process.checker.ask({"op": "fill", "key": key, "runner": handle.runner, "buffer": plan.buffer})
         # The checker's kernels have evicted the submission's code: call it once on the previous buffer, whose call is
         # closed.
         if plan.masked and request.buffers > 1 and process.calls_on_buffers > 1:
@@ -135,7 +135,7 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
         "op": "call",
         "key": key,
         "spin_us": process.spin_us,
-        "what": request.what,
+        "what": request.judge_call,
         "audit": request.audit,
         "bytes": 0 if handle.submission else plan.content.moved,
         **address,
@@ -144,13 +144,13 @@ def gpu_call(handle: RunnerHandle, plan: CallPlan) -> Findings:
     child, ready_us, outside_us = process.child, math.nan, math.nan
     deadline = time.monotonic() + plan.limit_s
     start = time.perf_counter_ns()
-    said, _ = child.request(message, plan.limit_s)
+    answer, _ = child.request(message, plan.limit_s)
     ready = time.perf_counter_ns()
-    if "ready" in said:
+    if "ready" in answer:
         child.send({"go": True})
-        said, _ = child.receive(max(0.1, deadline - time.monotonic()))
+        answer, _ = child.receive(max(0.1, deadline - time.monotonic()))
         ready_us, outside_us = (ready - start) / 1e3, (time.perf_counter_ns() - ready) / 1e3
-    reply = admitted(replies.read(replies.Timed, said))
+    reply = admitted(replies.read(replies.Timed, answer))
     times = outcome.of_gpu(reply, ready_us, outside_us - process.spin_us, handle.baseline)
     process.host_us = reply.host_us
     process.spin_us = max(min(2 * reply.host_us, FIRST_SPIN_US) + SPIN_MARGIN_US, SPIN_DECAY * process.spin_us)

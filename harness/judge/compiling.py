@@ -58,9 +58,8 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
         one, target = handle.submission, handle.target
         how = kind(one.file, one.folder or problem.folder, one.tree)
         if how and workdir.build_folder(one.file, problem, target, one.tree) is None:
-            found.append(
-                (how, handle, RunnerHandle(f"{handle.name} (compile step)", handle.submission, target, built=True))
-            )
+            runner = f"{handle.name} (compile step)"
+            found.append((how, handle, RunnerHandle(handle.name, one, target, built=True, runner=runner)))
     return found
 
 
@@ -72,7 +71,7 @@ def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
     try:
         folder.publish(key, handle.submission.tree)
     except workdir.CacheError as error:  # its runners compile for themselves
-        return f"what {handle.name} compiled is not kept: {error}"
+        return f"what {handle.runner} compiled is not kept: {error}"
     return ""
 
 

@@ -99,7 +99,7 @@ def times(judged: list[Result]) -> None:
         title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes "
         "longer, a matrix product of as many operations)"
     )
-    own, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
+    distinct, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)
     table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
     for column in ("time", "interval", "GB/s", "roofline", "% of\nroofline", "host", "setup", "error", "tolerance"):
@@ -107,7 +107,7 @@ def times(judged: list[Result]) -> None:
     table.add_column("")
     for j in sorted(judged, key=_order):
         for t in j.times:
-            table.add_row(*map(_cell, _time_row(j, t, own[str(t.case)])))
+            table.add_row(*map(_cell, _time_row(j, t, distinct[str(t.case)])))
         table.add_section()
     console.print(table)
     if shared:

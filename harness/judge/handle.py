@@ -38,9 +38,9 @@ class Reported(Died):
 
     def __init__(self, reply: replies.Failed) -> None:
         compiling = reply.failed == "compile"
-        said = reply.text.strip()
-        said = remarked(said, "out of memory") if reply.memory and not compiling else said
-        super().__init__("COMPILE_ERROR" if compiling else "RUNTIME_ERROR", said)
+        report = reply.text.strip()
+        report = remarked(report, "out of memory") if reply.memory and not compiling else report
+        super().__init__("COMPILE_ERROR" if compiling else "RUNTIME_ERROR", report)
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Content:
 
 @dataclass(frozen=True)
 class CallReport:
-    """The checker's report on a call on a CPU. before, after: pids of what the runner had started and not ended; said:
+    """The checker's report on a call on a CPU. before, after: pids of what the runner had started and not ended; note:
     what the runner noted of the tensors that it returned.
     """
 
     reading: gate.Reading
     before: list[int]
     after: list[int]
-    said: str
+    note: str
 
 
 class CheckerHandle:
@@ -185,17 +185,17 @@ class RunnerProcess:
         self.opened, self.calls_on_buffers = wanted, 0
 
     def hand_over(
-        self, wanted: type[replies.Wanted], message: dict, fds: list[int], what: str, limit_s: float
+        self, wanted: type[replies.Wanted], message: dict, fds: list[int], task: str, limit_s: float
     ) -> replies.Wanted:
-        """Send descriptors, which are closed here, and return the reply. Died: the runner could not do `what`."""
+        """Send descriptors, which are closed here, and return the reply. Died: the runner could not do this task."""
         try:
-            said, _ = self.child.request(message, limit_s, tuple(fds))
+            answer, _ = self.child.request(message, limit_s, tuple(fds))
         finally:
             for fd in fds:
                 os.close(fd)
-        reply = replies.read(wanted, said)
+        reply = replies.read(wanted, answer)
         if isinstance(reply, replies.Failed):
-            raise Died("RUNTIME_ERROR", remarked(reply.text, f"could not {what}"))
+            raise Died("RUNTIME_ERROR", remarked(reply.text, f"could not {task}"))
         return reply
 
     def end_series(self) -> None:
@@ -213,23 +213,23 @@ class RunnerProcess:
         self.switched(reply.switches)
         return reply
 
-    def report_of(self, found: dict, limit_s: float) -> CallReport:
+    def report_of(self, timed: dict, limit_s: float) -> CallReport:
         """Return the checker's report on this runner's call; the runner is stopped now. Died: the runner is gone, was
         not ready, took longer than limit_s, or could not be stopped.
         """
-        if found["code"] == freezer.GONE:
+        if timed["code"] == freezer.GONE:
             self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
             raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
         self.child.stopped()
-        if not found.pop("waiting"):
+        if not timed.pop("waiting"):
             raise Died("RUNTIME_ERROR", 'its process said that it was ready and did not wait for the "go"')
-        if found["code"] == freezer.RUNS_ON:
+        if timed["code"] == freezer.RUNS_ON:
             raise Died("RUNTIME_ERROR", "its processes could not be stopped when its call was over")
-        before, after, said = found.pop("before"), found.pop("after"), found.pop("said")
-        if found["code"] == freezer.LATE:
+        before, after, note = timed.pop("before"), timed.pop("after"), timed.pop("said")
+        if timed["code"] == freezer.LATE:
             self.child.kill()
             raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
-        return CallReport(gate.Reading(**found), before, after, said)
+        return CallReport(gate.Reading(**timed), before, after, note)
 
     def failure(self, died: Died) -> Outcome:
         return Outcome(died.status, self.restored(died.reason))
@@ -247,7 +247,8 @@ class RunnerProcess:
 @dataclass(eq=False)
 class RunnerHandle:
     """A submission, or (submission None) the judge's own calls: its present process, and what became of the earlier
-    ones.
+    ones. name: what times and limits of all handles of a submission go by; runner: what only this handle's process goes
+    by, `name` if nothing else is said.
     """
 
     name: str
@@ -261,39 +262,32 @@ class RunnerHandle:
     # Its compile step, an import or a first call failed: no further process is started for it.
     broken: Outcome | None = None
     keep: bool = False  # what its process compiled is kept when it stops
-    replica_of: str = ""  # name of the handle that this one is a replica of
+    runner: str = ""
+
+    def __post_init__(self) -> None:
+        self.runner = self.runner or self.name
 
     @property
     def running(self) -> RunnerProcess:
         """Its process. RuntimeError: it has none."""
         if self.process is None:
-            raise RuntimeError(f"{self.name} has no process")
+            raise RuntimeError(f"{self.runner} has no process")
         return self.process
 
     @property
     def loss(self) -> Outcome:
         """What became of its last process. RuntimeError: none was lost."""
         if self.last_loss is None:
-            raise RuntimeError(f"{self.name} has lost no process")
+            raise RuntimeError(f"{self.runner} has lost no process")
         return self.last_loss
 
     @property
     def baseline(self) -> bool:
         return self.submission is not None and self.submission.baseline
 
-    @property
-    def owner(self) -> str:
-        """Name of the submission, which several handles may share."""
-        return self.submission.name if self.submission else self.name
-
-    @property
-    def timed_as(self) -> str:
-        """Name under which its times are kept: for a replica that of the handle that it was made from."""
-        return self.replica_of or self.name
-
     def replica(self, number: int) -> "RunnerHandle":
         """Return a handle for the submission's process of that number, with the same audit."""
-        return replace(self, name=f"{self.name} {number}", replica_of=self.name, process=None)
+        return replace(self, runner=f"{self.name} {number}", process=None)
 
     def start(
         self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]
@@ -312,7 +306,7 @@ class RunnerHandle:
             box = Workdir.make(self.submission.file, problem, built, checker.device, tree=tree)
             child = Child("harness.runner.runner", arch, box.jail, stoppable)
             file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
-        self.process = RunnerProcess(self.name, child, box, checker, limit_s, switched)
+        self.process = RunnerProcess(self.runner, child, box, checker, limit_s, switched)
         self.last_loss = None
         message = {
             "device": device,
@@ -325,19 +319,19 @@ class RunnerHandle:
         with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
             child.send(message)
 
-    def lose(self, what: Outcome) -> Outcome:
-        """End its process because of `what`, and return `what`. DeviceError: the device does not compute since then."""
+    def lose(self, failure: Outcome) -> Outcome:
+        """End its process because of `failure`, and return it. DeviceError: the device does not compute since then."""
         process = self.process
         if process is None:  # lost already, while it was measured
-            return what
+            return failure
         process.child.kill()
-        self.process, self.last_loss = None, what
+        self.process, self.last_loss = None, failure
         self.lost += 1
         process.remove()
-        process.checker.ask({"op": "release", "runner": self.name})
+        process.checker.ask({"op": "release", "runner": self.runner})
         if process.checker.device == "cuda" and not process.checker.computes():
-            raise DeviceError(f"the device does not compute any more since {self.name} was lost: {what.reason}")
-        return what
+            raise DeviceError(f"the device does not compute any more since {self.runner} was lost: {failure.reason}")
+        return failure
 
     def tampering(self) -> Outcome | None:
         """Return the fault of objects that were replaced in its process on a GPU. Baselines are exempt: the packages
@@ -379,10 +373,10 @@ def remarked(report: str, remark: str) -> str:
 def _hinted(reply: replies.Failed, problem: Problem) -> str:
     """Return the text of a failure, whose first line says what to do where a module of the folder was not found."""
     first, newline, rest = reply.text.partition("\n")
-    found = re.search(r"ModuleNotFoundError: No module named '(\w+)", first)
-    if problem.ours or not found:
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", first)
+    if problem.ours or not missing:
         return reply.text
-    name, hint = found[1], ""
+    name, hint = missing[1], ""
     if name == "reference":
         hint = ": no submission sees the reference (rule 6, docs/rules.md)"
     elif (problem.folder / f"{name}.py").is_file():

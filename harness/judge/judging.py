@@ -5,19 +5,21 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from harness.judge import confirm, console, device_lock, phases, verdict, work
-from harness.judge.events import Events, Progress
+from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
-from harness.judge.options import Options
 from harness.judge.outcome import Audit, Outcome
+from harness.judge.selection import Selection
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
-from harness.problem.folders import Case, Problem, Submission, UsageError
+from harness.problem.folders import Case, Submission, UsageError
 from harness.results import environment, ranking, record
 from harness.results.run_file import RunFile
 
 
+@dataclass
 class Judging:
     """Fills in the results of the submissions. The caller holds the device, and records.
 
@@ -25,23 +27,18 @@ class Judging:
     confirmed. enter: makes a submission part of the run, or returns None if it cannot be.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        device: str,
-        target: str,
-        args: Options,
-        recorder: Recorder,
-        file: RunFile | None,
-        enter: Callable[[Submission], Result | None],
-        events: Events,
-    ) -> None:
-        self.problem, self.device, self.target, self.args = problem, device, target, args
-        self.recorder, self.file, self.enter, self.events = recorder, file, enter, events
-        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
-        self.judged: list[Result] = []
-        self.cases: list[Case] = []
-        self.handles: dict[str, RunnerHandle] = {}
+    selection: Selection
+    recorder: Recorder
+    file: RunFile | None
+    enter: Callable[[Submission], Result | None]
+    events: Events
+    opponents: list[Result] = field(default_factory=list)  # leaders that took part in a confirmation only
+    judged: list[Result] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+    handles: dict[str, RunnerHandle] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.problem, self.device, self.args = self.selection.problem, self.selection.device, self.selection.args
 
     def run(self, judged: list[Result], tests: list[Case], cases: list[Case]) -> None:
         """Judge these on the test cases, unless the mode is "benchmark", and time those that pass, unless "test"."""
@@ -51,23 +48,24 @@ class Judging:
             stack.callback(self._note_others)
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
             session.say = console.say
-            session.progress = progress = stack.enter_context(console.progress(self.events.step))
+            session.progress = stack.enter_context(console.progress(self.events.step))
             if self.args.mode != "benchmark":
-                self._test(session, tests, progress)
+                self._test(session, tests)
             if self.args.mode != "test":
-                paired = bool(self.args.against)
+                counts = phases.COUNTS[self.device, bool(self.args.against)]
+                counts = dataclasses.replace(counts, processes=self.args.processes or counts.processes)
                 right = [j for j in judged if j.right]
-                if right and (len(right) == 2 or not paired):
-                    self._time(session, right, paired, progress, "benchmark")
+                if right and (len(right) == 2 or not counts.paired):
+                    self._time(session, right, counts, "benchmark")
                     if self.file and not self.args.shard:  # a part of the cases has no leader
-                        self._confirm(session, progress, self.file)
+                        self._confirm(session, self.file)
             for j in (*judged, *self.opponents):
                 handle = self.handles.get(j.submission.name)
                 j.audit = dataclasses.asdict(handle.audit) if handle else self._noted_audit(j.submission.name)
             self.recorder.warnings += session.notes
             self.recorder.clock_name = session.clock_name or self.recorder.clock_name
 
-    def _test(self, session: Session, cases: list[Case], progress: Progress) -> None:
+    def _test(self, session: Session, cases: list[Case]) -> None:
         by_name = {j.submission.name: j for j in self.judged}
         have = work.finished(self.file.contents.work) if self.file else work.NOTHING
         handles, limit_s = [self._handle(j) for j in self.judged], self.problem.timeouts_s.get("test")
@@ -75,8 +73,8 @@ class Judging:
         def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
             tests = by_name[handle.name].tests
             if self.file and have.test(handle.name, len(tests)) is None:
-                said = work.of_outcome(outcome)
-                self.file.write("outcome", submission=handle.name, case=len(tests), outcome=said)
+                fields = work.of_outcome(outcome)
+                self.file.write("outcome", submission=handle.name, case=len(tests), outcome=fields)
             tests.append((case, outcome))
             first = len(tests) == 1  # of many submissions, only this case shows at once that each works
             if len(by_name) == 1 or first or outcome.status not in ("PASSED", "UNSUPPORTED"):
@@ -84,7 +82,7 @@ class Judging:
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
-        phases.run_tests(session, handles, cases, done, progress, have, limit_s, self._twice(cases))
+        phases.run_tests(session, handles, cases, done, session.progress, have, limit_s, self._twice(cases))
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
@@ -101,61 +99,54 @@ class Judging:
         timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
         return tuple(case for case in cases if case.params not in timed)
 
-    def _time(self, session: Session, judged: list[Result], paired: bool, progress: Progress, phase: str) -> None:
+    def _time(self, session: Session, judged: list[Result], counts: phases.Counts, phase: str) -> None:
         """Time these, and pair the first with the second. Finished groups of `phase` come from the run's file."""
-        group, have = None, work.NOTHING
+        done, have = None, work.NOTHING
         if file := self.file:
             have = work.finished(file.contents.work, phase)
 
-            def group(found: work.Group) -> None:
+            def done(group: work.Group) -> None:
                 self._note_audits()
-                file.write("group", phase=phase, **work.of_group(found))
+                file.write("group", phase=phase, **work.of_group(group))
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        counts = self._counts(paired) if phase == "benchmark" else None  # a confirmation has the judge's own
         timings, all_readings = phases.run_benchmarks(
-            session, handles, self.cases, progress, paired, group, have, limit_s, counts
+            session, handles, self.cases, session.progress, counts, done, have, limit_s
         )
         for j in judged:
             for timing in timings[j.submission.name]:
-                if timing.failure and timing.failure.status != "UNSUPPORTED":
-                    bad = timing.failure
-                    self.events.failed(j.submission.name, timing.case.params, bad.status, bad.reason)
+                if (failure := timing.failure) and failure.status != "UNSUPPORTED":
+                    self.events.failed(j.submission.name, timing.case.params, failure.status, failure.reason)
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
-        if paired:
+        if counts.paired:
             verdict.pair(*judged)
 
-    def _counts(self, paired: bool) -> phases.Counts | None:
-        """Return the counts with as many processes as were asked for; None: the judge's own."""
-        if not self.args.processes:
-            return None
-        return dataclasses.replace(phases.default_counts(self.device, paired), processes=self.args.processes)
-
-    def _confirm(self, session: Session, progress: Progress, file: RunFile) -> None:
+    def _confirm(self, session: Session, file: RunFile) -> None:
         """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""
         decided = file.lines("confirm")  # by the run that is resumed
-        while said := decided.pop(0) if decided else self._challenge(file):
-            leader, name = said["leader"], said["challenger"]
-            two = [next(j for j in self.judged if j.submission.name == name)]
-            if said["opponent"]:
+        while decision := decided.pop(0) if decided else self._challenge(file):
+            leader, name = decision["leader"], decision["challenger"]
+            challenger = next(j for j in self.judged if j.submission.name == name)
+            timed = [challenger]
+            if decision["opponent"]:
                 opponent = self._opponent(leader["variant"])
-                if opponent is None or opponent.source_hash != said["opponent"]:
+                if opponent is None or opponent.source_hash != decision["opponent"]:
                     raise UsageError(f"--resume: {leader['variant']} changed since run {self.recorder.run_id} began")
-                two.append(opponent)
-            us = two[0].metric[0] if two[0].metric else math.nan
+                timed.append(opponent)
+            paired, us = len(timed) == 2, challenger.metric[0] if challenger.metric else math.nan
             console.say(
                 f"{name} would lead: {us:.2f} us, {leader['variant']} {leader['value']:.2f} us in run "
-                f"{leader['run_id']}. Confirming in fresh processes, {'paired with it' if two[1:] else 'alone'}"
+                f"{leader['run_id']}. Confirming in fresh processes, {'paired with it' if paired else 'alone'}"
             )
-            asked = [(j, j.against, j.against_all) for j in two if j.against_all] if self.args.against else []
-            for j in two:
+            asked = [(j, j.against, j.against_all) for j in timed if j.against_all] if self.args.against else []
+            for j in timed:
                 if j.times:
                     j.before.append(dataclasses.replace(j, before=[]))
                 j.times, j.against, j.against_all = [], [], None
             keys = ("variant", "run_id", "source_hash")
-            two[0].confirms = {key: leader[key] for key in keys} | {"paired": len(two) == 2}
-            self._time(session, two, len(two) == 2, progress, f"confirm {name}")
+            challenger.confirms = {key: leader[key] for key in keys} | {"paired": paired}
+            self._time(session, timed, phases.COUNTS[self.device, paired], f"confirm {name}")
             for j, each, whole in asked:  # what --against asked for stays, with the ratio of those pairs
                 if (j.against_all or {}).get("variant") != whole["variant"]:
                     j.against, j.against_all = each, whole
@@ -164,15 +155,15 @@ class Judging:
         """Return the next confirmation, and write it: challenger, leader, opponent (its source hash or None)."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
-        leader = confirm.present_leader(records, self.target, wanted, self.problem.ranking_by)
+        leader = confirm.present_leader(records, self.selection.target, wanted, self.problem.ranking_by)
         j = confirm.challenger(self.judged, leader, self.args.all)
         if j is None or leader is None:
             return None
         opponent = None if leader.variant == j.submission.name else self._opponent(leader.variant)
-        other = opponent.source_hash if opponent else None
-        said = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader), "opponent": other}
-        file.write("confirm", **said)
-        return said
+        source_hash = opponent.source_hash if opponent else None
+        decision = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader), "opponent": source_hash}
+        file.write("confirm", **decision)
+        return decision
 
     def _opponent(self, name: str) -> Result | None:
         """Return the leader of that name, from this run or from variants/; None if it cannot be timed here."""
@@ -190,14 +181,14 @@ class Judging:
         name = j.submission.name
         if name not in self.handles:
             audit = Audit(**(self._noted_audit(name) or {}))
-            self.handles[name] = RunnerHandle(name, j.submission, self.target, audit=audit)
+            self.handles[name] = RunnerHandle(name, j.submission, self.selection.target, audit=audit)
         return self.handles[name]
 
     def _note_audits(self) -> None:
         """Write what was looked at so far to the run's file, if that is more than it says."""
         audits = {name: dataclasses.asdict(handle.audit) for name, handle in self.handles.items()}
-        known = {name: self._noted_audit(name) or dataclasses.asdict(Audit()) for name in audits}
-        if self.file and audits != known:
+        noted = {name: self._noted_audit(name) or dataclasses.asdict(Audit()) for name in audits}
+        if self.file and audits != noted:
             self.file.write("audit", submissions=audits)
 
     def _noted_audit(self, name: str) -> dict | None:
@@ -209,10 +200,10 @@ class Judging:
         if self.device == "cpu":
             return
         try:
-            found = [f"device shared with {user}" for user in device_lock.users(environment.gpu_uuid())]
+            warnings = [f"device shared with {user}" for user in device_lock.users(environment.gpu_uuid())]
         except RuntimeError as error:
-            found = [f"other users of the device unknown: {error}"]
-        for text in found:
+            warnings = [f"other users of the device unknown: {error}"]
+        for text in warnings:
             if text not in self.recorder.warnings:
                 console.say(f"warning: {text}")
                 self.recorder.warnings.append(text)

@@ -24,7 +24,7 @@ NAMES = 500  # characters of a report
 NAMED = 5  # replaced objects in a report
 
 
-def _known(status: str) -> str:
+def _listed(status: str) -> str:
     if status not in schema.STATUSES:
         raise ValueError(f"a verdict must be one of {', '.join(schema.STATUSES)}, got {status!r}")
     return status
@@ -43,7 +43,7 @@ class Outcome:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file
 
-    status: Annotated[str, AfterValidator(_known)]
+    status: Annotated[str, AfterValidator(_listed)]
     reason: str = ""
     error: dict | None = None
     us: float | None = None

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from harness.judge import batch, readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import STOP_LIMIT_US, Batch, Outcome, measured
+from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
 from harness.judge.readings import OUTSIDE, READY, CaseReadings, ReferenceReadings, Timing
 from harness.judge.room import Room, choose
 from harness.judge.session import Session
@@ -24,27 +25,10 @@ from harness.problem.folders import Case, ProblemError, UsageError
 from harness.results import environment
 from harness.runner import gate, matmul, native
 
-# Processes of each submission, and in a paired run: each process has a different level, which only more of them average
-# out. With three, a 99 % interval is 5.7 times as wide as they scatter, and on a busy CPU a ratio of 13 was UNDECIDED;
-# with six it is 1.6.
-PROCESSES = {"cuda": 6, "cpu": 3}
-PAIRED_PROCESSES = {"cuda": 40, "cpu": 6}
-TOGETHER = {"cuda": 3, "cpu": 1}  # of them alive at once, taking turns, so that starting them costs less
-PAIRED_TOGETHER = {"cuda": 8, "cpu": 1}
 # Of all memory, for weights that all processes alive at once may have prepared. The judge has as much again for each,
 # its own copy, and for a moment two more, and reads zeros of as many bytes as a call must move. V4-Pro's weights have
 # 14.3 GB: three times them ran out of an H200's memory, and twice them of an H100's 80 GB.
 PREPARED_SHARE = 0.23
-SAMPLES = {"cuda": 10, "cpu": 3}  # timed calls a process and case: 60 and 9 in all
-PAIRS = {"cuda": 24, "cpu": 3}  # the same for a paired run
-BUFFERS = {"cuda": 3, "cpu": 2}  # addresses that calls rotate over
-# Calls that compile, show the enqueue time and touch every buffer once; checked like all others.
-WARMUPS = {"cuda": 3, "cpu": 1}
-# Unscored calls of a case in one process, at random places, with a look at the driver's records. On a CPU every call is
-# looked at.
-AUDITS = {"cuda": 3, "cpu": 0}
-# Times the samples of a process: rounds more at most, in place of calls beside which other processes took the machine.
-EXTRA_ROUNDS = {"cuda": 0, "cpu": 2}
 # Calls of a process on a case whose runner was told too late to stop, which are repeated. More are no measurement: else
 # a submission could spoil the calls that it would rather not have.
 MOST_LATE = 2
@@ -57,8 +41,11 @@ JUDGE = "(judge)"
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a benchmark. processes: fresh ones of each submission, `together` of them at once; samples,
-    warmups, audits: calls per process and case; extra: further rounds at most, if the machine was busy.
+    """The counts of a benchmark. processes: fresh ones of each submission, `together` of them alive at once, taking
+    turns, so that starting them costs less. Of a process on a case, warmups: calls that compile, show the enqueue time
+    and touch every buffer once, checked like all others; samples: timed calls; audits: unscored ones at random places,
+    with a look at the driver's records; extra: rounds more at most, in place of calls beside which other processes took
+    the machine. buffers: addresses that calls rotate over. paired: two submissions are compared, both alive at once.
     """
 
     processes: int
@@ -68,15 +55,18 @@ class Counts:
     audits: int
     together: int = 1
     extra: int = 0
+    paired: bool = False
 
 
-def default_counts(device: str, paired: bool = False) -> Counts:
-    """Return the counts of a run on `device`. No submission can change them."""
-    count, together, samples = (PAIRED_PROCESSES, PAIRED_TOGETHER, PAIRS) if paired else (PROCESSES, TOGETHER, SAMPLES)
-    extra = EXTRA_ROUNDS[device] * samples[device]
-    return Counts(
-        count[device], samples[device], WARMUPS[device], BUFFERS[device], AUDITS[device], together[device], extra
-    )
+# By device and whether the run is paired. No submission can change them. Each process has a different level, which only
+# more of them average out. With three, a 99 % interval is 5.7 times as wide as they scatter, and on a busy CPU a ratio
+# of 13 was UNDECIDED; with six it is 1.6. On a CPU every call is looked at, so that none is audited.
+COUNTS = {
+    ("cuda", False): Counts(processes=6, together=3, samples=10, warmups=3, buffers=3, audits=3),
+    ("cuda", True): Counts(processes=40, together=8, samples=24, warmups=3, buffers=3, audits=3, paired=True),
+    ("cpu", False): Counts(processes=3, samples=3, warmups=1, buffers=2, audits=0, extra=6),
+    ("cpu", True): Counts(processes=6, samples=3, warmups=1, buffers=2, audits=0, extra=6, paired=True),
+}
 
 
 def run_tests(
@@ -133,51 +123,43 @@ def run_benchmarks(
     handles: list[RunnerHandle],
     cases: list[Case],
     progress: Progress,
-    paired: bool = False,
-    group: GroupDone | None = None,
+    counts: Counts,
+    done: GroupDone | None = None,
     have: Finished = NOTHING,
     limit_s: float | None = None,
-    counts: Counts | None = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
-    """Time every submission on every case. Return (timings by submission, the judge's own readings by case). group:
+    """Time every submission on every case. Return (timings by submission, the judge's own readings by case). done:
     receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
     all calls of a submission together.
     """
-    counts = counts or default_counts(session.device, paired)
-    made = Benchmark(
+    benchmark = Benchmark(
         session=session,
         handles=handles,
         cases=cases,
         progress=progress,
-        paired=paired,
-        done=group,
+        counts=counts,
+        done=done,
         have=have,
         budget=Budget(limit_s),
-        counts=counts,
     )
     for handle in handles:
         handle.lost = 0
-    made.run(range(counts.processes))
-    return made.timings, [made.reference(number) for number in range(len(cases))]
+    benchmark.run()
+    return benchmark.timings, [benchmark.reference(number) for number in range(len(cases))]
 
 
 @dataclass
-class _Group:
-    """The calls of one process of each submission, of one part of them, on one case, as they come in. audits: samples
-    at which one is due. spare: calls beside which other processes took the machine, used where there are no others.
-    late: how many calls were stopped too late, and do not count.
+class _OpenGroup:
+    """A group whose calls are being made by these handles. audits: by submission, the samples at which one is due.
+    spare: calls beside which other processes took the machine, used where there are no others. late: how many calls
+    were stopped too late, and do not count.
     """
 
-    process: int
-    part: int
+    record: Group
     handles: list[RunnerHandle]
-    outcomes: dict[str, list[Outcome]]
     audits: dict[str, list[int]]
-    seeds: list[str] = field(default_factory=list)
-    judge_us: dict[str, list[float]] = field(default_factory=dict)
-    spare: dict[str, list[Outcome]] = field(default_factory=dict)
-    late: dict[str, int] = field(default_factory=dict)
-    batches: dict[str, list[Batch]] = field(default_factory=dict)
+    spare: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
+    late: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
@@ -192,11 +174,10 @@ class Benchmark:
     handles: list[RunnerHandle]
     cases: list[Case]
     progress: Progress
-    paired: bool
+    counts: Counts
     done: GroupDone | None
     have: Finished
     budget: "Budget"
-    counts: Counts
     rounds_done: int = 0  # of `total`, for the progress
     total: int = 0
 
@@ -214,47 +195,47 @@ class Benchmark:
         """Of a case in one group of processes, but for those that replace calls on a busy machine."""
         return self.counts.warmups + self.counts.samples
 
-    def run(self, processes: range) -> None:
-        """Time the processes of these numbers, as many at once as have room."""
-        parts, together = self.parts()
-        self.total = -(-len(processes) // together) * len(parts) * len(self.cases) * self.rounds
-        for first in range(processes.start, processes.stop, together):
-            for part, members in enumerate(parts):
-                self.process_group(range(first, min(first + together, processes.stop)), part, members)
-        self.progress(Step("benchmark", self.total, self.total, "done"))
-
-    def parts(self) -> tuple[list[list[RunnerHandle]], int]:
-        """Return the submissions in parts that are alive at once, and how many processes of each; set the buffers of
-        each process. There is one part, unless all of it has no room.
-        """
-        room = Room(len(self.handles), self.counts.together, self.counts.buffers)
-        if self.session.problem.ours:
-            room = self._beside_weights(room)
-        elif self.handles:
-            room = choose([self.session.footprint(case) for case in self.cases], room, self.paired)
+    def run(self) -> None:
+        """Time all processes, as many at once as have room; where not all submissions have, one part after another."""
+        room, processes = self._room(), self.counts.processes
         self.counts = dataclasses.replace(self.counts, buffers=room.buffers)
         size = max(1, room.handles)
-        return [self.handles[i : i + size] for i in range(0, len(self.handles), size)], room.together
+        parts = [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
+        waves = [range(i, min(i + room.together, processes)) for i in range(0, processes, room.together)]
+        self.total = len(waves) * len(parts) * len(self.cases) * self.rounds
+        for wave in waves:
+            for part, handles in enumerate(parts):
+                self._wave(wave, part, handles)
+        self.progress(Step("benchmark", self.total, self.total, "done"))
+
+    def _room(self) -> Room:
+        """Return how many submissions, and processes of each, are alive at once, and the buffers of each process."""
+        most = Room(len(self.handles), self.counts.together, self.counts.buffers)
+        if not self.handles:
+            return most
+        if self.session.problem.ours:
+            return self._beside_weights(most)
+        return choose([self.session.footprint(case) for case in self.cases], most, self.counts.paired)
 
     def _beside_weights(self, most: Room) -> Room:
         """Return how many submissions and processes may be alive, so that all prepared weights have room. UsageError: a
         pair, which is alive together, has none.
         """
         largest = max((case.weight_bytes for case in self.cases), default=0)
-        room = self.counts.together * len(self.handles)
-        if largest:
-            total = self.session.memory()
-            room = int(PREPARED_SHARE * total / largest)
-            if self.paired and room < len(self.handles):
-                raise UsageError(
-                    f"a case has {largest / 1e9:.1f} GB of weights, and beside the judge's copies two processes that "
-                    f"prepare them have no room in {total / 1e9:.0f} GB: leave it out with --case, time each without "
-                    "--against, or use a machine with more memory"
-                )
-        size = len(self.handles) if self.paired else min(len(self.handles), max(1, room))
-        return Room(size, max(1, min(self.counts.together, room // size)), most.buffers) if size else most
+        if not largest:
+            return most
+        total = self.session.memory()
+        fitting = int(PREPARED_SHARE * total / largest)
+        if self.counts.paired and fitting < most.handles:
+            raise UsageError(
+                f"a case has {largest / 1e9:.1f} GB of weights, and beside the judge's copies two processes that "
+                f"prepare them have no room in {total / 1e9:.0f} GB: leave it out with --case, time each without "
+                "--against, or use a machine with more memory"
+            )
+        handles = most.handles if self.counts.paired else min(most.handles, max(1, fitting))
+        return Room(handles, max(1, min(most.together, fitting // handles)), most.buffers)
 
-    def process_group(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
+    def _wave(self, processes: range, part: int, handles: list[RunnerHandle]) -> None:
         """Time some processes of each of these, which live at the same time and take turns."""
         todo = [p for p in processes if any(self.have.group(p, n, part) is None for n in range(len(self.cases)))]
         self.session.build(*handles)
@@ -267,94 +248,92 @@ class Benchmark:
         for number in range(len(self.cases)):
             groups = []
             for process in processes:
-                if known := self.have.group(process, number, part):
-                    self._take(known)
+                if finished := self.have.group(process, number, part):
+                    self._take(finished)
                 else:
-                    groups.append(self._group(process, part, number, living[process]))
+                    groups.append(self._open(process, number, part, living[process]))
             if groups:
                 self._case(number, groups, rated)
                 rated = True
             self.rounds_done += self.rounds
         self.session.stop(self.judge, *everybody)
 
-    def _take(self, known: Group) -> None:
+    def _take(self, group: Group) -> None:
         """Take over a group that an interrupted run finished."""
-        for name, outcomes in known.outcomes.items():
-            timing = self.timings[name][known.case]
-            timing.outcomes[known.process] += [o for o in outcomes if o.status == "PASSED"]
+        for name, outcomes in group.outcomes.items():
+            timing = self.timings[name][group.case]
+            timing.outcomes[group.process] += [o for o in outcomes if o.status == "PASSED"]
             timing.failure = timing.failure or next((o for o in outcomes if o.status != "PASSED"), None)
-            timing.batches += known.batches.get(name, [])
-        self.readings[known.case].add(known.judge_us, known.seeds)
-        self.readings[known.case].state = known.state
+            timing.batches += group.batches.get(name, [])
+        self.readings[group.case].add(group)
 
-    def _group(self, process: int, part: int, number: int, handles: list[RunnerHandle]) -> _Group:
+    def _open(self, process: int, number: int, part: int, handles: list[RunnerHandle]) -> _OpenGroup:
         """Return an empty group with the places of its audited calls."""
-        names = [handle.timed_as for handle in handles]
+        names = [handle.name for handle in handles if not self.timings[handle.name][number].failure]
         audits = {
             name: [random.randrange(self.counts.samples) for _ in range(self.counts.audits)]
             for name in names
             if self.watched[name] == process
         }
-        return _Group(process, part, handles, {n: [] for n in names if not self.timings[n][number].failure}, audits)
+        outcomes = {name: [] for name in names}
+        record = Group(process=process, case=number, part=part, outcomes=outcomes, judge_us={}, seeds=[])
+        return _OpenGroup(record, handles, audits)
 
-    def _case(self, number: int, groups: list[_Group], rated: bool) -> None:
+    def _timing(self, group: _OpenGroup, name: str) -> Timing:
+        return self.timings[name][group.record.case]
+
+    def _add(self, group: _OpenGroup, name: str, outcome: Outcome) -> None:
+        """Add a scored call of a submission, or what failed it."""
+        if outcome.status == "PASSED":
+            self._timing(group, name).outcomes[group.record.process].append(outcome)
+        else:
+            self._timing(group, name).failure = outcome
+        group.record.outcomes[name].append(outcome)
+
+    def _case(self, number: int, groups: list[_OpenGroup], rated: bool) -> None:
         """Make the calls of one case in the processes that are alive. rated: these have timed the matrix product."""
-        session, case, device = self.session, self.cases[number], self.session.device
-        of_weights = [session.weights(case)]
-        for sample in range(-self.counts.warmups, self.counts.samples + self.counts.extra):
-            if sample == 0 and of_weights[0]:  # others, for which every answer and everything prepared is new
-                of_weights.append(session.weights(case))
-                self._unscored(number, groups)
+        session, case, device, samples = self.session, self.cases[number], self.session.device, self.counts.samples
+        first, seed = groups[0].record, session.weights(case)
+        weights = [f"weights {seed}"] if seed else []
+        for sample in range(-self.counts.warmups, samples + self.counts.extra):
+            if sample == 0 and weights:  # others, for which every answer and everything prepared is new
+                weights.append(f"weights {session.weights(case)}")
+                self._unscored(groups)
             for group in groups:
-                if sample < self.counts.samples or self._lacking(number, group):
+                if sample < samples or self._lacking(group):
                     self._show(case, group, sample)
-                    scored = sample >= 0
-                    measure = not scored or (device == "cuda" and sample == self.counts.samples - 1)
-                    self._round(number, group, sample, scored, measure)
-            if sample < self.counts.samples:
-                self._own_calls(groups[0], sample)
-        if of_weights[0]:
-            self._unscored(number, groups, measure=True)
+                    self._round(group, sample, measure=sample < 0 or (device == "cuda" and sample == samples - 1))
+            if sample < samples:
+                self._judge_calls(first, sample)
+        if weights:
+            self._unscored(groups, measure=True)
         if device == "cuda":
             self._batches(number, groups)
         if not rated:
-            for sample in range(-self.counts.warmups, self.counts.samples):
-                self._own_call(groups[0], matmul.NAME, sample)
-        groups[0].seeds += [f"weights {seed}" for seed in of_weights if seed]
-        found = self.readings[number]
-        if device == "cuda":
-            found.state = environment.clocks()
-        found.bytes = found.bytes or session.default_bytes()
+            for sample in range(-self.counts.warmups, samples):
+                self._judge_call(first, matmul.NAME, sample)
+        first.seeds += weights
+        state = environment.gpu_state() if device == "cuda" else environment.UNKNOWN
+        beside = self.readings[number]
+        beside.bytes = beside.bytes or session.present.held
         for group in groups:
             for handle in group.handles:
-                timing = self.timings[handle.timed_as][number]
-                self._complete(number, group, handle.timed_as)
-                if not timing.failure and (fault := handle.look()):
-                    timing.failure = fault
-                    group.outcomes[handle.timed_as].append(fault)
-            found.add(group.judge_us, group.seeds)
+                self._complete(group, handle.name)
+                if not self._timing(group, handle.name).failure and (fault := handle.look()):
+                    self._add(group, handle.name, fault)
+            group.record.state = state
+            beside.add(group.record)
             if self.done:
-                self.done(
-                    Group(
-                        group.process,
-                        number,
-                        group.outcomes,
-                        group.judge_us,
-                        group.seeds,
-                        found.state,
-                        group.part,
-                        group.batches,
-                    )
-                )
+                self.done(group.record)
 
-    def _batches(self, number: int, groups: list[_Group]) -> None:
+    def _batches(self, number: int, groups: list[_OpenGroup]) -> None:
         """Read a batch of each submission that had none, in one process; and where the times are shorter than it
         allows, one in each further process.
         """
         contents, tried, noted = None, False, 0
         for group in groups:
             for handle in group.handles:
-                timing = self.timings[handle.timed_as][number]
+                timing = self._timing(group, handle.name)
                 if handle.baseline or not timing.flat("us") or timing.failure or not handle.process:
                     continue  # a baseline is no adversary, and may prepare for the contents that it sees
                 if timing.batches and not timing.undercuts:
@@ -364,120 +343,116 @@ class Benchmark:
                 if contents is None:
                     continue
                 most = max(1, batch.READINGS // self.counts.processes)
-                found = batch.read(self.session, handle, self.judge, contents, timing.median_us, most)
-                group.seeds += [f"batch {seed}" for seed in contents.used[noted:]]
+                reading = batch.read(self.session, handle, self.judge, contents, timing.median_us, most)
+                group.record.seeds += [f"batch {seed}" for seed in contents.used[noted:]]
                 noted = len(contents.used)
-                if isinstance(found, Outcome):
-                    timing.failure = found
-                    group.outcomes[handle.timed_as].append(found)
+                if isinstance(reading, Outcome):
+                    self._add(group, handle.name, reading)
                 else:
-                    timing.batches.append(found)
-                    group.batches.setdefault(handle.timed_as, []).append(found)
+                    timing.batches.append(reading)
+                    group.record.batches.setdefault(handle.name, []).append(reading)
         if contents:
             batch.drop(self.session)
 
-    def _show(self, case: Case, group: _Group, sample: int) -> None:
+    def _show(self, case: Case, group: _OpenGroup, sample: int) -> None:
         """Report progress: the call of a sample is about to be made."""
         of = self.counts.samples
         call = "warm-up" if sample < 0 else f"call {sample + 1}/{of}" if sample < of else "again, the machine was busy"
         n = self.rounds_done + min(sample + self.counts.warmups, self.rounds)
-        said = f"process {group.process + 1}/{self.counts.processes}  {case}  {call}"
-        self.progress(Step("benchmark", n, self.total, said))
+        process = f"process {group.record.process + 1}/{self.counts.processes}"
+        self.progress(Step("benchmark", n, self.total, f"{process}  {case}  {call}"))
 
-    def _lacking(self, number: int, group: _Group) -> list[str]:
-        timings = {handle.timed_as: self.timings[handle.timed_as][number] for handle in group.handles}
-        return [n for n, t in timings.items() if not t.failure and len(t.outcomes[group.process]) < self.counts.samples]
+    def _lacking(self, group: _OpenGroup) -> list[str]:
+        """Return the submissions that have not failed and have too few calls."""
+        timings = {handle.name: self._timing(group, handle.name) for handle in group.handles}
+        process, samples = group.record.process, self.counts.samples
+        return [name for name, t in timings.items() if not t.failure and len(t.outcomes[process]) < samples]
 
-    def _unscored(self, number: int, groups: list[_Group], measure: bool = False) -> None:
+    def _unscored(self, groups: list[_OpenGroup], measure: bool = False) -> None:
         """On a CPU, make a round that is not scored: a process that prepares weights, or whose memory is measured, runs
         before its call, and could do work for it.
         """
         for group in groups if self.session.device == "cpu" else ():
-            self._round(number, group, 0, False, measure)
+            self._round(group, -1, measure)
 
-    def _round(self, number: int, group: _Group, sample: int, scored: bool, measure: bool) -> None:
+    def _round(self, group: _OpenGroup, sample: int, measure: bool) -> None:
         """Make one call of each submission on the same new contents; of a pair both count or none, unless one of them
-        does not serve the case. measure: what it leaves behind in memory counts.
+        does not serve the case. A negative sample is not scored. measure: what it leaves behind in memory counts.
         """
-        group.seeds.append(self.session.content(self.cases[number]))
-        lacking = self._lacking(number, group)
-        outcomes = {}
+        record, paired = group.record, self.counts.paired
+        record.seeds.append(self.session.content(self.cases[record.case]))
+        lacking = self._lacking(group)
+        outcomes: dict[str, Outcome] = {}
         everybody = self._order(group, sample)
         if self.session.device == "cpu":  # the judge's empty call, whose reading is taken off, is made among the others
             everybody.insert(random.randint(0, len(everybody)), self.judge)
         for handle in everybody:
             if handle is self.judge:
-                self._own_call(group, "empty", sample if scored else -1)
-            elif not scored or self.paired or handle.timed_as in lacking:
-                outcomes[handle.timed_as] = self._call(number, group, handle, sample, measure)
-        if not scored or (self.paired and self._failures(number, group)):
+                self._judge_call(record, "empty", sample)
+            elif (sample < 0 or paired or handle.name in lacking) and (
+                outcome := self._call(group, handle, sample, measure)
+            ):
+                outcomes[handle.name] = outcome
+        if sample < 0 or (paired and self._failures(group)):
             return
-        outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
         late = {name for name, outcome in outcomes.items() if outcome.late}
+        group.late.update(late)
         for name in late:
-            group.late[name] = group.late.get(name, 0) + 1
             if group.late[name] > MOST_LATE:
-                self._fail(number, group, name, STOPPED_LATE)
-        # Of a pair both count or none.
-        any_busy = self.paired and any(outcome.busy for outcome in outcomes.values())
+                self._add(group, name, Outcome("INVALID_MEASUREMENT", STOPPED_LATE))
+        any_busy = paired and any(outcome.busy for outcome in outcomes.values())
         for name, outcome in outcomes.items():
-            if late if self.paired else name in late:
+            if late if paired else name in late:
                 continue
             if outcome.busy or any_busy:
-                group.spare.setdefault(name, []).append(outcome)
+                group.spare[name].append(outcome)
             else:
-                self.timings[name][number].outcomes[group.process].append(outcome)
-                group.outcomes[name].append(outcome)
+                self._add(group, name, outcome)
 
-    def _order(self, group: _Group, sample: int) -> list[RunnerHandle]:
+    def _order(self, group: _OpenGroup, sample: int) -> list[RunnerHandle]:
         """Return the handles of a group in the order of their calls in a round: rotated by 0, 2, 4, ..., each followed
         by the same backwards. So each comes before each other one in half of the rounds.
         """
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
-        number = group.process * (self.counts.samples | 1) + sample
+        number = group.record.process * (self.counts.samples | 1) + sample
         shift = number // 2 * 2 % max(1, len(group.handles))
         rotated = group.handles[shift:] + group.handles[:shift]
         return rotated if number % 2 == 0 else rotated[::-1]
 
-    def _failures(self, number: int, group: _Group) -> dict[str, Outcome]:
+    def _failures(self, group: _OpenGroup) -> dict[str, Outcome]:
         """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
         other one, which is timed without it.
         """
-        found = {handle.timed_as: self.timings[handle.timed_as][number].failure for handle in group.handles}
-        return {name: failure for name, failure in found.items() if failure and failure.status != "UNSUPPORTED"}
+        failures = {handle.name: self._timing(group, handle.name).failure for handle in group.handles}
+        return {name: failure for name, failure in failures.items() if failure and failure.status != "UNSUPPORTED"}
 
-    def _complete(self, number: int, group: _Group, name: str) -> None:
+    def _complete(self, group: _OpenGroup, name: str) -> None:
         """Give a submission with too few quiet calls the busy ones too."""
-        timing = self.timings[name][number]
-        missing = self.counts.samples - len(timing.outcomes[group.process])
+        timing = self._timing(group, name)
+        missing = self.counts.samples - len(timing.outcomes[group.record.process])
         if timing.failure or missing <= 0:
             return
-        spare = group.spare.get(name, [])[:missing]
-        timing.outcomes[group.process] += spare
-        group.outcomes[name] += spare
+        spare = group.spare[name][:missing]
+        for outcome in spare:
+            self._add(group, name, outcome)
         if len(spare) == missing:
             return
         reason = STOPPED_LATE
-        for other, failed in self._failures(number, group).items():
+        for other, failed in self._failures(group).items():
             reason = (
                 f"not timed: {other} is {failed.status}, and of a pair both count or none; time it without --against"
             )
-        self._fail(number, group, name, reason)
+        self._add(group, name, Outcome("INVALID_MEASUREMENT", reason))
 
-    def _fail(self, number: int, group: _Group, name: str, reason: str) -> None:
-        failure = self.timings[name][number].failure = Outcome("INVALID_MEASUREMENT", reason)
-        group.outcomes[name].append(failure)
-
-    def _call(self, number: int, group: _Group, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
+    def _call(self, group: _OpenGroup, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
         """Make one call of a submission, and before it the audited ones that are due. Return None if it failed."""
-        name, case = handle.timed_as, self.cases[number]
-        timing = self.timings[name][number]
-        if timing.failure:
+        case, seeds = self.cases[group.record.case], group.record.seeds
+        if self._timing(group, handle.name).failure:
             return None
         request = CallRequest(self.counts.buffers, measure=measure, stay=sample != self.counts.samples - 1)
-        for _ in range(group.audits.get(name, []).count(sample)):  # each on contents that no other call has
-            seed = group.seeds[-1]
-            group.seeds.insert(-1, self.session.content(case))
+        for _ in range(group.audits.get(handle.name, []).count(sample)):  # each on contents that no other call has
+            seed = seeds[-1]
+            seeds.insert(-1, self.session.content(case))
             outcome = handle.look() or self.budget.call(self.session, handle, dataclasses.replace(request, audit=True))
             self.session.content(case, int(seed))
             if outcome.status != "PASSED":
@@ -486,32 +461,31 @@ class Benchmark:
             outcome = self.budget.call(self.session, handle, request)
         if outcome.status == "PASSED":
             return outcome
-        timing.failure = outcome
-        group.outcomes.setdefault(name, []).append(outcome)
+        self._add(group, handle.name, outcome)
         return None
 
-    def _own_calls(self, group: _Group, sample: int) -> None:
+    def _judge_calls(self, record: Group, sample: int) -> None:
         """Make the judge's own calls beside a process of each submission: the readers, and on a GPU the empty call."""
-        for what in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
-            outcome = self._own_call(group, what, sample)
+        for name in ("empty", *self.reads) if self.session.device == "cuda" else self.reads:
+            outcome = self._judge_call(record, name, sample)
             if sample >= 0 and self.session.device == "cuda":
-                key, us = (OUTSIDE, outcome.outside_us) if what == "empty" else (READY, outcome.ready_us)
-                group.judge_us.setdefault(key, []).append(measured(us))
+                key, us = (OUTSIDE, outcome.outside_us) if name == "empty" else (READY, outcome.ready_us)
+                record.judge_us.setdefault(key, []).append(measured(us))
 
-    def _own_call(self, group: _Group, what: str, sample: int) -> Outcome:
+    def _judge_call(self, record: Group, name: str, sample: int) -> Outcome:
         """Make one of the judge's own calls. RuntimeError if it fails."""
-        outcome = self.session.call(self.judge, CallRequest(self.counts.buffers, what, self.reads, stay=True))
+        outcome = self.session.call(self.judge, CallRequest(self.counts.buffers, name, self.reads, stay=True))
         if outcome.status != "PASSED":
-            content, said = self.session.present, outcome.reason.partition("\n")[0]
-            if "memory" in said and content.moved > sum(content.sizes.values()):
+            content, reason = self.session.present, outcome.reason.partition("\n")[0]
+            if "memory" in reason and content.moved > sum(content.sizes.values()):
                 raise ProblemError(
                     f"bytes_moved() of {content.case} says {content.moved} bytes, and the judge has no room to read as "
-                    f"many: {said}"
+                    f"many: {reason}"
                 )
-            raise RuntimeError(f"the judge's own call {what!r} failed: {outcome.reason}")
+            raise RuntimeError(f"the judge's own call {name!r} failed: {outcome.reason}")
         if sample >= 0:
-            spun_us = gate.EMPTY_US if what == "empty" and self.session.device == "cpu" else 0.0
-            group.judge_us.setdefault(what, []).append(measured(outcome.us) - spun_us)
+            spun_us = gate.EMPTY_US if name == "empty" and self.session.device == "cpu" else 0.0
+            record.judge_us.setdefault(name, []).append(measured(outcome.us) - spun_us)
         return outcome
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
@@ -524,7 +498,7 @@ class Benchmark:
         self.session.content(tests[0])
         for handle in everybody:
             # Where calls are going to be audited, the profiler's memory is there before anything is counted.
-            audit = handle.name == f"{handle.timed_as} {self.watched[handle.timed_as]}"
+            audit = handle.runner == f"{handle.name} {self.watched[handle.name]}"
             self.session.count_kept(handle, CallRequest(self.counts.buffers, audit=audit))
 
     def reference(self, number: int) -> ReferenceReadings:
@@ -532,12 +506,12 @@ class Benchmark:
         timings = [of_cases[number] for of_cases in self.timings.values()]
         # Processes that live together share a reading, and a resumed run has those of the run before, beside their
         # first case.
-        matmul_us = [us for one in self.readings for us in one.judge_us.get(matmul.NAME, [])]
-        found = self.readings[number]
-        if found.bytes is None:  # a folder that does not say, and no group was run now
+        matmul_us = [us for case in self.readings for us in case.judge_us.get(matmul.NAME, [])]
+        beside = self.readings[number]
+        if beside.bytes is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])
-            found.bytes = self.session.default_bytes()
-        return readings.reference(found, timings, self.session.device, list(self.reads), matmul_us)
+            beside.bytes = self.session.present.held
+        return readings.reference(beside, timings, self.session.device, matmul_us)
 
 
 class Budget:
@@ -552,12 +526,12 @@ class Budget:
 
     def call(self, session: Session, handle: RunnerHandle, request: CallRequest) -> Outcome:
         """Make a call within the time that is left. TIMEOUT, without a call: none is left."""
-        spent_s = self.spent_s.get(handle.owner, 0.0)
+        spent_s = self.spent_s.get(handle.name, 0.0)
         if spent_s >= self.limit_s:
             return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
         before = time.monotonic()
         outcome = session.call(handle, dataclasses.replace(request, remaining_s=self.limit_s - spent_s))
-        self.spent_s[handle.owner] = spent_s + time.monotonic() - before
+        self.spent_s[handle.name] = spent_s + time.monotonic() - before
         return outcome
 
 

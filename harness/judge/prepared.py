@@ -79,7 +79,7 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     if handle.process is None:
         return handle.loss
     failing = "the checker could not allocate weights"
-    made, fds = process.checker.request({"op": "hold", "runner": handle.name}, failing)
+    made, fds = process.checker.request({"op": "hold", "runner": handle.runner}, failing)
     nbytes = made["buffer"]["sizes"]["device"]
     message = {"op": "hold", "buffer": made["buffer"], "spec": made["spec"]}
     start = time.perf_counter()

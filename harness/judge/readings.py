@@ -4,8 +4,10 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from harness.judge.outcome import Batch, Outcome, measured
+from harness.judge.work import Group
 from harness.problem.folders import Case
 from harness.results import datasheet, stats
+from harness.results.environment import UNKNOWN, GpuState
 from harness.runner import matmul
 
 # The judge's clock against claimed times. An accusation: every call is longer than OUTSIDE_FACTOR times its claim and
@@ -76,8 +78,7 @@ class ReferenceReadings:
     empty_us: float
     bytes: int
     seeds: list[str]
-    clocks_mhz: dict | None
-    throttle: list[str] | None
+    state: GpuState = UNKNOWN
     stated: bool = True  # whether the problem says `bytes`; else they are all inputs and outputs, and bound no time
     resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
 
@@ -85,65 +86,71 @@ class ReferenceReadings:
 @dataclass
 class CaseReadings:
     """What the judge has read so far on one case besides the submissions. bytes: that a call must move, None while it
-    is unknown; judge_us: by the judge's call its times in us; state: (clocks in MHz, throttle reasons), each None where
-    unknown.
+    is unknown; judge_us: by the judge's call its times in us; state: of the GPU behind the last group.
     """
 
     case: Case
     bytes: int | None
     judge_us: dict[str, list[float]] = field(default_factory=dict)
     seeds: list[str] = field(default_factory=list)
-    state: tuple = (None, None)
+    state: GpuState = UNKNOWN
 
-    def add(self, judge_us: dict[str, list[float]], seeds: list[str]) -> None:
-        for what, times in judge_us.items():
-            self.judge_us.setdefault(what, []).extend(times)
-        self.seeds += seeds
+    def add(self, group: Group) -> None:
+        for name, times in group.judge_us.items():
+            self.judge_us.setdefault(name, []).extend(times)
+        self.seeds += group.seeds
+        self.state = group.state
 
 
-def reference(
-    found: CaseReadings, timings: list[Timing], device: str, reads: list[str], matmul_us: list[float]
-) -> ReferenceReadings:
+def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_us: list[float]) -> ReferenceReadings:
     """Return the reference readings of a case. On a CPU, take the clock's cost off its timings; on a GPU, fail those
     that the parent's clock contradicts. matmul_us: of all cases of the run, since processes that live together share
     one.
     """
-    resolution = 0.0
+    judge_us, resolution = beside.judge_us, 0.0
+    reads = [name for name in judge_us if name not in ("empty", OUTSIDE, READY, matmul.NAME)]
     if device == "cpu":
-        empty, resolution = _take_off_cost(found, timings, reads)
-        medians = {what: stats.median(found.judge_us[what]) for what in reads}
+        empty, resolution = _take_off_cost(judge_us, timings, reads)
     else:
-        medians = {what: stats.median(times) for what, times in found.judge_us.items() if what != matmul.NAME}
-        empty, outside, ready = (medians.pop(what) for what in ("empty", OUTSIDE, READY))
-        late = [seen - us for seen, us in zip(found.judge_us[OUTSIDE], found.judge_us["empty"], strict=True)]
+        empty, outside, ready = (stats.median(judge_us[name]) for name in ("empty", OUTSIDE, READY))
+        late = [seen - us for seen, us in zip(judge_us[OUTSIDE], judge_us["empty"], strict=True)]
         for timing in timings:
             timing.failure = timing.failure or _contradicted(timing, outside, ready)
             timing.failure = timing.failure or _take_out_late(timing, late) or _undercut(timing)
-    best = min(medians, key=lambda what: medians[what])
     counted = [o.bytes for timing in timings for group in timing.outcomes for o in group if o.bytes]
-    nbytes = round(sum(counted) / len(counted)) if counted else found.bytes or 0
-    roofline = (medians[best], best, "read")
-    if matmul_us and found.case.flops:
+    medians = {name: stats.median(judge_us[name]) for name in reads}
+    best = min(medians, key=lambda name: medians[name])
+    roofline_us, config, kind = medians[best], best, "read"
+    if matmul_us and beside.case.flops:
         rate = matmul.flops(device) / stats.median(matmul_us)  # a microsecond
-        if (least := found.case.flops / rate) > medians[best]:
-            roofline = (least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops")
-    stated = bool(counted) or found.case.bytes is not None
-    return ReferenceReadings(*roofline, empty, nbytes, found.seeds, *found.state, stated, resolution)
+        if (least := beside.case.flops / rate) > roofline_us:
+            roofline_us, config, kind = least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops"
+    return ReferenceReadings(
+        roofline_us=roofline_us,
+        roofline_config=config,
+        roofline_kind=kind,
+        empty_us=empty,
+        bytes=round(sum(counted) / len(counted)) if counted else beside.bytes or 0,
+        seeds=beside.seeds,
+        state=beside.state,
+        stated=bool(counted) or beside.case.bytes is not None,
+        resolution_us=resolution,
+    )
 
 
-def _take_off_cost(found: CaseReadings, timings: list[Timing], reads: list[str]) -> tuple[float, float]:
+def _take_off_cost(judge_us: dict[str, list[float]], timings: list[Timing], reads: list[str]) -> tuple[float, float]:
     """Take what the clock itself costs off all times of a case on a CPU. Return (that cost, the resolution), in us.
 
     Both are of the judge's empty calls, in a runner without a submission.
     """
-    empty = found.judge_us["empty"]
+    empty = judge_us["empty"]
     cost = min(stats.median(empty), COST_LIMIT_US)
     resolution = min(max(stats.spread(empty), 1.0), RESOLUTION_LIMIT_US)
     for timing in timings:
         for group in timing.outcomes:
             group[:] = [dataclasses.replace(o, us=max(measured(o.us) - cost, resolution)) for o in group]
-    for what in reads:
-        found.judge_us[what] = [max(us - cost, resolution) for us in found.judge_us[what]]
+    for name in reads:
+        judge_us[name] = [max(us - cost, resolution) for us in judge_us[name]]
     return cost, resolution
 
 
@@ -152,19 +159,19 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     call. Return 0 for a device without a datasheet here: a rate that was measured is no bound, and the judge's clock
     runs outside.
     """
-    known = next((name for name in datasheet.RATES if gpu and name in gpu), None)
-    if known is None:
+    named = next((name for name in datasheet.RATES if gpu and name in gpu), None)
+    if named is None:
         return 0.0
-    flops_us = (case.flops or 0) / datasheet.flops_rate(known, case.params.get("activation")) * 1e6
-    bytes_us = readings.stated * readings.bytes / datasheet.RATES[known][0] * 1e6
+    flops_us = (case.flops or 0) / datasheet.flops_rate(named, case.params.get("activation")) * 1e6
+    bytes_us = readings.stated * readings.bytes / datasheet.RATES[named][0] * 1e6
     return SOL_SHARE * max(bytes_us, flops_us, readings.empty_us)
 
 
-def ratios(one: Timing, other: Timing) -> list[list[tuple[float, float]]]:
+def ratios(first: Timing, second: Timing) -> list[list[tuple[float, float]]]:
     """Return pairs of times on equal contents, by process."""
     return [
         [(measured(a.us), measured(b.us)) for a, b in zip(*groups, strict=True) if a.scored and b.scored]
-        for groups in zip(one.outcomes, other.outcomes, strict=True)
+        for groups in zip(first.outcomes, second.outcomes, strict=True)
     ]
 
 
@@ -209,18 +216,18 @@ def _undercut(timing: Timing) -> Outcome | None:
     if not timing.flat("us") or not timing.undercuts:
         return None
     batch = min(timing.batches, key=lambda batch: batch.least_us)
-    said = (
+    reason = (
         f"{timing.median_us:.2f} us are claimed, and {batch.calls} calls together took {batch.us:.0f} us by the "
         f"judge's own clock, where as many empty ones take {batch.empty_us:.0f} us: a call takes at least "
         f"{batch.least_us:.2f} us"
     )
     if batch.alone:  # the device may have waited for the host, which is slower at times: no proof
         return Outcome(
-            "INVALID_MEASUREMENT", f"{said}; a call waits for the device: run again when the machine is idle"
+            "INVALID_MEASUREMENT", f"{reason}; a call waits for the device: run again when the machine is idle"
         )
     if len(timing.batches) > 1:
-        return Outcome("CHEAT_SUSPECTED", f"{said}, in each of {len(timing.batches)} batches")
-    return Outcome("INVALID_MEASUREMENT", f"{said}; read in one process only: run again when the machine is idle")
+        return Outcome("CHEAT_SUSPECTED", f"{reason}, in each of {len(timing.batches)} batches")
+    return Outcome("INVALID_MEASUREMENT", f"{reason}; read in one process only: run again when the machine is idle")
 
 
 def _contradicted(timing: Timing, empty_us: float, ready_us: float) -> Outcome | None:

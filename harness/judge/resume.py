@@ -65,29 +65,29 @@ def chosen(files: Iterable[Contents], run_id: str, where: str) -> RunFile:
     files: of the problem on this machine, oldest first; where: what these are. UsageError: there is no such run, or a
     living process holds it.
     """
-    unfinished = [one for one in files if one.unfinished]
+    unfinished = [file for file in files if file.unfinished]
     busy = []
-    for one in reversed(unfinished):
-        if run_id in ("", one.run_id):
+    for file in reversed(unfinished):
+        if run_id in ("", file.run_id):
             try:
-                return RunFile.reopen(one.path, work.check)
+                return RunFile.reopen(file.path, work.check)
             except BlockingIOError:
-                busy.append(one.run_id)
+                busy.append(file.run_id)
     if busy:
         raise UsageError(f"--resume: {', '.join(busy)} of {where} is being run by another process")
-    known = ", ".join(one.run_id for one in unfinished) or "none"
+    known = ", ".join(file.run_id for file in unfinished) or "none"
     raise UsageError(f"--resume: no unfinished run{' ' * bool(run_id)}{run_id} of {where} (unfinished: {known})")
 
 
 def left(files: Iterable[Contents]) -> list[str]:
     """Return the ids of the unfinished runs that no process holds."""
-    found = []
-    for one in files:
-        if one.unfinished:
+    run_ids = []
+    for file in files:
+        if file.unfinished:
             with contextlib.suppress(BlockingIOError):
-                RunFile.reopen(one.path, work.check).close()
-                found.append(one.run_id)
-    return found
+                RunFile.reopen(file.path, work.check).close()
+                run_ids.append(file.run_id)
+    return run_ids
 
 
 def adopt(file: RunFile, arguments: Options) -> None:
@@ -99,11 +99,11 @@ def adopt(file: RunFile, arguments: Options) -> None:
     if missing := [name for name in OPTIONS if name not in began]:
         raise UsageError(f"--resume: {file.contents.path} lacks {', '.join(missing)} in `arguments`; start a new run")
     for name in OPTIONS:
-        given, planned = _absolute(getattr(arguments, name)), began[name]
-        if given != getattr(Options, name) and given != planned:
+        given, before = _absolute(getattr(arguments, name)), began[name]
+        if given != getattr(Options, name) and given != before:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--resume goes on with the options of that run: {option} was {planned!r}, got {given!r}")
-        setattr(arguments, name, planned)
+            raise UsageError(f"--resume goes on with the options of that run: {option} was {before!r}, got {given!r}")
+        setattr(arguments, name, before)
     last = file.lines("resumed")[-1] if file.lines("resumed") else began
     for name in OUTPUTS:
         setattr(arguments, name, getattr(arguments, name) or last.get(name))
@@ -116,7 +116,7 @@ def see_unchanged(file: RunFile, now: dict) -> None:
     """
     was, now = file.run, json.loads(json.dumps(now))
     changed = [words for key, words in _DEPENDS_ON.items() if was.get(key) != now[key]]
-    before, after = ({one.get("variant"): one.get("source_hash") for one in run["submissions"]} for run in (was, now))
+    before, after = ({j.get("variant"): j.get("source_hash") for j in run["submissions"]} for run in (was, now))
     changed += [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
         raise ChangedError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harness.problem.folders import UsageError
 
-SHARE = 0.9  # of the memory, that a run plans with
+SHARE = 0.9  # of the memory, that a run may take
 PROCESS_BYTES = 700 * 2**20  # of a process on a device that holds nothing: context, code, what evicts its caches
 GIB = 2**30
 
@@ -42,15 +42,15 @@ class Room:
     buffers: int
 
 
-def choose(found: list[Footprint], most: Room, paired: bool) -> Room:
+def choose(footprints: list[Footprint], most: Room, paired: bool) -> Room:
     """Return the largest room within `most` in which every case fits. A pair stays together. UsageError: none does."""
     rooms = _rooms(most, paired)
     for room in rooms:
         processes = room.handles * room.together
-        if all(one.needed(processes, room.buffers) <= SHARE * one.total for one in found):
+        if all(each.needed(processes, room.buffers) <= SHARE * each.total for each in footprints):
             return room
     least = rooms[-1].handles
-    worst = max(found, key=lambda one: one.needed(least, 1))
+    worst = max(footprints, key=lambda each: each.needed(least, 1))
     needed, total = worst.needed(least, 1) / GIB, worst.total / GIB
     raise UsageError(
         f"{worst.case}: a run takes about {needed:.0f} GiB with one buffer a process ({worst.buffer / GIB:.1f} GiB for "

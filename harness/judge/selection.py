@@ -32,10 +32,10 @@ class Selection:
         """Return the submissions that this run judges. UsageError: options exclude each other, or a file is none."""
         chosen = self._named()
         first = "--all" if self.args.all else "--submission" if self.args.submission else "--variant"
-        for number, one in enumerate(chosen):
-            if not record.can_name(one.name):
+        for number, submission in enumerate(chosen):
+            if not record.can_name(submission.name):
                 option = "--against" if number and self.args.against else first
-                raise UsageError(f"{option}: the file must have a plain name, got {one.name!r}: rename it")
+                raise UsageError(f"{option}: the file must have a plain name, got {submission.name!r}: rename it")
         return chosen
 
     def _named(self) -> list[Submission]:
@@ -77,15 +77,15 @@ class Selection:
 
     def _of_commit(self, rev: str, variant: str) -> Submission:
         """Return the variant of another commit, and say what is compared."""
-        found = self.stack.enter_context(commits.opponent(self.problem, rev, variant, workdir.scratch().resolve()))
+        second = self.stack.enter_context(commits.opponent(self.problem, rev, variant, workdir.scratch().resolve()))
         console.say(
-            f"{found.name} is the variant of {rev} ({found.commit}), built with that commit's problems/common; judge, "
-            "task and reference are those of this checkout"
+            f"{second.name} is the variant of {rev} ({second.commit}), built with that commit's problems/common; "
+            "judge, task and reference are those of this checkout"
         )
         with reading(self.problem.name):
-            if commits.has_changed(self.problem, found):
+            if commits.has_changed(self.problem, second):
                 console.say(f"note: {self.problem.name} has changed since; both are judged by what it is now")
-        return found
+        return second
 
     def target_of(self, submission: Submission) -> str:
         """Return the run's target, or for a submission without it, the first target of the submission."""
@@ -99,17 +99,15 @@ class Selection:
         if refused:
             j.status, j.reason = refused.status, refused.reason
             if self.target not in j.submission.targets and not self.args.all and j.status == "UNSUPPORTED":
-                j.reason += f", where {self.problem.name} has {', '.join(self._able()) or 'no variant'}"
+                variants = self.problem.submissions()
+                able = [variant.name for variant in variants if not refusal(variant, self.device, self.target)]
+                j.reason += f", where {self.problem.name} has {', '.join(able) or 'no variant'}"
         if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
         if not refused and not j.submission.ours:
             for finding in scan.findings(scan.closure(j.submission.file), ours=False):
                 console.say(f"warning: {finding}")
         return not refused
-
-    def _able(self) -> list[str]:
-        """Return the names of the variants that can run here."""
-        return [one.name for one in self.problem.submissions() if not refusal(one, self.device, self.target)]
 
     def cases(self) -> tuple[list[Case], list[Case]]:
         """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
@@ -145,18 +143,18 @@ class Selection:
             return ""
         return f"note: no test case has the words {args.case!r}, so all {text.counted(many, 'test case')} run"
 
-    def _matching(self, cases: tuple[Case, ...], what: str) -> list[Case]:
-        chosen = [case for case in cases if has_words(str(case), self.args.case or "")]
+    def _matching(self, cases: tuple[Case, ...], kind: str) -> list[Case]:
+        name, words = self.problem.name, self.args.case or ""
+        chosen = [case for case in cases if has_words(str(case), words)]
         if not cases:
-            place = "" if self.problem.ours else f" ({'tests and ' * (what == 'test')}benchmarks of task.yml)"
-            hint = ": use --mode test" if what == "benchmark" and self.problem.tests else ""
-            raise UsageError(f"{self.problem.name} names no {what} cases{place}{hint}")
+            place = "" if self.problem.ours else f" ({'tests and ' * (kind == 'test')}benchmarks of task.yml)"
+            hint = ": use --mode test" if kind == "benchmark" and self.problem.tests else ""
+            raise UsageError(f"{name} names no {kind} cases{place}{hint}")
         if not chosen:
-            known = "; ".join(map(str, cases)) or "none"
-            name = self.problem.name
-            tests = any(has_words(str(case), self.args.case or "") for case in self.problem.tests)
-            hint = "; test cases are chosen with --mode test" if tests and what == "benchmark" else ""
-            raise UsageError(f"--case must match a {what} case of {name} ({known}), got {self.args.case!r}{hint}")
+            tests = any(has_words(str(case), words) for case in self.problem.tests)
+            hint = "; test cases are chosen with --mode test" if tests and kind == "benchmark" else ""
+            known = "; ".join(map(str, cases))
+            raise UsageError(f"--case must match a {kind} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen
 
 

@@ -95,17 +95,12 @@ class Session:
     def footprint(self, case: Case) -> Footprint:
         """Return what a case takes in memory, measured on contents of its own seed."""
         self.weights(case, case.seed)
-        found = self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed})
-        return Footprint(str(case), found["buffer"], found["working"], found["total"])
+        return Footprint(str(case), **self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed}))
 
     def memory(self) -> int:
         """Return the bytes of all memory, of the device or else of the host."""
         total: int = self.checker.ask({"op": "memory"})["total"]
         return total
-
-    def default_bytes(self) -> int:
-        """Return the bytes of the present content, for a folder that does not say what a call must move."""
-        return self.present.held
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
@@ -113,7 +108,7 @@ class Session:
         if not compile_only:
             self.build(*fresh)
         for handle in fresh:
-            handle.broken = handle.broken or self._breaks.get(handle.owner)
+            handle.broken = handle.broken or self._breaks.get(handle.name)
         fresh = [handle for handle in fresh if not handle.broken]
         for handle in fresh:
             handle.start(self.checker, compile_only, self.call_limit_s, functools.partial(self._switches_of, handle))
@@ -124,17 +119,18 @@ class Session:
             try:
                 reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
                 handle.running.child.pause()
-            except Reported as said:
-                self._break(handle, handle.running.failure(said))
+            except Reported as reported:
+                self._break(handle, handle.running.failure(reported))
                 continue
             except Died as died:
-                longer = f"; if it needs longer, try --timeout {2 * self.import_limit_s:g}"
-                said = f"on import: {handle.running.restored(died.reason)}{longer if died.status == 'TIMEOUT' else ''}"
-                self._break(handle, Outcome(died.status, said))
+                reason = f"on import: {handle.running.restored(died.reason)}"
+                if died.status == "TIMEOUT":
+                    reason += f"; if it needs longer, try --timeout {2 * self.import_limit_s:g}"
+                self._break(handle, Outcome(died.status, reason))
                 continue
             self._switches_of(handle, reply.switches)
-            if not handle.baseline and (found := outcome.tampering_in(reply.replaced)):
-                handle.lose(found)
+            if not handle.baseline and (fault := outcome.tampering_in(reply.replaced)):
+                handle.lose(fault)
             elif self.device == "cuda" and not compile_only and reply.clock:
                 self.clock_name = reply.clock
 
@@ -145,7 +141,7 @@ class Session:
             list(pool.map(lambda pair: pair[1].child.close(), living))
         for handle, ended in living:
             handle.process = None
-            self.checker.ask({"op": "release", "runner": handle.name})
+            self.checker.ask({"op": "release", "runner": handle.runner})
             if handle.keep and (why := compiling.keep(self.problem, handle, ended.workdir)):
                 self.notes.append(why)
             ended.remove()
@@ -164,25 +160,25 @@ class Session:
             if handle.process is None:
                 return handle.loss
             plan = self._next_call(handle, request, first)
-            found = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
+            findings = (cpu_call if self.device == "cpu" else gpu_call)(handle, plan)
         except Died as died:
             failure = process.failure(died)
             if failure.status == "TIMEOUT" and plan and plan.limit_s < request.remaining_s:
                 failure.reason += f"; if it needs longer, try --timeout {2 * plan.limit_s:g}"
             return self._break(handle, failure) if first else handle.lose(failure)
-        found.times.bytes = plan.content.bytes
+        findings.times.bytes = plan.content.bytes
         if handle.submission is None:
-            handle.audit.records += found.activity.records if found.activity else 0
-            return outcome.decide(found)
+            handle.audit.records += findings.activity.records if findings.activity else 0
+            return outcome.decide(findings)
         # A source is asked only if the sources before it found no fault.
-        if outcome.decide(found).status == "PASSED":
-            found.checked = self.verdict(handle, plan.buffer, found.claims)
-        found.tampering = handle.tampering()
-        if self.device == "cuda" and request.audit and outcome.decide(found).status == "PASSED":
-            found.audit = self._audit(handle, found.activity)
-        if before and outcome.decide(found).status == "PASSED":
-            found.memory = prepared.kept(handle, before)
-        return outcome.decide(found)
+        if outcome.decide(findings).status == "PASSED":
+            findings.checked = self.verdict(handle, plan.buffer, findings.claims)
+        findings.tampering = handle.tampering()
+        if self.device == "cuda" and request.audit and outcome.decide(findings).status == "PASSED":
+            findings.audit = self._audit(handle, findings.activity)
+        if before and outcome.decide(findings).status == "PASSED":
+            findings.memory = prepared.kept(handle, before)
+        return outcome.decide(findings)
 
     def count_kept(self, handle: RunnerHandle, request: CallRequest) -> None:
         """Make a first call of a submission, which loads its code, and count from then on what it keeps. One that is
@@ -209,7 +205,7 @@ class Session:
                 if fault := self._give(handle, buffers, None):
                     return handle.lose(fault)
                 key = secrets.token_hex(32) if self.device == "cuda" and self.present.sizes["device"] else None
-                self.checker.ask({"op": "fill", "runner": handle.name, "buffer": 0, "key": key})
+                self.checker.ask({"op": "fill", "runner": handle.runner, "buffer": 0, "key": key})
                 message = {**message, "key": key}
             reply = process.ask(wanted, message, limit_s)
         except Died as died:
@@ -222,7 +218,7 @@ class Session:
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for number, (how, handle, helper) in enumerate(todo):
-            self.progress(Step("compile", number, len(todo), handle.owner))
+            self.progress(Step("compile", number, len(todo), handle.name))
             if how == "compile_for":
                 message = {"op": "compile", "target": handle.target}
                 result = self.ask_runner(helper, replies.Compiled, message, 2 * limits.COMPILE_LIMIT_S)
@@ -279,9 +275,9 @@ class Session:
 
     def verdict(self, handle: RunnerHandle, buffer: int, claims: list[replies.Claim] | None) -> Outcome:
         """Return the checker's verdict on inputs and outputs in a buffer, and on the runner's claims."""
-        said = None if claims is None else [claim.model_dump() for claim in claims]
+        told = None if claims is None else [claim.model_dump() for claim in claims]
         verdict = self.checker.ask(
-            {"op": "judge", "runner": handle.name, "buffer": buffer, "claims": said, "baseline": handle.baseline}
+            {"op": "judge", "runner": handle.runner, "buffer": buffer, "claims": told, "baseline": handle.baseline}
         )
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
 
@@ -314,7 +310,7 @@ class Session:
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
         """Note once that a submission changed global settings of torch, which were put back."""
-        name = handle.owner
+        name = handle.name
         if changed and name not in self._switched:
             self._switched.add(name)
             self.notes.append(f"{name} changed torch's {'; '.join(changed[:SWITCHES_SHOWN])}: put back")
@@ -323,5 +319,5 @@ class Session:
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
         """End a submission's process, and start no other one in this run. Return `failure`."""
         handle.broken = Outcome(failure.status, remarked(failure.reason, "not run again"))
-        self._breaks[handle.owner] = handle.broken
+        self._breaks[handle.name] = handle.broken
         return handle.lose(failure)

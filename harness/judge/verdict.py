@@ -149,28 +149,28 @@ def regressions(j: Result, percent: float) -> list[str]:
     all of them together.
     """
     cases = [(str(t.case), pair) for t, pair in zip(j.times, j.against, strict=True)] if j.against else []
-    found = []
-    for what, pair in [*cases, ("all cases together", j.against_all)]:
+    slower = []
+    for name, pair in [*cases, ("all cases together", j.against_all)]:
         if pair and stats.Ratio(pair["ratio"], pair["ci95"], pair["ci99"], pair["processes"]).regressed(percent):
             lo, hi = pair["ci99"]
-            found.append(f"{what}: {pair['ratio']:.4f} of the time of {pair['variant']} (99 %: {lo:.4f}..{hi:.4f})")
-    return found
+            slower.append(f"{name}: {pair['ratio']:.4f} of the time of {pair['variant']} (99 %: {lo:.4f}..{hi:.4f})")
+    return slower
 
 
-def _against(other: Result, found: stats.Ratio) -> dict:
-    word = found.word()
-    said = {
+def _against(other: Result, ratio: stats.Ratio) -> dict:
+    word = ratio.word()
+    fields = {
         "variant": other.submission.name,
-        "ratio": found.ratio,
-        "ci95": list(found.ci95),
-        "ci99": list(found.ci99),
+        "ratio": ratio.ratio,
+        "ci95": list(ratio.ci95),
+        "ci99": list(ratio.ci99),
         "word": word,
-        "processes": found.processes,
+        "processes": ratio.processes,
         "same_within": stats.SAME_WITHIN,
     } | ({"commit": other.submission.commit} if other.submission.commit else {})
     if word != "UNDECIDED":
-        return said
-    return {**said, "needed": found.needed(), "needed_range": list(found.needed_range())}
+        return fields
+    return {**fields, "needed": ratio.needed(), "needed_range": list(ratio.needed_range())}
 
 
 class Recorder:
@@ -187,29 +187,28 @@ class Recorder:
         self.sandbox = policy.probe()
         self._code_hashes: dict[tuple[str, str], str | None] = {}
 
-    def run(self, machine: str, target: str, arguments: dict, judged: list[Result], *cases: list[Case]) -> dict:
-        """Return the first line of the run's file. arguments: as resume.options gives them; cases: the test cases, the
-        benchmark cases.
-        """
-        tests, benchmarks = ([dataclasses.asdict(case) for case in part] for part in cases)
+    def run(
+        self, machine: str, target: str, options: dict, judged: list[Result], tests: list[Case], benchmarks: list[Case]
+    ) -> dict:
+        """Return the first line of the run's file. options: as resume.options gives them."""
         line = {
             "kind": "run",
             "time": record.now(),
             **self._shared(),
             "machine": machine,
             "target": target,
-            "arguments": arguments,
-            "submissions": [self._of(one) for one in judged],
-            "tests": tests,
-            "benchmarks": benchmarks,
+            "arguments": options,
+            "submissions": [self._of(j) for j in judged],
+            "tests": [dataclasses.asdict(case) for case in tests],
+            "benchmarks": [dataclasses.asdict(case) for case in benchmarks],
             "clock": self.clock(),
         }
         self._code_hashes.clear()  # what has none yet is built in the run
-        if part := arguments.get("shard"):
+        if part := options.get("shard"):
             number, of = map(int, part.split("/"))
             alike = [of, line["problem_hash"], line["harness_hash"], line["commit"], line["dirty"]]
-            alike += [(one.submission.name, one.source_hash) for one in judged]
-            alike += [(name, value) for name, value in arguments.items() if name not in ("json", "events", "shard")]
+            alike += [(j.submission.name, j.source_hash) for j in judged]
+            alike += [(name, value) for name, value in options.items() if name not in ("json", "events", "shard")]
             made = hashlib.sha256(json.dumps(alike).encode()).hexdigest()
             line["shard"] = {"part": number, "of": of, "set": made[:8]}
         return line
@@ -225,9 +224,10 @@ class Recorder:
 
     def _code_hash(self, judged: Result) -> str | None:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
-        key, one = (judged.source_hash, judged.target), judged.submission
+        key = (judged.source_hash, judged.target)
         if key not in self._code_hashes:
-            self._code_hashes[key] = compiling.code_hash(self.problem, one.file, judged.target, one.tree)
+            file, tree = judged.submission.file, judged.submission.tree
+            self._code_hashes[key] = compiling.code_hash(self.problem, file, judged.target, tree)
         return self._code_hashes[key]
 
     def lines(self, judged: Result) -> list[dict]:
@@ -303,8 +303,7 @@ class Recorder:
             "bytes": readings.bytes,
             "flops": time.case.flops,
             "seeds": readings.seeds,
-            "clocks_mhz": readings.clocks_mhz,
-            "throttle": readings.throttle,
+            **readings.state._asdict(),
             "error": timing.worst_error,
             "clock": self.clock() | {"warnings": self._clock_warnings(timing, readings)},
             "ranking_by": judged.ranking_by,
@@ -312,7 +311,7 @@ class Recorder:
             "audit": judged.audit,
         }
         if timing.batches:
-            line["batches"] = [{**dataclasses.asdict(one), "least_us": one.least_us} for one in timing.batches]
+            line["batches"] = [dataclasses.asdict(batch) | {"least_us": batch.least_us} for batch in timing.batches]
         if judged.confirms:
             line["confirms"] = judged.confirms
         if timing.samples:  # of a failed case too: they are the evidence
@@ -345,7 +344,7 @@ class Recorder:
             warnings.append(f"host-bound: {int(bound)} of {len(timing.flat('us'))} calls outlasted the spin")
         if late := sum(o.contradicted for group in timing.outcomes for o in group):
             warnings.append(f"{late} calls have no score: the judge's clock saw them take longer than they claim")
-        if self.device == "cuda" and environment.clocks()[0] is None:
+        if self.device == "cuda" and environment.gpu_state().clocks_mhz is None:
             warnings.append("no NVML: clocks and throttle reasons unknown")
         if busy := sum(timing.flat("busy")):
             warnings.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")

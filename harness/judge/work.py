@@ -12,17 +12,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.judge.outcome import Audit, Batch, Outcome
 from harness.results import schema
+from harness.results.environment import UNKNOWN, GpuState
 from harness.results.record import Contents
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
     """The calls of one process of each submission, or of those of one part, on one benchmark case.
 
     outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
     failed it comes last. A submission that failed before has no submission. judge_us: by judge's call its times in us.
-    seeds: of every content, warm-ups too. state: (clocks in MHz, throttle reasons), each None where unknown. part:
-    which part of the submissions these are, where not all can be alive at once. batches: by submission name.
+    seeds: of every content, warm-ups too. state: of the GPU behind the calls. part: which part of the submissions these
+    are, where not all can be alive at once. batches: by submission name.
     """
 
     process: int
@@ -30,7 +31,7 @@ class Group:
     outcomes: dict[str, list[Outcome]]
     judge_us: dict[str, list[float]]
     seeds: list[str]
-    state: tuple[Any, Any] = (None, None)
+    state: GpuState = UNKNOWN
     part: int = 0
     batches: dict[str, list[Batch]] = field(default_factory=dict)
 
@@ -56,9 +57,8 @@ class Finished:
 NOTHING = Finished()
 
 
-def finished(lines: Iterable[dict], phase: str = "benchmark") -> Finished:
+def finished(lines: list[dict], phase: str = "benchmark") -> Finished:
     """Return the work that these lines tell of: every test, and the groups of `phase`."""
-    lines = list(lines)
     tests = {(at["submission"], at["case"]): Outcome(**at["outcome"]) for at in lines if at["kind"] == "outcome"}
     groups = [_GROUP.validate_python(at) for at in lines if at["kind"] == "group" and at.get("phase") == phase]
     return Finished(tests, {(group.process, group.case, group.part): group for group in groups})
@@ -72,14 +72,14 @@ def of_outcome(outcome: Outcome) -> dict:
 
 def of_group(group: Group) -> dict:
     """Return the fields of a group's line."""
-    outcomes = {name: [of_outcome(one) for one in calls] for name, calls in group.outcomes.items()}
+    outcomes = {name: [of_outcome(call) for call in calls] for name, calls in group.outcomes.items()}
     return dataclasses.asdict(group) | {"outcomes": outcomes}
 
 
 def attempts(files: Iterable[Contents], variant: str) -> set[str]:
     """Return the unfinished runs that have timed a variant of this name: they count as attempts too."""
-    timed = ((one.run_id, line) for one in files if one.unfinished for line in one.work if line["kind"] == "group")
-    return {run_id for run_id, line in timed if variant in line["outcomes"]}
+    groups = ((file.run_id, line) for file in files if file.unfinished for line in file.work if line["kind"] == "group")
+    return {run_id for run_id, line in groups if variant in line["outcomes"]}
 
 
 def check(line: dict) -> None:

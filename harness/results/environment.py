@@ -7,10 +7,23 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from harness.results import gpu
+
+
+class GpuState(NamedTuple):
+    """clocks_mhz: sm, mem; throttle: names of the active reasons; both None without NVML's Python module. A run's file
+    has it as a list.
+    """
+
+    clocks_mhz: dict[str, int] | None = None
+    throttle: list[str] | None = None
+
+
+UNKNOWN = GpuState()
 
 
 @functools.cache
@@ -58,12 +71,11 @@ def gpu_uuid() -> str:
     return used.uuid
 
 
-def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
-    """({"sm": MHz, "mem": MHz}, names of the active throttle reasons), or (None, None) without NVML's Python module."""
+def gpu_state() -> GpuState:
     try:
         import pynvml
     except ImportError:
-        return None, None
+        return UNKNOWN
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid())
@@ -73,11 +85,11 @@ def clocks() -> tuple[dict[str, int] | None, list[str] | None]:
         }
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     except (pynvml.NVMLError, RuntimeError):
-        return None, None
+        return UNKNOWN
     prefix = "nvmlClocksThrottleReason"
     names = [n.removeprefix(prefix) for n in dir(pynvml) if n.startswith(prefix) and n not in (f"{prefix}None",)]
     idle = {"All", "GpuIdle", "ApplicationsClocksSetting", "UserDefinedClocks"}
-    return mhz, sorted(n for n in names if n not in idle and mask & getattr(pynvml, prefix + n))
+    return GpuState(mhz, sorted(n for n in names if n not in idle and mask & getattr(pynvml, prefix + n)))
 
 
 @functools.cache

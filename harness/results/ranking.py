@@ -55,8 +55,8 @@ def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
     fields = {label: re.split(r" (?=\w+=)", label) for label in labels}
     first = next(iter(fields.values()), [])
     common = [field for field in first if len(fields) > 1 and all(field in other for other in fields.values())]
-    own = {label: " ".join(f for f in mine if f not in common) or label for label, mine in fields.items()}
-    return own, " ".join(common)
+    distinct = {label: " ".join(f for f in mine if f not in common) or label for label, mine in fields.items()}
+    return distinct, " ".join(common)
 
 
 def is_repeat(variant: str) -> bool:

@@ -134,9 +134,9 @@ def joined(run: dict, line: dict) -> dict:
 
 def apart(run: dict, record: dict) -> dict:
     """Return the result of a record: what `joined` cannot take from the first line."""
-    known = joined(run, {"variant": record["variant"]})
+    shared = joined(run, {"variant": record["variant"]})
     line = {key: record[key] for key in ("kind", "variant")}
-    line |= {key: value for key, value in record.items() if known.get(key, ...) != value}
+    line |= {key: value for key, value in record.items() if shared.get(key, ...) != value}
     if isinstance(record.get("clock"), dict):
         clock = run.get("clock") or {}
         line["clock"] = {key: value for key, value in record["clock"].items() if clock.get(key, ...) != value}

@@ -63,25 +63,25 @@ class Ratio:
     ci99: tuple[float, float]
     processes: int
 
-    def word(self, within: float = SAME_WITHIN) -> str:
+    def word(self, band: float = SAME_WITHIN) -> str:
         """Return FASTER or SLOWER if the 99 % interval excludes 1, so that of a hundred comparisons with itself one is
-        called something else; else SAME if the 95 % interval is within 1 -+ `within`; else UNDECIDED.
+        called something else; else SAME if the 95 % interval is within 1 -+ `band`; else UNDECIDED.
         """
         if self.ci99[1] < 1 or self.ci99[0] > 1:
             return "FASTER" if self.ci99[1] < 1 else "SLOWER"
-        return "SAME" if self.ci95[0] >= 1 - within and self.ci95[1] <= 1 + within else "UNDECIDED"
+        return "SAME" if self.ci95[0] >= 1 - band and self.ci95[1] <= 1 + band else "UNDECIDED"
 
     def regressed(self, percent: float) -> bool:
         """Whether the 99 % interval is wholly over 1 + `percent` %: what --fail-on-regression calls a regression."""
         return self.ci99[0] > 1 + percent / 100
 
-    def needed(self, within: float = SAME_WITHIN, ratio: float | None = None) -> int:
+    def needed(self, band: float = SAME_WITHIN, ratio: float | None = None) -> int:
         """Return about how many processes of each would decide, if the true ratio is `ratio`, by default the measured
         one. An interval's width goes with Student's t over the root of their number: at 99 % with 5.7 for three, and
         with 1.03 for ten.
         """
         away = abs(math.log(ratio or self.ratio))
-        rooms = (95, self.ci95, math.log(1 + within) - away), (99, self.ci99, away)
+        rooms = (95, self.ci95, math.log(1 + band) - away), (99, self.ci99, away)
 
         def decides(count: int) -> bool:
             for level, (lo, hi), room in rooms:
@@ -96,15 +96,15 @@ class Ratio:
             most *= 2
         return bisect.bisect_left(range(most + 1), True, lo=self.processes + 1, key=decides)
 
-    def needed_range(self, within: float = SAME_WITHIN) -> tuple[int, int]:
+    def needed_range(self, band: float = SAME_WITHIN) -> tuple[int, int]:
         """Return the fewest and the most processes of each that would decide, if the true ratio may be anywhere in the
         95 % interval. The fewest are at an end of it, or where the ratio is 1; the most where SAME and a difference are
         equally hard to show, or at an end.
         """
         levels = [NormalDist().inv_cdf(0.5 + level / 200) for level in (95, 99)]
-        hard = (1 + within) ** (levels[1] / sum(levels))
+        hard = (1 + band) ** (levels[1] / sum(levels))
         inner = [ratio for ratio in (1 / hard, 1.0, hard) if self.ci95[0] < ratio < self.ci95[1]]
-        found = [self.needed(within, ratio) for ratio in (self.ratio, *self.ci95, *inner)]
+        found = [self.needed(band, ratio) for ratio in (self.ratio, *self.ci95, *inner)]
         return min(found), max(found)
 
 

@@ -102,14 +102,14 @@ def _is_plain(item: object) -> TypeGuard[torch.Tensor]:
     return all(isinstance(name, str) and name.startswith("_dynamo_") for name in vars(item))
 
 
-def form(item: object, own: torch.Tensor | None = None) -> dict:
+def form(item: object, given: torch.Tensor | None = None) -> dict:
     """Return the claim of one returned object; `same`: it is the tensor that the judge handed out."""
     if not _is_plain(item):
         return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
     same = (
-        own is not None
-        and (item is own or item.data_ptr() == own.data_ptr())
-        and (item.dtype, item.shape, item.stride()) == (own.dtype, own.shape, own.stride())
+        given is not None
+        and (item is given or item.data_ptr() == given.data_ptr())
+        and (item.dtype, item.shape, item.stride()) == (given.dtype, given.shape, given.stride())
     )
     return {
         "type": "Tensor",

@@ -31,8 +31,8 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     kind = type(error)
     compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
     trace = error.__traceback__
-    own = _from(trace, Path(file)) if file else None
-    text = str(error) if compiler else _traced(error, own or trace)
+    tail = _from(trace, Path(file)) if file else None
+    text = str(error) if compiler else _traced(error, tail or trace)
     place = _place(where, error, Path(file), module) + ": " if file else ""
     first = (compiler and compiler_said(text)) or place + _what(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -53,9 +53,9 @@ def of_folder(error: BaseException, file: Path) -> str:
         return _clip(str(error))
     if isinstance(error, SyntaxError):
         return _clip(f"{_place('', error, file, None)}: {_what(error)}")
-    own = _from(error.__traceback__, file)
-    place = _place("", error, file, None) + ": " if own else ""
-    return _clip(f"{place}{_what(error)}\n{_traced(error, own or error.__traceback__)}")
+    tail = _from(error.__traceback__, file)
+    place = _place("", error, file, None) + ": " if tail else ""
+    return _clip(f"{place}{_what(error)}\n{_traced(error, tail or error.__traceback__)}")
 
 
 def _from(trace: TracebackType | None, file: Path) -> TracebackType | None:
@@ -75,8 +75,8 @@ def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
     if code := getattr(getattr(module, _CALLED.get(where, "custom_kernel"), None), "__code__", None):
         places.insert(0, (code.co_filename, code.co_firstlineno))
     near = [(Path(name), line) for name, line in places if Path(name).parent == file.parent]
-    own = [(path, line) for path, line in near if path == file] or near
-    return f"{own[-1][0].name}:{own[-1][1]}" if own else file.name
+    nearest = [(path, line) for path, line in near if path == file] or near
+    return f"{nearest[-1][0].name}:{nearest[-1][1]}" if nearest else file.name
 
 
 def _what(error: BaseException) -> str:

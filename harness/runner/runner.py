@@ -406,7 +406,7 @@ class _Supply:
 
     def __init__(self, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:
         self.build_data, self.values = build_data, values
-        self.known = self._present()
+        self.made_of = self._present()
         self.made: list[Any] = []
         with contextlib.suppress(ValueError):  # nothing is in a new buffer yet
             self.made = [build_data() for _ in range(SUPPLY)]
@@ -416,9 +416,9 @@ class _Supply:
 
     def take(self) -> Any:
         """Return the data of a call."""
-        if not self.made or self._present() != self.known:
+        if not self.made or self._present() != self.made_of:
             self.made = [self.build_data()]
-            self.known = self._present()
+            self.made_of = self._present()
         return self.made.pop()
 
 

@@ -54,8 +54,8 @@ class Layout:
             return {"type": "value", "value": value}
         if type(value) is torch.device:
             return {"type": "device", "value": str(value)}
-        if known := objects.name_of(value):
-            return {"type": "class", "value": known}
+        if class_name := objects.name_of(value):
+            return {"type": "class", "value": class_name}
         see_strided(value, name, "a call's data may hold")
         space, nbytes = ("device" if value.is_cuda else "host"), extent(value) * value.element_size()
         return {
@@ -118,9 +118,9 @@ def _opened(value: Any) -> tuple[str, list[tuple[Any, Any]]]:
     if kind in (dict, collections.OrderedDict) and all(type(key) in PLAIN for key in value):
         return "dict", list(value.items())
     bases = [vars(base) for base in kind.__mro__]
-    known = torch.nn.Module in kind.__mro__ or any("__dataclass_fields__" in base for base in bases)
+    allowed = torch.nn.Module in kind.__mro__ or any("__dataclass_fields__" in base for base in bases)
     held = next((base["__dict__"] for base in bases if "__dict__" in base), None)
-    if isinstance(held, GetSetDescriptorType) and (known or objects.is_of_reference(kind)):
+    if isinstance(held, GetSetDescriptorType) and (allowed or objects.is_of_reference(kind)):
         return "object", list(held.__get__(value).items())
     return "", []
 

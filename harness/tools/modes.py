@@ -42,7 +42,7 @@ def compile_only(problem: Problem, device: str, judged: list[Result], progress: 
 
 def _compile(session: Session, j: Result) -> None:
     for target in (t for t in j.submission.targets if t in build.ARCH):
-        handle = RunnerHandle(f"{j.submission.name}@{target}", j.submission, target)
+        handle = RunnerHandle(j.submission.name, j.submission, target, runner=f"{j.submission.name}@{target}")
         reply = session.ask_runner(handle, replies.Compiled, {"op": "compile", "target": target}, 2 * COMPILE_LIMIT_S)
         session.stop(handle)
         if isinstance(reply, Outcome):

@@ -1,11 +1,10 @@
 """Recorded runs of a made-up problem on made-up sessions, so that every time is known."""
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 from harness import run
-from harness.judge import work
+from harness.judge import phases, work
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
 from harness.judge.work import Group
@@ -77,34 +76,25 @@ class World:
                     outcome = Outcome("INCORRECT" if bad else "PASSED", "mismatch" if bad else "", {"rel": 0.0})
                 done(handle, case, outcome)
 
-    def run_benchmarks(self, session, handles, cases, progress, paired, group, have, limit_s, counts=None):
+    def run_benchmarks(self, session, handles, cases, progress, counts, done, have, limit_s):
         timings = {handle.name: [Timing(case) for case in cases] for handle in handles}
         names = [handle.name for handle in handles]
         for name in names:
             self.measured[name] = self.measured.get(name, 0) + 1
-        for process in range(counts.processes if counts else 3):
+        for process in range(3 if counts in phases.COUNTS.values() else counts.processes):
             for number in range(len(cases)):
                 known = have.group(process, number)
                 if known is None:
                     self.tick()
                     self.groups.append(("+".join(names), process, number))
                     outcomes = {name: self.calls(name, process) for name in names}
-                    if group:
-                        group(Group(process, number, outcomes, {"empty": [1.0]}, [f"{process}{number}"]))
+                    if done:
+                        done(Group(process, number, outcomes, {"empty": [1.0]}, [f"{process}{number}"]))
                 else:
                     outcomes = known.outcomes
                 for name in names:
                     timings[name][number].outcomes.append(outcomes[name])
-        known = {
-            "roofline_us": 5.0,
-            "roofline_config": "read 0",
-            "roofline_kind": "read",
-            "empty_us": 1.0,
-            "resolution_us": 0.0,
-            "seeds": ["1"],
-        }
-        blank = dict.fromkeys(field.name for field in dataclasses.fields(ReferenceReadings)) | known
-        return timings, [ReferenceReadings(**blank | {"bytes": case.bytes or 4}) for case in cases]
+        return timings, [ReferenceReadings(5.0, "read 0", "read", 1.0, case.bytes or 4, ["1"]) for case in cases]
 
     def calls(self, name: str, process: int) -> list[Outcome]:
         us = self.us[name.removesuffix("#2")]

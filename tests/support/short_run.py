@@ -4,6 +4,7 @@ python tests/support/short_run.py RESULTS PROCESSES ARGUMENT...
 FULL_AFTER=N in the environment: the disk is full after N writes to the run's file.
 """
 
+import dataclasses
 import errno
 import os
 import sys
@@ -43,7 +44,9 @@ if __name__ == "__main__":
     if "FULL_AFTER" in os.environ:
         fill_disk(int(os.environ["FULL_AFTER"]))
     record.RESULTS = Path(sys.argv[1])
-    phases.PROCESSES, phases.SAMPLES = dict.fromkeys(("cuda", "cpu"), int(sys.argv[2])), {"cuda": 2, "cpu": 2}
+    for key, counts in phases.COUNTS.items():
+        if not counts.paired:
+            phases.COUNTS[key] = dataclasses.replace(counts, processes=int(sys.argv[2]), samples=2)
     flush.last_level_cache = lambda: 2**23
     process.harden()
     with warm.installed():

@@ -110,7 +110,7 @@ class Session:
         self.checker.runners[name], runner.checker = runner, self.checker
         judges = name == "judge"
         return SimpleNamespace(
-            name=name, running=runner, submission=None if judges else "a submission", lose=lambda what: what
+            runner=name, running=runner, submission=None if judges else "a submission", lose=lambda failure: failure
         )
 
 

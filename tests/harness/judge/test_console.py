@@ -24,7 +24,7 @@ def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: s
     """The table of times of variants of moe_gemm that took 1234.56 us in every case."""
     plain = console.Screen(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
     monkeypatch.setattr(console, "console", plain)
-    readings = ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"], None, None)
+    readings = ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"])
     judged = []
     for name in names:
         judged.append(verdict.Result(MOE.variant(name), "cpu"))
@@ -79,7 +79,7 @@ def screen(monkeypatch):
 def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
     """In every function that prints; rich's own codes for bold and the like aside, nothing but text comes out."""
     case, submission = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
-    readings = ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"], None, None)
+    readings = ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"])
     calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
     judged = [verdict.Result(submission, "cpu") for _ in range(3)]
     for j, failure in zip(judged, (None, Outcome("INCORRECT", said), None), strict=True):

@@ -72,7 +72,7 @@ def test_the_calls_of_a_winner_have_one_batch_and_take_there_what_they_claim(ses
     winner = RunnerHandle("winner", session.problem.winner("sm90"), "sm90")
     how = phases.Counts(processes=1, samples=6, warmups=2, buffers=2, audits=0)
     for case in session.problem.benchmarks["cuda"][:2]:
-        times, _ = phases.run_benchmarks(session, [winner], [case], lambda _: None, counts=how)
+        times, _ = phases.run_benchmarks(session, [winner], [case], lambda _: None, how)
         (timing,) = times[winner.name]
         assert timing.failure is None, timing.failure
         (found,) = timing.batches
@@ -84,7 +84,7 @@ def test_the_calls_of_a_winner_have_one_batch_and_take_there_what_they_claim(ses
 def test_a_benchmark_has_one_batch_of_a_submission_whose_times_it_does_not_contradict(session):
     winner = RunnerHandle("twice", session.problem.winner("sm90"), "sm90")
     how = phases.Counts(processes=2, samples=6, warmups=2, buffers=2, audits=0, together=2)
-    times, _ = phases.run_benchmarks(session, [winner], [session.problem.tests[0]], lambda _: None, counts=how)
+    times, _ = phases.run_benchmarks(session, [winner], [session.problem.tests[0]], lambda _: None, how)
     (timing,) = times[winner.name]
     assert timing.failure is None, timing.failure
     assert len(timing.batches) == 1 and timing.least_us <= timing.median_us

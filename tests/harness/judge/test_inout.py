@@ -175,7 +175,7 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
             for outcome in results[name]:
                 assert (outcome.status, reason in outcome.reason) == (status, True), (name, outcome)
         cases = list(found.benchmarks["cpu"])
-        timings, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, counts=ONE_PROCESS)
+        timings, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, ONE_PROCESS)
         (timing,) = timings["advances"]
         assert timing.failure is None and len(timing.flat("us")) == ONE_PROCESS.samples, timing.failure
         session.start(handles[0])

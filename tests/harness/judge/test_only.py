@@ -36,8 +36,8 @@ SAYS = f"serves only n=1024 or {2**20}"
 def folder(tmp_path, monkeypatch) -> Path:
     """vector_add with two tests and two benchmarks, a variant for all and a baseline for one of each; short runs."""
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(phases, "PROCESSES", {"cpu": 1})
-    monkeypatch.setattr(phases, "SAMPLES", {"cpu": 2})
+    counts = dataclasses.replace(phases.COUNTS["cpu", False], processes=1, samples=2)
+    monkeypatch.setitem(phases.COUNTS, ("cpu", False), counts)
     place = tmp_path / "vector_add"
     shutil.copytree(VECTOR_ADD, place)
     text = (place / "task.py").read_text().replace("(1024, 1, 1025, 4099)", "(4099, 1024)")

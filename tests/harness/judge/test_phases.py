@@ -41,11 +41,11 @@ class Counting:
 
     def start(self, *handles: RunnerHandle) -> None:
         assert not self.alive, "the processes before are stopped first"
-        self.alive = {handle.name for handle in handles}
+        self.alive = {handle.runner for handle in handles}
         self.waves.append(len(self.alive - {JUDGE}))
 
     def stop(self, *handles: RunnerHandle) -> None:
-        self.alive -= {handle.name for handle in handles}
+        self.alive -= {handle.runner for handle in handles}
 
     def weights(self, case: Case) -> str:
         return "1"
@@ -53,16 +53,16 @@ class Counting:
     content = weights
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
-        assert handle.name in self.alive
-        self.called[handle.name] = self.called.get(handle.name, 0) + 1
+        assert handle.runner in self.alive
+        self.called[handle.runner] = self.called.get(handle.runner, 0) + 1
         return Outcome("PASSED", us=1.0, host_us=1.0, ready_us=1.0, outside_us=1.0)
 
 
-def waves(cases: list[Case], handles: int, how: Counts, paired: bool = False, memory: int = MEMORY) -> list[int]:
+def waves(cases: list[Case], handles: int, how: Counts, memory: int = MEMORY) -> list[int]:
     """How many processes of submissions a benchmark has alive, wave by wave; each is called as often as `how` says."""
     session = Counting(memory)
     made = [RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(handles)]
-    phases.run_benchmarks(session, made, cases, lambda _: None, paired, counts=how)
+    phases.run_benchmarks(session, made, cases, lambda _: None, how)
     assert session.alive == set()
     session.called.pop(JUDGE)
     names = {f"{handle.name} {process}" for handle in made for process in range(how.processes)}
@@ -106,11 +106,11 @@ def test_no_more_are_alive_than_their_weights_leave_room_for(monkeypatch, weight
 
 def test_the_two_of_a_pair_are_never_parted(monkeypatch):
     monkeypatch.setattr(phases, "PREPARED_SHARE", ROOM / MEMORY)
-    how = Counts(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8)
-    assert waves([case(500)], 2, how, paired=True) == [2] * 10
-    assert waves([case(250)], 2, how, paired=True) == [4] * 5
+    how = Counts(processes=10, samples=1, warmups=1, buffers=2, audits=0, together=8, paired=True)
+    assert waves([case(500)], 2, how) == [2] * 10
+    assert waves([case(250)], 2, how) == [4] * 5
     with pytest.raises(UsageError, match="leave it out with --case"):
-        waves([case(501)], 2, how, paired=True)
+        waves([case(501)], 2, how)
 
 
 def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
@@ -126,13 +126,13 @@ def test_parts_of_the_submissions_are_resumed_each_by_itself(monkeypatch):
         told[found.process, found.case, found.part] = found
 
     session = Counting()
-    whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, group=group, counts=how)
+    whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, how, group)
     assert session.waves == [2, 1, 2, 1] and set(told) == {(p, n, k) for p in (0, 1) for n in (0, 1) for k in (0, 1)}
     assert [set(told[0, 0, k].outcomes) for k in (0, 1)] == [{"submission0", "submission1"}, {"submission2"}]
     missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
     again = Counting()
     timings, all_readings = phases.run_benchmarks(
-        again, handles(), cases, lambda _: None, have=phases.Finished(groups=missing), counts=how
+        again, handles(), cases, lambda _: None, how, have=phases.Finished(groups=missing)
     )
     assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"submission2 1"}
     for name, of_cases in whole[0].items():
@@ -153,8 +153,8 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
         handles,
         [case(1), case(2)],
         lambda _: None,
+        how,
         have=phases.Finished(groups={(0, 0, 0): finished}),
-        counts=how,
     )
     assert [timing.failure for timing in timings["bad"]] == [wrong, None]
     assert [timing.failure for timing in timings["good"]] == [None, None]
@@ -173,11 +173,11 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
 )
 def test_weights_of_v4_pro_are_prepared_by_few_at_once(handles, paired, memory, wanted):
     """14.3 GB each, and the judge has several times as much. Without a word, all."""
-    how = dataclasses.replace(phases.default_counts("cuda", paired), samples=1, warmups=1, audits=0)
+    how = dataclasses.replace(phases.COUNTS["cuda", paired], samples=1, warmups=1, audits=0)
     cases = list(folders.find("moe_gemm").benchmarks["cuda"])
     prepared = max(c.params["experts"] * c.params["hidden"] * c.params["inner"] for c in cases) * 3 * 9 / 16
     assert prepared > 14e9
-    assert max(waves(cases, handles, how, paired, memory)) == wanted
+    assert max(waves(cases, handles, how, memory)) == wanted
     assert max(waves([case(0)], handles, how)) == how.together * handles
 
 
@@ -201,16 +201,16 @@ class Readings(Counting):
         self.matmuls = self.turn = 0
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
-        self.matmuls += request.what == matmul.NAME
+        self.matmuls += request.judge_call == matmul.NAME
         self.turn += handle.name != JUDGE
-        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(request.what, 100.0)
+        us = {matmul.NAME: 2000.0, "empty": 3.0}.get(request.judge_call, 100.0)
         return Outcome("PASSED", us=us, host_us=1.0, ready_us=1.0, outside_us=us, bytes=1000 + 2 * (self.turn % 2))
 
 
 def all_readings(monkeypatch, flops: list[int | None], how: Counts, have: phases.Finished = phases.NOTHING) -> tuple:
     """-> (what the judge measured of cases with these operations, the session, the groups it was told of)."""
     monkeypatch.setattr(phases.native, "read_configs", lambda _: 2)
-    monkeypatch.setattr(phases.environment, "clocks", lambda: (None, None))
+    monkeypatch.setattr(phases.environment, "gpu_state", phases.environment.GpuState)
     session, told = Readings(), {}
 
     def group(found: phases.Group) -> None:
@@ -218,7 +218,7 @@ def all_readings(monkeypatch, flops: list[int | None], how: Counts, have: phases
 
     cases = [Case({"n": i}, 1, bytes=5, flops=count) for i, count in enumerate(flops)]
     handle = RunnerHandle("submission0", Submission("submission0", None, ("sm90",)), "sm90")
-    _, found = phases.run_benchmarks(session, [handle], cases, lambda _: None, group=group, have=have, counts=how)
+    _, found = phases.run_benchmarks(session, [handle], cases, lambda _: None, how, group, have)
     return found, session, told
 
 
@@ -262,7 +262,7 @@ class Late(Counting):
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         made = super().call(handle, request)
-        late = handle.name != JUDGE and 1 < self.called[handle.name] <= 1 + self.late  # the first one is not scored
+        late = handle.name != JUDGE and 1 < self.called[handle.runner] <= 1 + self.late  # the first one is not scored
         return dataclasses.replace(made, us=100.0, late=True) if late else made
 
 
@@ -272,8 +272,8 @@ def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
     made = [
         RunnerHandle(f"submission{i}", Submission(f"submission{i}", None, ("cpu",)), "cpu") for i in range(1 + paired)
     ]
-    how = Counts(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20)
-    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, paired, counts=how)
+    how = Counts(processes=2, samples=10, warmups=0, buffers=2, audits=0, together=2, extra=20, paired=paired)
+    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, how)
     for (timing,) in timings.values():
         if late == 3:
             assert (
@@ -301,7 +301,7 @@ def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
     how = Counts(processes=4, samples=3, warmups=0, buffers=2, audits=0)
     session = Told()
     session.weights = lambda case: ""
-    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, counts=how)
+    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, how)
     rounds = ["".join(names) for names in called if len(names) == 3]
     assert len(rounds) == 12 and rounds[:2] == ["abc", "cba"]
     for one, other in ("ab", "ac", "bc"):

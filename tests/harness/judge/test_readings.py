@@ -17,7 +17,7 @@ def bound(gpu: str, bytes_us: float, flops_us: float | None, empty_us: float) ->
     """The bound where bytes and operations take so many us at the datasheet's rates. flops_us: None, not known."""
     rates = RATES[gpu]
     flops = None if flops_us is None else round(rates[1] * flops_us / 1e6)
-    found = ReferenceReadings(1e6, "read 0", "read", empty_us, round(rates[0] * bytes_us / 1e6), [], None, None)
+    found = ReferenceReadings(1e6, "read 0", "read", empty_us, round(rates[0] * bytes_us / 1e6), [])
     return readings.sol_us(Case({"n": 1}, 1, flops=flops), found, f"NVIDIA {gpu} SXM")
 
 
@@ -35,7 +35,7 @@ def test_operations_that_nobody_states_bound_nothing(gpu):
 
 @pytest.mark.parametrize("gpu", [None, "an unknown GPU"])
 def test_without_a_datasheet_there_is_no_bound(gpu):
-    found = ReferenceReadings(1.0, "read 0", "read", 100.0, 10**12, [], None, None)
+    found = ReferenceReadings(1.0, "read 0", "read", 100.0, 10**12, [])
     assert readings.sol_us(Case({"n": 1}, 1, flops=10**15), found, gpu) == 0.0
 
 
@@ -56,7 +56,7 @@ def claimed(share: float, us: float, jitter_us: float, processes: int = 3, every
 
 
 def judged(timing: Timing, own: dict) -> Timing:
-    readings.reference(CaseReadings(timing.case, 1, own), [timing], "cuda", ["read 0"], [])
+    readings.reference(CaseReadings(timing.case, 1, own), [timing], "cuda", [])
     return timing
 
 
@@ -100,7 +100,7 @@ def test_a_machine_that_is_busy_throughout_contradicts_nobody():
 
 
 def test_fp4_on_both_sides_is_bound_by_its_own_rate():
-    found = ReferenceReadings(1.0, "read 0", "read", 0.0, 0, [], None, None)
+    found = ReferenceReadings(1.0, "read 0", "read", 0.0, 0, [])
     for activation, us in (("nvfp4", 95.0), ("bf16", 380.0)):
         case = Case({"activation": activation}, 1, flops=9 * 10**11)
         assert readings.sol_us(case, found, "NVIDIA B200") == pytest.approx(us)

@@ -309,7 +309,7 @@ def test_the_calls_of_a_phase_share_its_limit():
         return budget.call(Sleeper(), handle, CallRequest(1)).status
 
     within, budget = [], phases.Budget(0.1)
-    handles = {n: [SimpleNamespace(name=f"{n} {p}", owner=n) for p in range(3)] for n in "ab"}
+    handles = {n: [SimpleNamespace(name=n, runner=f"{n} {p}") for p in range(3)] for n in "ab"}
     said = [[call(budget, process) for process in handles[name]] for name in "ab"]
     assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of a submission together
     assert within[0] == 0.1 and 0 < within[1] < 0.05 and len(within) == 4

@@ -55,7 +55,7 @@ def test_a_benchmark_is_planned_so(monkeypatch, share):
         arguments = (session, [handle], list(found.benchmarks["cpu"]), lambda _: None)
         if share < 0.1:
             with pytest.raises(UsageError, match="a run takes about"):
-                phases.run_benchmarks(*arguments, counts=how)
+                phases.run_benchmarks(*arguments, how)
         else:
-            times, _ = phases.run_benchmarks(*arguments, counts=how)
+            times, _ = phases.run_benchmarks(*arguments, how)
             assert not times["right"][0].failure

@@ -10,6 +10,7 @@ from harness.judge import work
 from harness.judge.outcome import Batch, Outcome
 from harness.judge.work import Group
 from harness.results import record
+from harness.results.environment import GpuState
 from tests.support.hostile import brief
 from tests.support.records import run_line
 
@@ -21,7 +22,7 @@ GROUP = Group(
     {"a": [RIGHT, WRONG], "b": []},
     {"empty": [1.0, 1.1]},
     ["7", "8"],
-    ({"sm": 1}, ["hot"]),
+    GpuState({"sm": 1}, ["hot"]),
     batches={"a": [Batch(16, 100.0, 20.0, 1.0)]},
 )
 
@@ -40,6 +41,7 @@ def test_work_comes_back_as_it_was():
     assert repr(have.test("a", 1)) == repr(WRONG) and repr(have.group(0, 1)) == repr(GROUP)
     assert have.group(0, 0) is None and have.group(1, 1) is None and have.group(0, 1, part=1) is None
     assert repr(confirmed.group(0, 1)) == repr(GROUP) and work.finished(lines(), "confirm b").groups == {}
+    assert lines()[2]["state"] == [{"sm": 1}, ["hot"]], "as in the files of runs that are there"
     for line in lines():
         work.check(line)
 

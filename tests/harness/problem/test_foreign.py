@@ -32,7 +32,7 @@ def check(folder, device: str) -> None:
     with Session(found, device) as session:
         tests = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
         cases = list(found.benchmarks[device])
-        times, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, counts=HOW[device])
+        times, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, HOW[device])
     assert [(o.status, o.reason) for o in tests["submission"]] == [("PASSED", "")] * len(found.tests)
     assert "INCORRECT" in {o.status for o in tests["wrong"]} and all(o.reason for o in tests["wrong"] if o.reason)
     assert not [timing.failure for timing in times["submission"] if timing.failure]
@@ -69,7 +69,7 @@ def test_seeds_are_of_a_size_that_the_contents_bear(tmp_path):
     wrong = RunnerHandle("wrong", folders.submission(found, found.folder / "solutions" / "wrong.py"), "cpu")
     with Session(found, "cpu") as session:
         cases = list(found.benchmarks["cpu"])
-        times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, counts=HOW["cpu"])
+        times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, HOW["cpu"])
     assert [time.failure.status for time in times["wrong"]] == ["INCORRECT"]
     assert any("lose their variety" in note for note in session.notes)
     assert all(0 <= int(seed) < 2**17 for group in readings for seed in group.seeds)

@@ -182,7 +182,7 @@ def _busy(processes, true, seed):
 
 
 def test_thirteen_times_is_decided_by_the_processes_of_a_paired_run_on_a_busy_cpu():
-    count = phases.PAIRED_PROCESSES["cpu"]
+    count = phases.COUNTS["cpu", True].processes
     few = [_busy(3, 13, seed).word() for seed in range(60)]
     assert few.count("UNDECIDED") > 10, "three are too few there"
     words = [_busy(count, 13, seed).word() for seed in range(60)]

@@ -43,11 +43,11 @@ import torch
 import {package}.task as _packed_task
 '''
 # Services refuse the word of rule 1 in every file. What cuda_runtime_api.h names by it is written by its number, and
-# its value, an int at the front of a union, by its address. A packed file is never built for a graph.
+# its value, an int at the front of a union, by its address. Of builds for a recorded call a packed file has none.
 SPELLED = {
     r"\bcudaLaunchAttributeProgrammaticStreamSerialization\b": "static_cast<cudaLaunchAttributeID>(6 /* PDL */)",
     r"\b(\w+(?:\[\d+\])?)\.val\.programmaticStreamSerializationAllowed\b": r"*reinterpret_cast<int*>(&\1.val)",
-    r"_more_flags.append\(\"-default-stream=per-thread\"\)": 'raise BuildError("a packed file has no such builds")',
+    r"\n *\"-default-stream=per-thread\",": "",
 }
 COMMENT = re.compile(rf"(?im)^ *(//|#).*{WORD.pattern}.*\n")
 # What the service passes is a plain tuple, since it copies data by hand; the tuples' names come back here.

@@ -33,8 +33,8 @@ class Outcome:
 
     us: the clock's reading, with the cost of the clock; host_us: on a GPU that of the player's host clock. self_timed:
     the call was timed in the submission's process. On a CPU, late: the runner was told to stop too late, and could have
-    worked on; busy: its threads waited for a processor, which tasks of other processes wanted too. bytes: what a call on
-    these contents must move, if the task says that of contents.
+    worked on; busy: its threads waited for a processor, which tasks of other processes wanted too. bytes: what a call
+    on these contents must move, if the task says that of contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file

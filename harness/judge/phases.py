@@ -52,8 +52,8 @@ class Counts:
     paired: bool = False
 
 
-# By device and whether the run is paired. No submission can change them. Each process, and each placement in memory, has
-# a different level, which only more of them average out. With three, a 99 % interval is 5.7 times as wide as they
+# By device and whether the run is paired. No submission can change them. Each process, and each placement in memory,
+# has a different level, which only more of them average out. With three, a 99 % interval is 5.7 times as wide as they
 # scatter, and on a busy CPU a ratio of 13 was UNDECIDED; with six it is 1.6.
 COUNTS = {
     ("cuda", False): Counts(processes=6, samples=10, warmups=1, buffers=player.COPIES),
@@ -419,7 +419,9 @@ class Budget:
         self.spent_s: dict[str, float] = {}  # by submission, over all its processes
 
     def call(self, handle: RunnerHandle, make: Callable[[float], Outcome]) -> Outcome:
-        """Make a call within the time that is left. make: gets that, in seconds. TIMEOUT, without a call: none is left."""
+        """Make a call within the time that is left, which `make` gets, in seconds. TIMEOUT, without a call: none is
+        left.
+        """
         spent_s = self.spent_s.get(handle.name, 0.0)
         if spent_s >= self.limit_s:
             return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")

@@ -7,8 +7,8 @@ from harness.sandbox.process import Child, Died
 NOTHING, READER = 1, 2  # what a player does in place of a call: nothing; reader READER + n
 MEMORY = "CUDA_ERROR_ILLEGAL_ADDRESS"
 MEMORY_HINT = (
-    "in a timed call inputs and weights are read-only, and scratch memory must come from torch (torch.empty in the call, "
-    "or before): memory of its own, or the address of a module's variable in a parameter, is not there"
+    "in a timed call inputs and weights are read-only, and scratch memory must come from torch (torch.empty in the "
+    "call, or before): memory of its own, or the address of a module's variable in a parameter, is not there"
 )
 
 

@@ -1,9 +1,9 @@
 """The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2).
 
-On a CPU the judge measures the memory of the runner's processes and of its files around each request that may add to it.
-Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds beyond that must
-not exceed the bound, and what it has held since its start (`start`) must not either, with room for code. On a GPU the
-runner has no memory but the player's: what of it `prepare` keeps counts.
+On a CPU the judge measures the memory of the runner's processes and of its files around each request that may add to
+it. Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds beyond that
+must not exceed the bound, and what it has held since its start (`start`) must not either, with room for code. On a GPU
+the memory that counts is what a recorded call finds in use of its scratch memory.
 """
 
 import time
@@ -14,6 +14,7 @@ from harness.judge.outcome import Outcome
 from harness.sandbox.process import Died
 
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
+WORK_SLACK = 256 * 2**20  # bytes more on a GPU, where scratch memory that a call uses again counts too
 FIRST_SLACK = 128 * 2**20  # bytes more that the first prepare and call may take, for code, pools of threads, workspaces
 
 

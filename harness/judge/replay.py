@@ -241,10 +241,11 @@ class Replays:
         """Take over what a runner says of the call that it was to record."""
         if recorded.prepare_us is not None:
             handle.audit.prepare_us = recorded.prepare_us
-            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, recorded.prepared_bytes)
+            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, recorded.kept)
         recording.claims = recorded.claims
         recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
-        recording.failure = prepared.fault_of(recorded.prepared_bytes, self.session.weights_bytes)
+        if self.session.weights_bytes and not handle.baseline:
+            recording.failure = prepared.fault_of(recorded.kept, self.session.weights_bytes, prepared.WORK_SLACK)
         if recorded.branches:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):

@@ -208,9 +208,9 @@ class Take(Reply):
 
 
 class Recorded(Reply):
-    """A recorded call. before: what a baseline's setup enqueues; used: bytes of scratch memory that are in use;
-    unrecorded: why there is no recorded call; branches: since its work is in no single order. prepared_bytes: of
-    scratch memory, that `prepare` keeps.
+    """A recorded call. before: what a baseline's setup enqueues; used: how far scratch memory is in use, in bytes;
+    kept: bytes of it that are; unrecorded: why there is no recorded call; branches: since its work is in no single
+    order.
     """
 
     most_values: ClassVar[int] = 1_000_000
@@ -218,12 +218,12 @@ class Recorded(Reply):
     nodes: Nodes = []
     variables: Annotated[list[Variable], Field(max_length=NODES)] = []
     used: Count = 0
+    kept: Count = 0
     claims: Claims = []
     takes: Annotated[list[Take], Field(max_length=CLAIMS)] = []
     unrecorded: Text = ""
     branches: bool = False
     prepare_us: Time | None = None
-    prepared_bytes: Count = 0
 
 
 class Kernel(Reply):

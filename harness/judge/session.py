@@ -145,8 +145,8 @@ class Session:
             ended.remove()
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
-        """Make one call on a CPU of a submission, or one of the judge's own, on the present content. Return its outcome:
-        UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
+        """Make one call of a submission on a CPU, or one of the judge's own, on the present content. Return its
+        outcome: UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
         """
         if refused := self._refused(handle):
             return refused
@@ -276,8 +276,8 @@ class Session:
     def verdict(
         self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False
     ) -> Outcome:
-        """Return the checker's verdict on inputs and outputs in a buffer of a runner, by its name there, and on what the
-        runner says that came back. fixed: inputs and weights were read-only.
+        """Return the checker's verdict on inputs and outputs in a buffer of a runner, by its name there, and on what
+        the runner says that came back. fixed: inputs and weights were read-only.
         """
         told = None if claims is None else [claim.model_dump() for claim in claims]
         message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}

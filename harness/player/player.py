@@ -1,8 +1,8 @@
 """The process that makes recorded calls on a GPU and times them. No host code of a submission runs in it.
 
 It owns the memory: inputs, outputs and weights of each call, and scratch memory, which the checker and a runner map by
-descriptors. It knows no reference and no seed. It starts as `python -m harness.player.player FD`, where FD is a connected
-socket, and exchanges the messages of harness/runner/wire.py. The native part is player.cu.
+descriptors. It knows no reference and no seed. It starts as `python -m harness.player.player FD`, where FD is a
+connected socket, and exchanges the messages of harness/runner/wire.py. The native part is player.cu.
 """
 
 import ctypes

@@ -272,6 +272,13 @@ int capture_scratch(unsigned long long place, size_t bytes) {
     scratch = place, spare[place] = bytes;
     return 0;
 }
+// Bytes of scratch memory that are in use.
+size_t capture_kept() {
+    std::lock_guard<std::mutex> lock(guard);
+    size_t kept = 0;
+    for (auto [at, size] : used) kept += size;
+    return kept;
+}
 // Bytes from the begin of scratch memory to the end of the last range that is in use.
 size_t capture_used() {
     std::lock_guard<std::mutex> lock(guard);

@@ -49,7 +49,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
     found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     found.capture_error.restype = found.capture_exported.restype = c_char_p
-    found.capture_used.restype, found.capture_image.restype = c_size_t, c_void_p
+    found.capture_used.restype = found.capture_kept.restype = c_size_t
+    found.capture_image.restype = c_void_p
     found.capture_image.argtypes = (c_size_t, c_void_p)
     found.capture_map_pair.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
     found.capture_map.argtypes = (c_int, c_uint64, c_size_t, c_void_p)
@@ -125,15 +126,10 @@ def use_scratch(address: int, fd: int, nbytes: int) -> None:
     torch.cuda.set_stream(torch.cuda.ExternalStream(PER_THREAD))
 
 
-def used() -> int:
-    """Return the bytes of scratch memory up to the end of the last range that is in use."""
-    found: int = _library().capture_used()
-    return found
-
-
 def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[dict, list[int], Any]:
-    """Record a call. Return what the player needs: nodes, variables, bytes of scratch memory in use, and `before`, the
-    nodes of a baseline's setup, whose state the call receives; descriptors of its images; and what the call returned.
+    """Record a call. Return what the player needs: nodes, variables, how far scratch memory is in use and how many
+    bytes of it, and `before`, the nodes of a baseline's setup, whose state the call receives; descriptors of its
+    images; and what the call returned.
     NotRecordedError, BranchesError. What the call raises comes through.
     """
     _library().capture_forget()
@@ -145,7 +141,13 @@ def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[
             node["image"] = place[node["image"]]
     images = [_image(index) for index in exported["images"]]
     variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
-    message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables, "used": used()}
+    message = {
+        "before": before["nodes"],
+        "nodes": exported["nodes"],
+        "variables": variables,
+        "used": _library().capture_used(),
+        "kept": _library().capture_kept(),
+    }
     return message, [_file(image) for image in images], result
 
 
@@ -160,8 +162,8 @@ def _recorded(function: Callable, arguments: tuple) -> tuple[dict, Any]:
         raise
     if library.capture_end():
         raise NotRecordedError(
-            "it enqueued work on the legacy default stream, or waited for the GPU: build with -default-stream=per-thread,"
-            f" as problems.common.build does ({library.capture_error().decode()})"
+            "it enqueued work on the legacy default stream, or waited for the GPU: build with "
+            f"-default-stream=per-thread, as problems.common.build does ({library.capture_error().decode()})"
         )
     if library.capture_export():
         said = library.capture_error().decode(errors="replace")

@@ -57,7 +57,6 @@ class Runner:
         self.mapped: list[recorder.Mapped] = []  # on a GPU, the memory of the present call
         self.arguments: tuple = ()  # on a GPU, of the present call
         self.prepare_us: float | None = None
-        self.prepared_bytes = 0  # of scratch memory, which the prepared weights take
         self.flush: torch.Tensor | None = None  # what empties L2 ahead of a call that is timed here
         if start["records"]:
             recorder.prepare(start["records"])
@@ -137,7 +136,7 @@ class Runner:
             kernel(*arguments, *([setup(*arguments)] if setup else []))
             torch.cuda.synchronize()
         gc.collect()
-        prepared = {"prepare_us": self.prepare_us, "prepared_bytes": self.prepared_bytes}
+        prepared = {"prepare_us": self.prepare_us}
         try:
             recorded, files, result = recorder.record(kernel, arguments, setup)
             if self.module and not message["ours"]:
@@ -175,18 +174,15 @@ class Runner:
         return self.arguments
 
     def _prepared(self, weights: Any) -> Any:
-        """Return what the submission makes of the weights, and note how long that takes and how much it keeps."""
-        self.prepare_us, self.prepared_bytes = None, 0
+        """Return what the submission makes of the weights, and note how long that takes."""
+        self.prepare_us = None
         if not hasattr(self.module, "prepare"):
             return weights
-        gc.collect()
-        before, start = recorder.used(), time.perf_counter()
-        found = self.module.prepare(weights)
+        start = time.perf_counter()
+        made = self.module.prepare(weights)
         torch.cuda.synchronize()
         self.prepare_us = 1e6 * (time.perf_counter() - start)
-        gc.collect()
-        self.prepared_bytes = max(0, recorder.used() - before)
-        return found
+        return made
 
     def _takes(self, result: object, message: dict) -> tuple[list[dict], list[dict]]:
         """Return the copies of a GPU MODE folder's answer, from where the call leaves it to where the judge looks; and

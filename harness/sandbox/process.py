@@ -212,8 +212,8 @@ class Child:
     ) -> tuple[dict, list[int]]:
         """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time.
 
-        watch: a child that works meanwhile, and is killed where it prints or takes too much. descriptors: a jailed child
-        may send some too, which the caller closes; else they would fill up this process.
+        watch: a child that works meanwhile, and is killed where it prints or takes too much. descriptors: a jailed
+        child may send some too, which the caller closes; else they would fill up this process.
         """
         every_s = WATCH_S if watch else wire.LOOK_S
         try:

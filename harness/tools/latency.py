@@ -32,14 +32,14 @@ from harness.results.datasheet import RATES
 from harness.sandbox import process
 from harness.tools import device_trace
 from harness.tools.device_trace import Launch
-from problems.common import build, load
+from problems.common import load
 
 MODULE = "timed_steps"
 FILE = f"{MODULE}.py"
 WARMUPS, STEPS = 5, 50
 ROWS, ROW = 5, 20  # rows of steps that the host does not wait between, and steps of each
 TRACED = 5  # replays whose kernels are timed
-PER_THREAD = 2  # cudaStreamPerThread: the default one of code that build.capturable() made
+PER_THREAD = 2  # cudaStreamPerThread: the default one of code that problems.common.build makes
 CLOCK = {
     "name": "host clock, from the launch of a step until the GPU has done it",
     "cold": "no: each step follows another",
@@ -148,7 +148,7 @@ class Graph:
 
 def replayed(decode: Any) -> Graph:
     """Record a step and replay it. When this returns, its weights, prepared for the graph, are no longer held."""
-    with build.capturable(), torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
+    with torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
         step, graph, left_out = recorded(decode, decode.choose(), _capture)
         decode.reset()
         graph.replay()

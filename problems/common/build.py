@@ -5,7 +5,6 @@ A build holds a lock that the kernel drops with the process, so a killed build n
 Plain nvcc takes a second or two; no header of torch is involved. Compiling for a GPU needs no GPU.
 """
 
-import contextlib
 import ctypes
 import fcntl
 import functools
@@ -16,7 +15,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +61,6 @@ CLOSURE_FILES = 1000  # of a source with all that it includes
 INCLUDES = 20_000  # names that are looked for
 _NAME_LIMIT = 4096  # bytes of a path, the kernel's
 
-_more_flags: list[str] = []  # of every CUDA build, while capturable() is in force
-
 
 class BuildError(RuntimeError):
     """The compiler refused the source, or there is no compiler. The message holds the compiler's whole output."""
@@ -107,19 +103,7 @@ def cuda(source: str | Path, target: str, flags: tuple[str, ...] = ()) -> Artefa
         raise ValueError(f"target must be one of {sorted(ARCH)}, got {target!r}")
     arch = ARCH[target].removeprefix("sm_")
     gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    return _build(Path(source).resolve(), target, "nvcc", (*CUDA_FLAGS, gencode, *_more_flags, *flags))
-
-
-@contextlib.contextmanager
-def capturable() -> Iterator[None]:
-    """Within: the default queue of CUDA code that is built is the thread's own, the one that a graph can record. Code
-    built without it is missing from a graph, or spoils it.
-    """
-    _more_flags.append("-default-stream=per-thread")
-    try:
-        yield
-    finally:
-        _more_flags.pop()
+    return _build(Path(source).resolve(), target, "nvcc", (*CUDA_FLAGS, gencode, *flags))
 
 
 def cpp(source: str | Path, flags: tuple[str, ...] = ()) -> Artefact:

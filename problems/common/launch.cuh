@@ -1,7 +1,7 @@
 // Launches on the default queue whose kernel may start before the kernel ahead of it has ended.
 //
 // The queue is the one that <<<>>> takes: cudaLaunchKernelEx with a zero-initialised queue follows the compiler's
-// -default-stream as well (cuda_runtime_api.h redirects both in the same way), so build.capturable() holds here too.
+// -default-stream as well (cuda_runtime_api.h redirects both in the same way), so build.CUDA_FLAGS holds here too.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -6,6 +6,8 @@ negative.
 Shapes below write ... for any leading axes. Format: OCP MX v1.0 (e2m1), OCP FP8 v1.0 (e4m3).
 """
 
+import functools
+
 import torch
 
 BLOCK = 16  # elements that share a scale
@@ -32,6 +34,11 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
+@functools.cache
+def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(E2M1, dtype=dtype, device=device)  # once: a call that is recorded copies nothing from the host
+
+
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """packed: uint8 or float4_e2m1fn_x2 (..., k // 2); scales: e4m3 (..., k // 16) -> values (..., k) in `dtype`.
 
@@ -43,8 +50,7 @@ def dequantise(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
     codes = unpack(packed)
     if codes.shape[-1] != BLOCK * scales.shape[-1]:
         raise ValueError(f"packed holds {codes.shape[-1]} values a row, scales cover {BLOCK * scales.shape[-1]}")
-    table = torch.tensor(E2M1, dtype=dtype, device=packed.device)
-    values = table[codes.int()].unflatten(-1, (-1, BLOCK)) * scales.to(dtype).unsqueeze(-1)
+    values = _table(dtype, packed.device)[codes.int()].unflatten(-1, (-1, BLOCK)) * scales.to(dtype).unsqueeze(-1)
     return values.flatten(-2)
 
 

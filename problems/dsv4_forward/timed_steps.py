@@ -166,7 +166,7 @@ class Decode:
         return tuple(found)
 
     def choose(self) -> Chosen:
-        """What fills each op, built as build.capturable() says now."""
+        """What fills each op."""
         return ops.choose(self.kernels, load.device_target(self.tokens.device), self.made)
 
     def step(self, chosen: Chosen, without: Collection[str] = (), named: bool = False) -> Step:

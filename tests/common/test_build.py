@@ -358,18 +358,6 @@ def test_a_kernel_compiles_for_each_target_without_a_gpu(place, target, arch):
     assert (kernels["scale"].shared_bytes, kernels["other"].shared_bytes) == (256, 0)
 
 
-def test_a_build_for_graphs_has_other_flags(place):
-    """And so, as shown above, another key."""
-    flags = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_build", lambda source, target, compiler, given: flags.append(given))
-        build.cuda(place / "kernel.cu", "sm90")
-        with build.capturable():
-            build.cuda(place / "kernel.cu", "sm90")
-        build.cuda(place / "kernel.cu", "sm90")
-    assert set(flags[1]) - set(flags[0]) == {"-default-stream=per-thread"} and flags[2] == flags[0]
-
-
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 def test_an_error_of_nvcc_names_file_and_line(place):
     (place / "kernel.cu").write_text("__global__ void f() {\n  nonsense;\n}\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.tools import latency as timing
-from problems.common import build, load
+from problems.common import load
 from problems.dsv4_forward import ops, timed_steps
 from problems.dsv4_forward.cache.state import Batch, State
 from problems.dsv4_forward.generate.mtp import Speculative
@@ -34,9 +34,8 @@ def each_format(strict: bool) -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def for_graphs() -> Iterator[None]:
-    """Every kernel is built once, so that a graph can record it, and runs where it is recorded."""
+    """Every kernel runs where a graph records it."""
     with contextlib.ExitStack() as inside:
-        inside.enter_context(build.capturable())
         if torch.cuda.is_available():
             inside.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(timing.PER_THREAD)))
         yield

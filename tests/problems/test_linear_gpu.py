@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from problems.common import build, load
+from problems.common import load
 from tests.problems import test_linear_decode as cases
 from tests.problems.variants import made_for, skip_unless_it_runs
 
@@ -93,14 +93,13 @@ def test_an_expert_is_both_products(fmt, tokens):
 )
 def test_calls_are_captured_and_replayed(fmt, shape, tokens):
     """1,000 replays of a graph: of cooperative launches, whose blocks meet or tell each other sums, and early ones."""
-    with build.capturable():
-        data = cases.made({**cases.TINY, "format": fmt, "shape": shape, "tokens": tokens}, "cuda")
-        module, given = prepared("sm90_mma", data)
-        want = module.custom_kernel(given).clone()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.ExternalStream(2)):
-            module.custom_kernel(given)
+    data = cases.made({**cases.TINY, "format": fmt, "shape": shape, "tokens": tokens}, "cuda")
+    module, given = prepared("sm90_mma", data)
+    want = module.custom_kernel(given).clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.ExternalStream(2)):
+        module.custom_kernel(given)
     for _ in range(1000):
         data.outputs.out.fill_(torch.nan)
         graph.replay()

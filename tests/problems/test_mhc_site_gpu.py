@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from problems.common import build, load
+from problems.common import load
 
 FOLDER = load.PROBLEMS / "mhc_site"
 task = load.module(FOLDER, "task")
@@ -23,7 +23,7 @@ module, reference = load.from_file(folder, Path(sys.argv[1])), load.module(folde
 module.custom_kernel(reference.generate_input(int(sys.argv[2]), 4096, "bf16", "alike", 1, "cuda"))
 torch.cuda.synchronize()
 """
-PER_THREAD = 2  # cudaStreamPerThread: the default one of code that build.capturable() made
+PER_THREAD = 2  # cudaStreamPerThread: the default one of code that problems.common.build makes
 pytestmark = pytest.mark.gpu
 
 
@@ -79,7 +79,7 @@ def test_a_graph_replays_a_thousand_times(tokens):
     module, graph = variant("sm90_columns"), torch.cuda.CUDAGraph()
     data, other = (reference.generate_input(t, 4096, "bf16", "alike", t, "cuda") for t in (tokens, 33))
     torch.cuda.synchronize()
-    with build.capturable(), torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
+    with torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
         module.custom_kernel(data)
         want = outputs(data)
         queue = torch.cuda.current_stream()

@@ -37,7 +37,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    """Build and load the kernels. -> by op. BuildError as build.cuda."""
     made = Entries(build.cuda(SOURCE, target))
     return {
         "norm_rotate": made.norm_rotate,

@@ -27,7 +27,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    """Build and load the kernels. -> by op. BuildError as build.cuda."""
     made = Copies(build.cuda(SOURCE, target))
     return {"mhc_pre": made.mhc_pre, "mhc_post_sum": made.mhc_post_sum}
 

@@ -31,7 +31,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    """Build and load the kernels. -> by op. BuildError as build.cuda."""
     made = Attention(build.cuda(SOURCE, target))
     return {"fmha": made.fmha, "fmha_rotate": made.fmha_rotate}
 

@@ -25,7 +25,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernels, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    """Build and load the kernels. -> by op. BuildError as build.cuda."""
     made = Fused(build.cuda(SOURCE, target))
     return {"rms_norm": made.rms_norm, "rotate": made.rotate, "mhc_post": made.mhc_post}
 

@@ -49,7 +49,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernel, under build.capturable() for a graph. -> by op. BuildError as build.cuda."""
+    """Build and load the kernel. -> by op. BuildError as build.cuda."""
     made = Start(build.cuda(SOURCE, target))
     return {"plan": made.plan, "embed": made.embed, "start": made.start}
 

@@ -54,7 +54,7 @@ class Vectors:
     """The two steps in CUDA, one launch each, with the bits of TorchVectors. Interfaces as there."""
 
     def __init__(self, target: str) -> None:
-        """Build and load the kernels, under build.capturable() for a graph. BuildError as build.cuda."""
+        """Build and load the kernels. BuildError as build.cuda."""
         built, rows = build.cuda(SOURCE, target), [c_void_p, c_longlong, c_longlong] * 3
         self._encode = built.function("launch_encode", *[c_void_p] * 4, *rows, *[c_int] * 4)
         self._scale = built.function("launch_scale", *[c_void_p] * 3, *[c_int] * 4)

@@ -17,7 +17,7 @@ STRIDED = torch.zeros(7, 9)[:, 1:6:2]  # whose holes are its own
 def guarded(*tensors: torch.Tensor) -> tuple[Guards, Buffer, list[dict]]:
     layout = tree.Layout()
     leaves = tree.leaves(tree.describe(tensors, layout))
-    buffer = Buffer(layout.used)
+    buffer = Buffer(layout.used["host"])
     return Guards(buffer, [(leaf, f"input {i}") for i, leaf in enumerate(leaves)]), buffer, leaves
 
 
@@ -41,7 +41,7 @@ def test_tensors_are_apart_and_aligned():
     _, buffer, leaves = guarded(*(torch.zeros(n, dtype=torch.uint8) for n in (1, 255, 256, 257, 512, 0, 3)))
     edges = [0, *(edge for leaf in leaves for edge in (leaf["offset"], leaf["offset"] + leaf["nbytes"]))]
     assert all(leaf["offset"] % tree.ALIGN == 0 for leaf in leaves)
-    starts, ends = [*edges[1::2], buffer.sizes["host"]], edges[::2]
+    starts, ends = [*edges[1::2], buffer.nbytes], edges[::2]
     assert all(start - end >= tree.GUARD for start, end in zip(starts, ends, strict=True))
     buffer.close()
 
@@ -65,7 +65,7 @@ def test_bytes_belong_to_the_nearest_tensor_and_few_places_are_named():
 def test_the_whole_place_of_a_copy_is_the_judges():
     """A folder's answer may come in a wider type than the reference's: the copy has room for it."""
     leaf = {"space": "host", "offset": tree.ALIGN, "nbytes": 4, "most": 8}
-    buffer = Buffer({"device": 0, "host": 2 * tree.ALIGN})
+    buffer = Buffer(2 * tree.ALIGN)
     guards = Guards(buffer, [(leaf, "the judge's copy")])
     for at, fault in ((0, False), (7, False), (8, True), (-1, True)):
         buffer.memory["host"][tree.ALIGN + at] ^= 1
@@ -86,14 +86,14 @@ def test_what_lies_between_is_secret_and_new_in_each_call():
 def test_the_checker_looks_at_a_call_and_at_its_weights(tmp_path, classes):
     made = checker(folder(tmp_path / "running", classes))
     said = content(made)
-    made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **OWN}, [])
+    made.allocate({"op": "allocate", "runner": "r", "bytes": said["host"], "count": 1, **OWN}, [])
     memories = [made.buffers["r"][0]]
     if classes == SPLIT:
         made.hold({"runner": "r"}, [])
         memories.append(made.held["r"])
     named = [*(f"output {name}" for name in made.outputs_named), "weights ones"]
     for buffer, name in zip(memories, named, strict=False):
-        made.fill({"runner": "r", "buffer": 0, "key": None}, [])
+        made.fill({"runner": "r", "buffer": 0}, [])
         assert made._changed("r", made.buffers["r"][0]) == ""
         buffer.memory["host"][-1] ^= 1
         assert made._changed("r", made.buffers["r"][0]).endswith(f"1 byte behind {name}")

@@ -256,7 +256,7 @@ def test_an_answer_is_captured_as_on_a_gpu(name):
     layout = tree.Layout()
     spec = memory.room_for(want, [], layout)
     buffer = SimpleNamespace(memory={"host": torch.zeros(layout.used["host"], dtype=torch.uint8)})
-    (claim,) = claims.capture_any((item,), [spec], buffer)
+    (claim,) = claims.capture_any((item,), [spec], buffer.memory)
     if name == "other_shape":
         assert not buffer.memory["host"].any()
         return

@@ -31,7 +31,8 @@ from harness.runner import matmul
 from harness.sandbox.process import Died
 
 SCRATCH_BYTES = 2 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
-SCRATCH_FACTOR = 3  # times these: prepared weights, and copies in another format
+SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
+PREPARED = 1.25  # times the weights
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
 WAKE_S = 0.05  # of work before a case is timed: on an H100 that was idle, memory was 16 % slower for 17 to 29 ms
 READ_EVERY = 3  # of so many processes, the plain readers are timed beside the first
@@ -186,14 +187,14 @@ class Replays:
                 one.handle.lose(one.handle.running.failure(died))
 
     def _scratch_bytes(self) -> int:
-        largest = max(case.weight_bytes + (case.bytes or 0) for case in self.cases.values())
+        largest = max(PREPARED * case.weight_bytes + SCRATCH_FACTOR * (case.bytes or 0) for case in self.cases.values())
         share = (self.session.memory() - RESERVE_BYTES) // (4 * len(self.played))
-        return min(SCRATCH_BYTES + SCRATCH_FACTOR * largest, share)
+        return min(SCRATCH_BYTES + int(largest), share)
 
     def _has_room(self, many: int) -> bool:
         """Return whether the present content has room for as many submissions: its memory, and a copy of scratch."""
         parts, weights = self.session.present.parts, self.session.weights_bytes
-        need = player.COPIES * (parts["inputs"] + parts["outputs"]) + (1 + SCRATCH_FACTOR) * weights
+        need = player.COPIES * (parts["inputs"] + parts["outputs"]) + int((1 + 2 * PREPARED) * weights)
         free = self.session.checker.ask({"op": "free_memory"})["free"]
         return bool(free > RESERVE_BYTES + many * need)
 
@@ -446,7 +447,7 @@ class ReplayBenchmark(Benchmark):
         """Return the submissions in parts whose prepared weights have room together."""
         largest = max((case.weight_bytes for case in self.cases), default=0)
         room = self.session.memory() - RESERVE_BYTES - 2 * largest
-        size = max(1, int(room // ((1 + 2 * SCRATCH_FACTOR) * largest))) if largest else len(self.handles)
+        size = max(1, int(room // ((1 + 2 * PREPARED) * largest))) if largest else len(self.handles)
         if self.counts.paired or not self.handles:
             return [self.handles]
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)]

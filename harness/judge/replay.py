@@ -30,7 +30,7 @@ from harness.results import environment
 from harness.runner import matmul
 from harness.sandbox.process import Died
 
-SCRATCH_BYTES = 2 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
+SCRATCH_BYTES = 4 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
 SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
 PREPARED = 1.25  # times the weights
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
@@ -46,6 +46,7 @@ class Recording:
     """
 
     name: str
+    number: int  # in its player
     content: Content
     message: dict = field(default_factory=dict)  # what its runner gets to map its memory
     fds: list[int] = field(default_factory=list)  # of that memory, while it is timed in the runner
@@ -54,17 +55,17 @@ class Recording:
     failure: Outcome | None = None
     self_timed: str = ""
 
-    def make(self, session: Session, made: Player, number: int, baseline: bool) -> None:
-        """Make the memory of the call, which has this number in its player, with the present content in it."""
+    def make(self, session: Session, made: Player, baseline: bool) -> None:
+        """Make the memory of the call, with the present content in it."""
         sizes = {**self.content.parts, "weights": session.weights_bytes}
         self.message = {
-            "address": player.place_of(number),
-            "weights_address": player.place_of(number) + player.WEIGHTS,
+            "address": player.place_of(self.number),
+            "weights_address": player.place_of(self.number) + player.WEIGHTS,
             "sizes": sizes,
             "baseline": baseline,
             **self.content.layout,
         }
-        fds = made.memory(number, sizes)
+        fds = made.memory(self.number, sizes)
         pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
         self.fds = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
         self.message["weights"] = self.attach(session, fds)
@@ -164,7 +165,7 @@ class Replays:
             if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
             for one in those:
-                one.recordings[number] = self._recorded(one, number)
+                one.recordings[number] = self._recorded(one, number, len(done) + 1)
             done.append(number)
         for one in those:
             one.handle.keep = self.keep and one.handle.process is not None
@@ -188,7 +189,7 @@ class Replays:
 
     def _scratch_bytes(self) -> int:
         largest = max(PREPARED * case.weight_bytes + SCRATCH_FACTOR * (case.bytes or 0) for case in self.cases.values())
-        share = (self.session.memory() - RESERVE_BYTES) // (4 * len(self.played))
+        share = (self.session.memory() - RESERVE_BYTES) // (2 * len(self.played))
         return min(SCRATCH_BYTES + int(largest), share)
 
     def _has_room(self, many: int) -> bool:
@@ -198,30 +199,30 @@ class Replays:
         free = self.session.checker.ask({"op": "free_memory"})["free"]
         return bool(free > RESERVE_BYTES + many * need)
 
-    def _recorded(self, one: Played, number: int) -> Recording:
-        """Record a submission's call on the present content."""
+    def _recorded(self, one: Played, case: int, number: int) -> Recording:
+        """Record a submission's call on the present content, of this case, under this number."""
         handle = one.handle
-        recording = Recording(f"{handle.name} {number}", self.session.present)
-        if handle.submission and not handle.submission.serves(self.cases[number]):
+        recording = Recording(f"{handle.name} {case}", number, self.session.present)
+        if handle.submission and not handle.submission.serves(self.cases[case]):
             recording.failure = Outcome("UNSUPPORTED", handle.submission.limits)
         elif handle.process is None or one.player is None:
             recording.failure = handle.broken or handle.loss
         else:
             try:
-                self._fill_in(recording, handle, one.player, number + 1)
+                self._fill_in(recording, handle, one.player)
+                self._mapped[handle.name] = case
             except Died as died:
                 failure = handle.running.failure(died) if handle.process else Outcome(died.status, died.reason)
                 recording.failure = handle.lose(failure)
         return recording
 
-    def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player, number: int) -> None:
+    def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player) -> None:
         """Make the memory of a call, record it, and give it to the player. Died: that failed."""
         session, process = self.session, handle.running
-        recording.make(session, made, number, handle.baseline)
+        recording.make(session, made, handle.baseline)
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
         limit_s = session.first_call_limit_s + limits.PREPARE_LIMIT_S
         reply, images = process.child.receive(limit_s, descriptors=True)
-        self._mapped[handle.name] = number - 1
         try:
             recorded = admitted(replies.read(replies.Recorded, reply))
             self._take(recording, handle, recorded)
@@ -231,7 +232,7 @@ class Replays:
                 verdict = session.verdict(recording.name, 0, claims, handle.baseline)
                 recording.failure = verdict if verdict.status != "PASSED" else None
             if not recording.failure and not recording.self_timed:
-                made.load(number, recorded, images)
+                made.load(recording.number, recorded, images)
         finally:
             for fd in images:
                 os.close(fd)
@@ -269,7 +270,7 @@ class Replays:
             if recording.failure or recording.self_timed or one.player is None:
                 continue
             try:
-                fds = one.player.move(number + 1)
+                fds = one.player.move(recording.number)
             except Died as died:
                 self._lose(one, recording, died)
                 continue
@@ -288,7 +289,7 @@ class Replays:
             session.checker.ask({"op": "fill", "runner": recording.name, "buffer": copy})
             if one.player is None:
                 raise Died("RUNTIME_ERROR", "its player was lost")
-            us, host_us = one.player.play(number + 1, copy, limit_s, takes=recording.takes)
+            us, host_us = one.player.play(recording.number, copy, limit_s, takes=recording.takes)
         except Died as died:
             return self._lose(one, recording, died)
         found = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
@@ -346,9 +347,9 @@ def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: floa
     if handle.process is None:
         return handle.broken or handle.loss
     made, process = Player(handle.target), handle.running
-    one = Recording(handle.runner, session.present)
+    one = Recording(handle.runner, 1, session.present)
     try:
-        one.make(session, made, 1, handle.baseline)
+        one.make(session, made, handle.baseline)
         fds, one.fds = one.fds, []
         process.hand_over(replies.Done, {"op": "map_call", **one.message}, fds, "map its memory", limit_s)
         return process.ask(replies.Profiled, message, limit_s)

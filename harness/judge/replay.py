@@ -203,7 +203,7 @@ class Replays:
         """Record a submission's call on the present content, of this case, under this number."""
         handle = one.handle
         recording = Recording(f"{handle.name} {case}", number, self.session.present)
-        if handle.submission and not handle.submission.serves(self.cases[case]):
+        if handle.submission and not handle.serves(self.cases[case]):
             recording.failure = Outcome("UNSUPPORTED", handle.submission.limits)
         elif handle.process is None or one.player is None:
             recording.failure = handle.broken or handle.loss
@@ -248,7 +248,7 @@ class Replays:
         recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
         if self.session.weights_bytes and not handle.baseline:
             recording.failure = prepared.fault_of(recorded.kept, self.session.weights_bytes, prepared.WORK_SLACK)
-        if recorded.branches:
+        if recorded.branches and not handle.baseline:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):
             recording.self_timed = recorded.unrecorded
@@ -333,7 +333,7 @@ def phases_of(device: str) -> ModuleType:
     return sys.modules[__name__] if device == "cuda" else phases
 
 
-def try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
+def _try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
     """Record a submission's calls in its compile step, so that what they compile is kept."""
     todo = dict(enumerate(cases))
     with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, keep=True) as replays:
@@ -376,7 +376,7 @@ def run_tests(
     budget, total = Budget(limit_s), len(cases) * len(handles)
     todo = {n: case for n, case in enumerate(cases) if any(have.test(e.name, n) is None for e in handles)}
     seeds = {n: session.secret_seed(case) if case in twice else case.seed for n, case in todo.items()}
-    session.build(*handles)
+    session.build(*handles, try_out=functools.partial(_try_out, session))
     with Replays(session, handles, todo, seeds) as replays:
         waves = replays.waves()
         for number, case in enumerate(cases):
@@ -431,7 +431,7 @@ class ReplayBenchmark(Benchmark):
 
     def _run_part(self, part: int, handles: list[RunnerHandle]) -> None:
         """Make all calls of these submissions."""
-        self.session.build(*handles)
+        self.session.build(*handles, try_out=functools.partial(_try_out, self.session))
         todo = {}
         for number, case in enumerate(self.cases):
             finished = [self.have.group(process, number, part) for process in range(self.counts.processes)]

@@ -242,8 +242,11 @@ void launch(std::vector<Node>& nodes, Full at_full) {
     }
 }
 
-// Scratch memory and module variables as they were when the call was recorded: nothing is carried from call to call.
+// Scratch memory and module variables as they were when the call was recorded, and poison in what was free then: nothing
+// is carried from call to call.
 void restore(Call& call) {
+    const CUdeviceptr rest = scratch_window.place + call.kept;
+    if (scratch.bytes > call.kept) need(cuMemsetD8Async(rest, 0xFF, scratch.bytes - call.kept, queue), "poisoning scratch memory");
     if (call.kept) need(cuMemcpyDtoDAsync(scratch_window.place, call.snapshot, call.kept, queue), "restoring scratch memory");
     for (const Variable& variable : call.variables)
         need(cuMemcpyHtoDAsync(variable.place, variable.value.data(), variable.bytes, queue), "restoring a variable");

@@ -90,7 +90,7 @@ def pack(problem: Problem, variant: Submission, target: str, gpu: str, notes: li
     gpu = gpu or (name if on == target else GPUS.get(target, ""))
     head = [f"#!POPCORN leaderboard {problem.name}", *([f"#!POPCORN gpu {gpu}"] if gpu else []), "#"]
     head += [f"# {line}" for note in notes for line in textwrap.wrap(note, 117)]
-    prepares = any(getattr(node, "name", "") == "prepare" for node in load.parse(variant.file).body)
+    prepares = sources.defines(load.parse(variant.file), "prepare")
     body = embedded(variant.file, problem.folder / "task.py")
     return checked("\n".join([*head, body, NAMED, CALL.format(prepare=PREPARE if prepares else "")]))
 

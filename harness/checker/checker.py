@@ -240,6 +240,7 @@ class Checker:
         Return the specification of the weights, None without such.
         """
         runner, sizes = message["runner"], message["sizes"]
+        self.release({"op": "release", "runner": runner}, [])
         torch.cuda.empty_cache()
         self.buffers[runner] = []
         for _ in range(message["copies"]):

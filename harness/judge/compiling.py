@@ -23,20 +23,13 @@ def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> 
     defines, by a "call", or "" if no file of it needs a compiler. commit: the tree of another commit that it lies in.
     """
     tree = load.parse(file)
-    if defines_compile_for(tree):
+    if sources.defines(tree, "compile_for"):
         return "compile_for"
     with sources.rooted(commit):
         trees = [load.parse(path) for path in scan.closure(file, folder) if path.suffix == ".py"]
     names = {name for tree in trees for _, name in sources.imports(tree)}
     compiles = any(name.startswith(COMPILING) for name in names) or any(map(_torch_compiles, trees))
     return "call" if compiles else ""
-
-
-def defines_compile_for(tree: ast.Module) -> bool:
-    """Return whether a submission defines compile_for: as a function of its own, or as the name of another."""
-    names = [getattr(node, "name", "") for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names += [ast.unparse(name) for node in tree.body if isinstance(node, ast.Assign) for name in node.targets]
-    return "compile_for" in names
 
 
 def _torch_compiles(tree: ast.Module) -> bool:

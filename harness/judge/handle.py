@@ -285,6 +285,9 @@ class RunnerHandle:
     def baseline(self) -> bool:
         return self.submission is not None and self.submission.baseline
 
+    def serves(self, case: Case) -> bool:
+        return self.submission is None or self.submission.serves(case)
+
     def replica(self, number: int) -> "RunnerHandle":
         """Return a handle for the submission's process of that number, with the same audit."""
         return replace(self, runner=f"{self.name} {number}", process=None)

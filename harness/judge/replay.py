@@ -30,8 +30,9 @@ from harness.results import environment
 from harness.runner import matmul
 from harness.sandbox.process import Died
 
-SCRATCH_BYTES = 2 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
-SCRATCH_FACTOR = 3  # times these: prepared weights, and copies in another format
+SCRATCH_BYTES = 4 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
+SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
+PREPARED = 1.25  # times the weights
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
 WAKE_S = 0.05  # of work before a case is timed: on an H100 that was idle, memory was 16 % slower for 17 to 29 ms
 READ_EVERY = 3  # of so many processes, the plain readers are timed beside the first
@@ -45,6 +46,7 @@ class Recording:
     """
 
     name: str
+    number: int  # in its player
     content: Content
     message: dict = field(default_factory=dict)  # what its runner gets to map its memory
     fds: list[int] = field(default_factory=list)  # of that memory, while it is timed in the runner
@@ -53,17 +55,17 @@ class Recording:
     failure: Outcome | None = None
     self_timed: str = ""
 
-    def make(self, session: Session, made: Player, number: int, baseline: bool) -> None:
-        """Make the memory of the call, which has this number in its player, with the present content in it."""
+    def make(self, session: Session, made: Player, baseline: bool) -> None:
+        """Make the memory of the call, with the present content in it."""
         sizes = {**self.content.parts, "weights": session.weights_bytes}
         self.message = {
-            "address": player.place_of(number),
-            "weights_address": player.place_of(number) + player.WEIGHTS,
+            "address": player.place_of(self.number),
+            "weights_address": player.place_of(self.number) + player.WEIGHTS,
             "sizes": sizes,
             "baseline": baseline,
             **self.content.layout,
         }
-        fds = made.memory(number, sizes)
+        fds = made.memory(self.number, sizes)
         pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
         self.fds = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
         self.message["weights"] = self.attach(session, fds)
@@ -163,7 +165,7 @@ class Replays:
             if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
             for one in those:
-                one.recordings[number] = self._recorded(one, number)
+                one.recordings[number] = self._recorded(one, number, len(done) + 1)
             done.append(number)
         for one in those:
             one.handle.keep = self.keep and one.handle.process is not None
@@ -186,41 +188,41 @@ class Replays:
                 one.handle.lose(one.handle.running.failure(died))
 
     def _scratch_bytes(self) -> int:
-        largest = max(case.weight_bytes + (case.bytes or 0) for case in self.cases.values())
-        share = (self.session.memory() - RESERVE_BYTES) // (4 * len(self.played))
-        return min(SCRATCH_BYTES + SCRATCH_FACTOR * largest, share)
+        largest = max(PREPARED * case.weight_bytes + SCRATCH_FACTOR * (case.bytes or 0) for case in self.cases.values())
+        share = (self.session.memory() - RESERVE_BYTES) // (2 * len(self.played))
+        return min(SCRATCH_BYTES + int(largest), share)
 
     def _has_room(self, many: int) -> bool:
         """Return whether the present content has room for as many submissions: its memory, and a copy of scratch."""
         parts, weights = self.session.present.parts, self.session.weights_bytes
-        need = player.COPIES * (parts["inputs"] + parts["outputs"]) + (1 + SCRATCH_FACTOR) * weights
+        need = player.COPIES * (parts["inputs"] + parts["outputs"]) + int((1 + 2 * PREPARED) * weights)
         free = self.session.checker.ask({"op": "free_memory"})["free"]
         return bool(free > RESERVE_BYTES + many * need)
 
-    def _recorded(self, one: Played, number: int) -> Recording:
-        """Record a submission's call on the present content."""
+    def _recorded(self, one: Played, case: int, number: int) -> Recording:
+        """Record a submission's call on the present content, of this case, under this number."""
         handle = one.handle
-        recording = Recording(f"{handle.name} {number}", self.session.present)
-        if handle.submission and not handle.submission.serves(self.cases[number]):
+        recording = Recording(f"{handle.name} {case}", number, self.session.present)
+        if handle.submission and not handle.serves(self.cases[case]):
             recording.failure = Outcome("UNSUPPORTED", handle.submission.limits)
         elif handle.process is None or one.player is None:
             recording.failure = handle.broken or handle.loss
         else:
             try:
-                self._fill_in(recording, handle, one.player, number + 1)
+                self._fill_in(recording, handle, one.player)
+                self._mapped[handle.name] = case
             except Died as died:
                 failure = handle.running.failure(died) if handle.process else Outcome(died.status, died.reason)
                 recording.failure = handle.lose(failure)
         return recording
 
-    def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player, number: int) -> None:
+    def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player) -> None:
         """Make the memory of a call, record it, and give it to the player. Died: that failed."""
         session, process = self.session, handle.running
-        recording.make(session, made, number, handle.baseline)
+        recording.make(session, made, handle.baseline)
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
         limit_s = session.first_call_limit_s + limits.PREPARE_LIMIT_S
         reply, images = process.child.receive(limit_s, descriptors=True)
-        self._mapped[handle.name] = number - 1
         try:
             recorded = admitted(replies.read(replies.Recorded, reply))
             self._take(recording, handle, recorded)
@@ -230,7 +232,7 @@ class Replays:
                 verdict = session.verdict(recording.name, 0, claims, handle.baseline)
                 recording.failure = verdict if verdict.status != "PASSED" else None
             if not recording.failure and not recording.self_timed:
-                made.load(number, recorded, images)
+                made.load(recording.number, recorded, images)
         finally:
             for fd in images:
                 os.close(fd)
@@ -246,7 +248,7 @@ class Replays:
         recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
         if self.session.weights_bytes and not handle.baseline:
             recording.failure = prepared.fault_of(recorded.kept, self.session.weights_bytes, prepared.WORK_SLACK)
-        if recorded.branches:
+        if recorded.branches and not handle.baseline:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):
             recording.self_timed = recorded.unrecorded
@@ -268,7 +270,7 @@ class Replays:
             if recording.failure or recording.self_timed or one.player is None:
                 continue
             try:
-                fds = one.player.move(number + 1)
+                fds = one.player.move(recording.number)
             except Died as died:
                 self._lose(one, recording, died)
                 continue
@@ -287,7 +289,7 @@ class Replays:
             session.checker.ask({"op": "fill", "runner": recording.name, "buffer": copy})
             if one.player is None:
                 raise Died("RUNTIME_ERROR", "its player was lost")
-            us, host_us = one.player.play(number + 1, copy, limit_s, takes=recording.takes)
+            us, host_us = one.player.play(recording.number, copy, limit_s, takes=recording.takes)
         except Died as died:
             return self._lose(one, recording, died)
         found = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
@@ -331,7 +333,7 @@ def phases_of(device: str) -> ModuleType:
     return sys.modules[__name__] if device == "cuda" else phases
 
 
-def try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
+def _try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
     """Record a submission's calls in its compile step, so that what they compile is kept."""
     todo = dict(enumerate(cases))
     with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, keep=True) as replays:
@@ -345,9 +347,9 @@ def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: floa
     if handle.process is None:
         return handle.broken or handle.loss
     made, process = Player(handle.target), handle.running
-    one = Recording(handle.runner, session.present)
+    one = Recording(handle.runner, 1, session.present)
     try:
-        one.make(session, made, 1, handle.baseline)
+        one.make(session, made, handle.baseline)
         fds, one.fds = one.fds, []
         process.hand_over(replies.Done, {"op": "map_call", **one.message}, fds, "map its memory", limit_s)
         return process.ask(replies.Profiled, message, limit_s)
@@ -374,7 +376,7 @@ def run_tests(
     budget, total = Budget(limit_s), len(cases) * len(handles)
     todo = {n: case for n, case in enumerate(cases) if any(have.test(e.name, n) is None for e in handles)}
     seeds = {n: session.secret_seed(case) if case in twice else case.seed for n, case in todo.items()}
-    session.build(*handles)
+    session.build(*handles, try_out=functools.partial(_try_out, session))
     with Replays(session, handles, todo, seeds) as replays:
         waves = replays.waves()
         for number, case in enumerate(cases):
@@ -429,7 +431,7 @@ class ReplayBenchmark(Benchmark):
 
     def _run_part(self, part: int, handles: list[RunnerHandle]) -> None:
         """Make all calls of these submissions."""
-        self.session.build(*handles)
+        self.session.build(*handles, try_out=functools.partial(_try_out, self.session))
         todo = {}
         for number, case in enumerate(self.cases):
             finished = [self.have.group(process, number, part) for process in range(self.counts.processes)]
@@ -446,7 +448,7 @@ class ReplayBenchmark(Benchmark):
         """Return the submissions in parts whose prepared weights have room together."""
         largest = max((case.weight_bytes for case in self.cases), default=0)
         room = self.session.memory() - RESERVE_BYTES - 2 * largest
-        size = max(1, int(room // ((1 + 2 * SCRATCH_FACTOR) * largest))) if largest else len(self.handles)
+        size = max(1, int(room // ((1 + 2 * PREPARED) * largest))) if largest else len(self.handles)
         if self.counts.paired or not self.handles:
             return [self.handles]
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)]

@@ -207,8 +207,10 @@ class Session:
         handle.keep = compiles
         return reply
 
-    def build(self, *handles: RunnerHandle) -> None:
-        """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`."""
+    def build(self, *handles: RunnerHandle, try_out: Callable[[RunnerHandle, list[Case]], None] | None = None) -> None:
+        """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`.
+        try_out: calls a submission on cases, for code that compiles when it sees its arguments.
+        """
         todo = compiling.todo(self.problem, handles)
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for number, (how, handle, helper) in enumerate(todo):
@@ -218,18 +220,12 @@ class Session:
                 result = self.ask_runner(helper, replies.Compiled, message, 2 * limits.COMPILE_LIMIT_S)
                 handle.broken = result if isinstance(result, Outcome) else None
             else:
-                self._try_out(helper)
+                every = (*self.problem.tests, *self.problem.timed(helper.target))
+                (try_out or self._try_out)(helper, [case for case in every if helper.serves(case)])
             self.stop(helper)
 
-    def _try_out(self, helper: RunnerHandle) -> None:
-        """Compile by a call on every shape, for code that compiles when it sees its arguments."""
-        every = (*self.problem.tests, *self.problem.timed(helper.target))
-        cases = [case for case in every if helper.submission is None or helper.submission.serves(case)]
-        if self.device == "cuda":
-            from harness.judge import replay  # which needs a session
-
-            replay.try_out(self, helper, cases)
-            return
+    def _try_out(self, helper: RunnerHandle, cases: list[Case]) -> None:
+        """Call a submission on these cases, on a CPU."""
         for case in cases:
             self.weights(case, case.seed)
             self.content(case, case.seed)
@@ -240,7 +236,7 @@ class Session:
 
     def _refused(self, handle: RunnerHandle) -> Outcome | None:
         """Start the submission's process if it has none. Return why the present content is not sent to it, if so."""
-        if handle.submission and not handle.submission.serves(self.present.case):
+        if handle.submission and not handle.serves(self.present.case):
             return Outcome("UNSUPPORTED", handle.submission.limits)
         if handle.broken:
             return handle.broken

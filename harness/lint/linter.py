@@ -148,12 +148,8 @@ def left_out(rows: list[Row]) -> list[str]:
         stem, change, of = row.name.partition(" zero")
         other = by_name.get(f"{stem} shifted{of}")
         untried = {one.text for one in row.tried.values() if one.status == "absent"} - {trivial.UNCHANGED}
-        if (
-            change
-            and other
-            and other.cases("refused")
-            and not (untried or row.cases("refused") or row.cases("accepted"))
-        ):
+        counts = untried or row.cases("refused") or row.cases("accepted")
+        if change and other and other.cases("refused") and not counts:
             found.append(f"{stem}{of}: the answer depends on it, but not on whether it is left out, in any case")
     return found
 

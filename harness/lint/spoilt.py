@@ -60,7 +60,11 @@ def rolled(exact: torch.Tensor, axis: int | None = None) -> torch.Tensor:
     order of rows or columns has.
     """
     bits = values.bits(exact).contiguous()
-    return _of_bits(exact, bits.flatten().roll(1) if axis is None else bits.roll(1, axis))
+    made = bits.roll(1) if axis is None else bits.roll(1, axis)
+    same = [bits.sort(a).values.equal(made.sort(a).values) for a in range(bits.dim() if axis is None else 0)]
+    if any(same) and not made.equal(bits):
+        raise AbsentError("its rows or columns hold the same, in another order")
+    return _of_bits(exact, made)
 
 
 def floating(exact: torch.Tensor) -> torch.Tensor:

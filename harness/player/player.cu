@@ -37,7 +37,7 @@ void need(cudaError_t code, const std::string& what) {
 constexpr CUdeviceptr BASE = 0x600000000000, SLOT = 1ull << 38, WEIGHTS = SLOT / 2;
 constexpr size_t PAGE = 2 << 20;
 constexpr int MOST_CALLS = 64, COPIES = 2;
-constexpr size_t MOST_LAUNCHES = 800;  // that a queue takes which waits for its gate; a thousand block the host
+constexpr size_t QUEUED = 700;  // launches that a queue takes which waits for its gate; a thousand block the host
 constexpr size_t TOUCH_STRIDE = 1 << 16;
 constexpr double AHEAD_US = 30;  // from the last enqueued command until the gate opens: all of it has reached the device
 constexpr double LOOK_US = 5e3;  // how often a long call is asked whether it failed
@@ -187,7 +187,6 @@ __global__ void hold(const volatile unsigned* open, unsigned turn) {
     while (*open != turn) {
     }
 }
-__global__ void say_done(volatile unsigned* done, unsigned turn) { *done = turn; }
 // Between the start event and the call: an early programmatic launch in the call reaches back to this kernel at most.
 __global__ void mark() {}
 
@@ -223,8 +222,12 @@ void inside(const Call& call, CUdeviceptr at, size_t bytes, bool written, const 
     require(good, what);
 }
 
-void launch(std::vector<Node>& nodes) {
+// at_full: what is done when the queue takes no more while it waits.
+template <class Full>
+void launch(std::vector<Node>& nodes, Full at_full) {
+    size_t queued = 0;
     for (Node& node : nodes) {
+        if (queued++ == QUEUED) at_full();
         if (node.kind == Node::KERNEL) {
             need(cuLaunchKernelEx(&node.kernel.config, node.kernel.function, node.kernel.parameters.data(), nullptr),
                  "launch of a kernel");
@@ -239,8 +242,11 @@ void launch(std::vector<Node>& nodes) {
     }
 }
 
-// Scratch memory and module variables as they were when the call was recorded: nothing is carried from call to call.
+// Scratch memory and module variables as they were when the call was recorded, and poison in what was free then: nothing
+// is carried from call to call.
 void restore(Call& call) {
+    const CUdeviceptr rest = scratch_window.place + call.kept;
+    if (scratch.bytes > call.kept) need(cuMemsetD8Async(rest, 0xFF, scratch.bytes - call.kept, queue), "poisoning scratch memory");
     if (call.kept) need(cuMemcpyDtoDAsync(scratch_window.place, call.snapshot, call.kept, queue), "restoring scratch memory");
     for (const Variable& variable : call.variables)
         need(cuMemcpyHtoDAsync(variable.place, variable.value.data(), variable.bytes, queue), "restoring a variable");
@@ -399,7 +405,6 @@ int player_kernel(int number, unsigned image, const char* name, const Launch* ab
     return guarded([=] {
         Call& call = call_of(number);
         require(image < call.modules.size(), "a kernel of no image");
-        require(call.nodes.size() < MOST_LAUNCHES, "a call may launch at most 800 kernels, copies and fills");
         call.nodes.emplace_back();
         Node& node = call.nodes.back();
         Kernel& kernel = node.kernel;
@@ -444,7 +449,6 @@ int player_kernel(int number, unsigned image, const char* name, const Launch* ab
 int player_copy(int number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
     return guarded([=] {
         Call& call = call_of(number);
-        require(call.nodes.size() < MOST_LAUNCHES, "a call may launch at most 800 kernels, copies and fills");
         inside(call, to, bytes, true, "a copy to memory that is neither scratch nor output");
         inside(call, from, bytes, false, "a copy from memory that is not the call's");
         call.nodes.emplace_back();
@@ -455,7 +459,6 @@ int player_copy(int number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
 int player_fill(int number, CUdeviceptr to, size_t pitch, size_t width, size_t height, unsigned value, unsigned element) {
     return guarded([=] {
         Call& call = call_of(number);
-        require(call.nodes.size() < MOST_LAUNCHES, "a call may launch at most 800 kernels, copies and fills");
         require(element == 1 || element == 2 || element == 4, "a fill of elements of an unknown size");
         require(height && width < SLOT && height < SLOT / (pitch | 1), "a fill that is too large");
         inside(call, to, pitch * (height - 1) + width * element, true, "a fill of memory that is neither scratch nor output");
@@ -515,32 +518,35 @@ int player_play(int number, int copy, int what, size_t bytes, double limit_s, do
         const double limit_us = limit_s * 1e6;
         require(copy >= 0 && copy < COPIES && what >= 0 && what < 2 + readers::count(), "no such copy or reader");
         require(what < 2 || bytes <= call.io.bytes, "a reader of more than there is");
-        const auto enqueue = [&] {
-            if (what == 0) launch(call.nodes);
+        double start = 0;
+        const auto open = [&] {
+            for (const double asked = now_us(); now_us() - asked < AHEAD_US;) {
+            }
+            start = now_us();
+            page->open = turn;
+        };
+        const auto enqueue = [&](auto at_full) {
+            if (what == 0) launch(call.nodes, at_full);
             if (what > 1) readers::launch((const char*)call.io.place, bytes, what - 2, sms, sink, queue);
         };
         // On the contents of the call before, so that the code is where a call that ran just now has it.
         if (call.io.mapped) {
-            if (what == 0) restore(call), launch(call.before);
-            enqueue();
+            if (what == 0) restore(call), launch(call.before, [] {});
+            enqueue([] {});
             finish(limit_us);
         }
         call.io.show(call.inputs[copy], call.outputs[copy], true);
         if (!call.held.mapped) call.held.show(call.weights, Memory(), true);
-        if (what == 0) restore(call), launch(call.before);
+        if (what == 0) restore(call), launch(call.before, [] {});
         make_cold(&call);
         finish(limit_us);
         hold<<<1, 1, 0, queue>>>(&page->open, ++turn);
         need(cuEventRecord(before, queue), "cuEventRecord");
         mark<<<1, 32, 0, queue>>>();
-        enqueue();
+        enqueue(open);
         need(cuEventRecord(after, queue), "cuEventRecord");
-        if (turn % 2) say_done<<<1, 1, 0, queue>>>(&page->done, turn);
-        else need(cuStreamWriteValue32(queue, (CUdeviceptr)&page->done, turn, 0), "cuStreamWriteValue32");
-        for (const double asked = now_us(); now_us() - asked < AHEAD_US;) {
-        }
-        const double start = now_us();
-        page->open = turn;
+        need(cuStreamWriteValue32(queue, (CUdeviceptr)&page->done, turn, 0), "cuStreamWriteValue32");
+        if (!start) open();
         double looked = start, now;
         while (page->done != turn) {
             now = now_us();

@@ -203,6 +203,12 @@ def _imported(path: Path, _: str) -> tuple[tuple[int, str], ...]:
     return tuple(imports(load.parse(path)))
 
 
+def defines(tree: ast.Module, name: str) -> bool:
+    """Return whether a module defines `name`: as a function of its own, or as the name of another."""
+    made = [_targets(node) if isinstance(node, ast.Assign) else {getattr(node, "name", "")} for node in tree.body]
+    return name in set().union(*made)
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every absolute import, those in functions too; `from a import b` counts as a.b."""
     for node in ast.walk(tree):

@@ -32,6 +32,9 @@ struct Image {
     CUmodule trial = nullptr;  // to compare functions of one name
 };
 std::vector<Image> images;
+std::map<CUmodule, size_t> modules;  // their images, of those that a call of the driver loaded and returned,
+std::map<CUfunction, size_t> first;  // or of which it returned this function
+thread_local long loaded = -1;       // the image that was loaded last within a call of the driver
 bool watching = true;  // not while images are loaded for a trial
 CUgraph recorded;
 std::map<size_t, CUfunction> owners;  // by image, a function of the recorded call
@@ -48,15 +51,38 @@ struct ModuleData {
     size_t size;
     const char* cubin;
 };
-constexpr int RESOURCE = 3, MODULE_LOADED = 6;
-void on_resource(void*, int domain, uint32_t id, const void* data) {
-    if (domain != RESOURCE || id != MODULE_LOADED || !watching) return;
-    const auto* module = (const ModuleData*)((const ResourceData*)data)->descriptor;
+struct CallData {
+    int site;  // 0: before the call, 1: behind it
+    const char* name;
+    void** parameters;
+};
+constexpr int DRIVER = 1, RESOURCE = 3, MODULE_LOADED = 6;
+constexpr uint32_t LOAD_DATA = 19, LOAD_DATA_EX = 20, GET_FUNCTION = 683;  // cuModuleLoadData, its Ex, cuKernelGetFunction
+
+void on_loaded(const ModuleData* module) {
     if (!module || !module->cubin || !module->size) return;
     std::lock_guard<std::mutex> lock(guard);
-    for (const Image& image : images)
-        if (image.bytes.size() == module->size && !memcmp(image.bytes.data(), module->cubin, module->size)) return;
+    for (loaded = 0; size_t(loaded) < images.size(); ++loaded) {
+        const std::string& bytes = images[loaded].bytes;
+        if (bytes.size() == module->size && !memcmp(bytes.data(), module->cubin, module->size)) return;
+    }
     images.push_back({std::string(module->cubin, module->size)});
+}
+// A module is known by the call that returns it: several may have a kernel of one name and form, with other code.
+void on_call(uint32_t id, const CallData* call) {
+    if (call->site == 0) {
+        loaded = -1;
+        return;
+    }
+    if (loaded < 0) return;
+    std::lock_guard<std::mutex> lock(guard);
+    if (id == GET_FUNCTION) first[**(CUfunction**)call->parameters] = loaded;
+    else modules[**(CUmodule**)call->parameters] = loaded;
+}
+void on_event(void*, int domain, uint32_t id, const void* data) {
+    if (!watching) return;
+    if (domain == RESOURCE && id == MODULE_LOADED) on_loaded((const ModuleData*)((const ResourceData*)data)->descriptor);
+    if (domain == DRIVER) on_call(id, (const CallData*)data);
 }
 
 void say(const char* format, ...) {
@@ -98,8 +124,11 @@ bool alike(CUfunction one, CUfunction other) {
     return layout_of(one) == layout_of(other);
 }
 
-// The image that has a kernel: one whose code has a section ".text.NAME", and of several one whose function is alike.
+// The image that has a kernel: that of its module, or one whose code has a section ".text.NAME", and of several of these
+// one whose function is alike.
 size_t image_of(CUfunction function, const char* name) {
+    CUmodule module;
+    if (!cuFuncGetModule(&module, function) && modules.count(module)) return modules[module];
     std::string section = std::string(".text.") + name;
     section.push_back('\0');
     std::vector<size_t> named;
@@ -237,8 +266,9 @@ int capture_watch(const char* library) {
         auto enable = (int (*)(uint32_t, void*, int, uint32_t))dlsym(cupti, "cuptiEnableCallback");
         if (!subscribe || !enable) throw Failed("CUPTI lacks cuptiSubscribe");
         static void* subscriber;
-        if (subscribe(&subscriber, on_resource, nullptr) || enable(1, subscriber, RESOURCE, MODULE_LOADED))
-            throw Failed("CUPTI does not tell of modules: another profiler uses it");
+        bool failed = subscribe(&subscriber, on_event, nullptr) || enable(1, subscriber, RESOURCE, MODULE_LOADED);
+        for (uint32_t id : {LOAD_DATA, LOAD_DATA_EX, GET_FUNCTION}) failed = failed || enable(1, subscriber, DRIVER, id);
+        if (failed) throw Failed("CUPTI does not tell of modules: another profiler uses it");
     });
 }
 
@@ -343,6 +373,10 @@ int capture_export() {
         std::map<CUgraphNode, bool> early;
         const std::vector<CUgraphNode> order = in_line(early);
         exported = "{\"nodes\": [";
+        for (auto [function, image] : first) {  // not in the callback, where the driver must not be called
+            CUmodule module;
+            if (!cuFuncGetModule(&module, function)) modules.emplace(module, image);
+        }
         for (size_t i = 1; i < order.size(); ++i) {  // behind the mark
             CUgraphNodeType kind;
             need(cuGraphNodeGetType(order[i], &kind), "cuGraphNodeGetType");

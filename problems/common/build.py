@@ -234,7 +234,7 @@ def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> 
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "TMPDIR": scratch},
+                env={**os.environ, "TMPDIR": scratch, "NVCC_APPEND_FLAGS": ""},
             )
             if result.returncode:
                 raise BuildError(f"{' '.join(command)}\nexit status {result.returncode}\n{result.stdout}")

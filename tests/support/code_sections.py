@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.judge import compiling
+from harness.problem import sources
 from problems.common import build, load
 from tests.support import ROOT
 
@@ -50,7 +50,7 @@ def jobs(tree: Path) -> Iterator[tuple[str, str]]:
     for file in sorted(tree.glob("problems/*/variants/*.py")):
         problem = file.parent.parent.name
         if (
-            compiling.defines_compile_for(load.parse(file))
+            sources.defines(load.parse(file), "compile_for")
             and problem != COMPOSITION
             and not file.stem.startswith(("peer_", "torch_"))
         ):

@@ -7,7 +7,7 @@ ROWS = 61
 # Row -> why there is no file for it, and what holds it instead.
 UNACTED = {
     28: "torch is allowed in a submission, so calling a library is no offence; docs/rules.md says so",
-    34: "the judge's flush, not a submission's doing: its size follows the device's cache (harness/runner/clock.py)",
+    34: "the judge's flush, not a submission's doing: its size follows the device's cache (harness/player/player.cu)",
     36: "clocks and throttling: recorded with each case, and pairs cancel them (tests/harness/results/test_stats.py)",
     37: "drift between two measurements: pairs are interleaved (tests/harness/results/test_stats.py)",
     38: "first-call effects: the control that compiles lazily has them, and they stay out of its samples",

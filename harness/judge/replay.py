@@ -161,6 +161,8 @@ class Replays:
     def _record(self, those: list[Played], numbers: list[int]) -> list[int]:
         """Record these submissions on these cases, in one runner each. Return the cases that had room."""
         session, done = self.session, list[int]()
+        for one in those:
+            self._release(one)
         self._start([one for one in those if not one.handle.broken])
         for number in numbers if those else ():
             self._weigh(number)
@@ -169,7 +171,6 @@ class Replays:
             if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
             for one in those:
-                one.recordings.pop(number, None)
                 if recording := self._recorded(one, number, len(done) + 1):
                     one.recordings[number] = recording
             done.append(number)
@@ -306,11 +307,13 @@ class Replays:
         return found
 
     def _lose(self, one: Played, recording: Recording, died: Died) -> Outcome:
-        """Note that a call failed, and with it its player."""
+        """Note that a call failed, and with it its player, or the runner that timed it."""
         if one.player:
             one.player.close()
             one.player = None
         recording.failure = Outcome(died.status, died.reason)
+        if recording.self_timed and one.handle.process:
+            recording.failure = one.handle.lose(one.handle.running.failure(died))
         self.session.see_device(one.handle.name, died.reason)
         return recording.failure
 
@@ -467,7 +470,9 @@ class ReplayBenchmark(Benchmark):
         case = self.cases[number]
         self.session.content(case)
         self.bytes = self.session.present.moved // 16 * 16
-        self.judges.memory(1, {"inputs": -(-self.bytes // player.PAGE) * player.PAGE, "outputs": 0, "weights": 0})
+        nbytes = -(-self.bytes // player.PAGE) * player.PAGE
+        for fd in self.judges.memory(1, {"inputs": nbytes, "outputs": 0, "weights": 0}):
+            os.close(fd)
         self.judges.wake(WAKE_S)
         for process in range(self.counts.processes):
             if self.have.group(process, number, part):
@@ -485,7 +490,7 @@ class ReplayBenchmark(Benchmark):
             for handle in handles:
                 self._complete(group, handle.name)
             if case.flops and not self.rated:
-                group.record.judge_us[matmul.NAME], self.rated = self._matmul_us(), True
+                group.record.judge_us[matmul.NAME], self.rated = self._matmul_us(number), True
             group.record.state = environment.gpu_state()
             self._close(group)
             self.rounds_done += self.rounds
@@ -493,14 +498,15 @@ class ReplayBenchmark(Benchmark):
     def _made(self, group: OpenGroup, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
         return self.replays.play(handle, group.record.case, sample % player.COPIES, remaining_s)
 
-    def _matmul_us(self) -> list[float]:
-        """Return times of the judge's matrix product."""
+    def _matmul_us(self, number: int) -> list[float]:
+        """Return times of the judge's matrix product. The checker has the same weights afterwards."""
         judge = RunnerHandle(JUDGE, None, self.handles[0].target)
-        with Replays(self.session, [judge], {0: self.cases[0]}, {0: 0}) as recorded:
+        seeds = {number: self.replays.seeds[number]}
+        with Replays(self.session, [judge], {number: self.cases[number]}, seeds) as recorded:
             next(recorded.waves())
             one = recorded.played[judge.name]
-            if one.player is None or one.recordings[0].failure:
-                raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[0].failure}")
+            if one.player is None or one.recordings[number].failure:
+                raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[number].failure}")
             return [one.player.play(1, 0, self.session.call_limit_s)[0] for _ in range(self.counts.samples)]
 
     def _judge_call(self, record: Group, name: str, sample: int) -> Outcome:

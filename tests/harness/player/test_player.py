@@ -77,21 +77,19 @@ def test_an_image_that_is_too_large_is_refused_and_its_descriptor_closed(library
             os.fstat(fd)
 
 
+PLAY = {"number": 1, "copy": 1, "what": 2, "bytes": 64, "limit_s": 1.5, "takes": [{"to": 1, "from": 2, "bytes": 3}]}
+
+
 @pytest.mark.parametrize(("code", "kind"), [(1, player.RefusedError), (2, player.LostError), (3, player.LostError)])
 def test_codes_of_the_native_part_are_errors_with_its_text(library, code, kind):
+    """Of a call that failed no answer is taken."""
     made = player.Player("it")
+    assert made.play(PLAY, []).keys() == {"us", "host_us"}
     library.code = code
     with pytest.raises(kind, match=r"^TIMEOUT what went . wrong$" if code == 3 else r"^what went . wrong$"):
-        made.play({"number": 1, "copy": 0, "what": 0, "limit_s": 1.0, "takes": [{"to": 1, "from": 2, "bytes": 3}]}, [])
-    assert library.calls[-1][0] == "play", "nothing is taken of a call that failed"
-
-
-def test_an_answer_is_taken_behind_its_call(library):
-    made = player.Player("it")
-    takes = [{"to": 1, "from": 2, "bytes": 3}]
-    message = {"number": 1, "copy": 1, "what": 2, "bytes": 64, "limit_s": 1.5, "takes": takes}
-    assert made.play(message, []).keys() == {"us", "host_us"}
-    assert library.calls[1:] == [["play", 1, 1, 2, 64, 1.5, ...], ["take", 1, 1, 2, 3]]
+        made.play(PLAY, [])
+    played = ["play", 1, 1, 2, 64, 1.5, ...]
+    assert library.calls[1:] == [played, ["take", 1, 1, 2, 3], played]
 
 
 def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):

@@ -183,7 +183,7 @@ class Benchmark:
     def run(self) -> None:
         """Time all processes, one after another; where not all submissions have room, one part after another."""
         if not self.session.problem.ours and self.handles:
-            most = Room(len(self.handles), 1, self.counts.buffers)
+            most = Room(len(self.handles), self.counts.buffers)
             room = choose([self.session.footprint(case) for case in self.cases], most, self.counts.paired)
             self.counts = dataclasses.replace(self.counts, buffers=room.buffers)
             size = max(1, room.handles)

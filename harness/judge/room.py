@@ -3,7 +3,6 @@
 Only folders from elsewhere are measured: those of this repository say what their weights take, and fit.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 from harness.problem.folders import UsageError
@@ -35,10 +34,9 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Room:
-    """handles: submissions alive at once; together: processes of each; buffers: of each process."""
+    """handles: submissions alive at once; buffers: of the process of each."""
 
     handles: int
-    together: int
     buffers: int
 
 
@@ -46,8 +44,7 @@ def choose(footprints: list[Footprint], most: Room, paired: bool) -> Room:
     """Return the largest room within `most` in which every case fits. A pair stays together. UsageError: none does."""
     rooms = _rooms(most, paired)
     for room in rooms:
-        processes = room.handles * room.together
-        if all(each.needed(processes, room.buffers) <= SHARE * each.total for each in footprints):
+        if all(each.needed(room.handles, room.buffers) <= SHARE * each.total for each in footprints):
             return room
     least = rooms[-1].handles
     worst = max(footprints, key=lambda each: each.needed(least, 1))
@@ -60,7 +57,6 @@ def choose(footprints: list[Footprint], most: Room, paired: bool) -> Room:
 
 
 def _rooms(most: Room, paired: bool) -> list[Room]:
-    """Return `most` and ever smaller rooms: first fewer processes, which only takes longer, then fewer buffers."""
-    fewer = [dataclasses.replace(most, together=together) for together in range(most.together, 0, -1)]
+    """Return `most` and ever smaller rooms: first fewer submissions, which only takes longer, then fewer buffers."""
     handles = most.handles if paired else 1
-    return fewer + [Room(handles, 1, buffers) for buffers in range(most.buffers, 0, -1)]
+    return [most, *(Room(handles, buffers) for buffers in range(most.buffers, 0, -1))]

@@ -22,8 +22,7 @@ from problems.common import build, cubins, load
 
 _HERE = Path(__file__).resolve().parent
 PER_THREAD = 2  # the default stream of code that is built so (build.CUDA_FLAGS); the legacy one cannot be recorded
-VARIABLES = 4096  # of one image
-VARIABLE_BYTES = 2**20  # of all variables of a call
+VARIABLE_BYTES = 2**20  # of one variable
 
 
 class NotRecordedError(RuntimeError):
@@ -183,6 +182,10 @@ def _variables(number: int, index: int, image: bytes) -> list[dict]:
     """Return the variables of an image with their present values."""
     found = []
     for name, nbytes in cubins.variables(image):
+        if nbytes > VARIABLE_BYTES:
+            raise NotRecordedError(
+                f"its variable {name} has {nbytes} bytes, of at most {VARIABLE_BYTES}: use torch.empty"
+            )
         value = ctypes.create_string_buffer(nbytes)
         if not _library().capture_variable(index, name.encode(), value, nbytes):
             found.append({"image": number, "name": name, "value": value.raw.hex()})

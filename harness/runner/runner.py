@@ -141,11 +141,9 @@ class Runner:
             recorded, files, result = recorder.record(kernel, arguments, setup)
             if self.module and not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
-        except recorder.BranchesError as error:
-            return {**prepared, "unrecorded": str(error), "branches": True}
         except Exception as error:
-            said = failure.first_line("call", error, self.file or "", self.module)
-            return {**prepared, "unrecorded": f"its call cannot be recorded: {said}"}
+            said = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
+            return {**prepared, "unrecorded": said, "branches": isinstance(error, recorder.BranchesError)}
         if self.module and message["ours"]:
             recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}

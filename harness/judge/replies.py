@@ -166,13 +166,18 @@ class KernelNode(Reply):
     values: Hex
 
 
-class CopyNode(Reply):
-    """A copy within the call's memory, by address."""
+class Take(Reply):
+    """A copy of an answer, from where a call leaves it to where the judge looks, by address."""
 
-    kind: Literal["copy"]
     to: Address
     from_: Address = Field(alias="from")
     bytes: Count
+
+
+class CopyNode(Take):
+    """A copy within the call's memory, by address."""
+
+    kind: Literal["copy"]
 
 
 class FillNode(Reply):
@@ -198,14 +203,6 @@ class Variable(Reply):
 Nodes = Annotated[
     list[Annotated[KernelNode | CopyNode | FillNode, Field(discriminator="kind")]], Field(max_length=NODES)
 ]
-
-
-class Take(Reply):
-    """A copy of an answer, from where a call leaves it to where the judge looks, by address."""
-
-    to: Address
-    from_: Address = Field(alias="from")
-    bytes: Count
 
 
 class Recorded(Reply):

@@ -16,9 +16,8 @@ from harness.judge.handle import CheckerHandle, Content, DeviceError, Reported, 
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
 from harness.judge.room import Footprint
-from harness.player import player
 from harness.problem.folders import Case, Problem, ProblemError
-from harness.sandbox import freezer, policy, process
+from harness.sandbox import process
 from harness.sandbox.process import Died
 
 CLOSED_AT_ONCE = 16  # processes
@@ -37,8 +36,6 @@ class Session:
         self.first_call_limit_s = timeout_s or limits.COMPILE_LIMIT_S
         self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
-        self.clock_name = player.CLOCK if device == "cuda" else freezer.CLOCK
-        self.sandbox = policy.probe()
         self.notes: list[str] = []
         self.say: Callable[[str], None] = lambda _: None
         self.progress: Progress = lambda _: None

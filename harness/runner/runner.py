@@ -137,11 +137,9 @@ class Runner:
             recorded, files, result = recorder.record(kernel, arguments, setup)
             if self.module and not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
-        except recorder.BranchesError as error:
-            return {**prepared, "unrecorded": str(error), "branches": True}
         except Exception as error:
-            said = failure.first_line("call", error, self.file or "", self.module)
-            return {**prepared, "unrecorded": f"its call cannot be recorded: {said}"}
+            said = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
+            return {**prepared, "unrecorded": said, "branches": isinstance(error, recorder.BranchesError)}
         if self.module and message["ours"]:
             recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}
@@ -197,10 +195,9 @@ class Runner:
 
     def time(self, message: dict, _: list[int]) -> dict:
         """Make a call in this process, by events: its time can be forged by the submission."""
-        self.flush = (
-            self.flush if self.flush is not None else torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
-        )
-        data, returned = self.arguments[0], []
+        if self.flush is None:
+            self.flush = torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
+        data = self.arguments[0]
         state = self._setup(data, message)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -395,24 +392,13 @@ def main() -> None:
         wire.send(sock, failure.reply("import", error, file))
         return
     wire.send(sock, {"ready": True, "switches": runner.switches.restore()})
-    handlers: dict[str, Callable] = {
-        "open": runner.open,
-        "hold": runner.hold,
-        "trim": runner.trim,
-        "call": runner.call,
-        "record": runner.record,
-        "map_call": runner.map_call,
-        "time": runner.time,
-        "profile": runner.profile,
-        "compile": runner.compile,
-    }
     while True:
         try:
             message, fds = wire.receive(sock)
         except wire.WireError:
             return  # the parent is done with us
         try:
-            reply = handlers[message["op"]](message, fds)
+            reply = getattr(runner, message["op"])(message, fds)
         except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()

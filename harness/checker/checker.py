@@ -130,8 +130,6 @@ class Checker:
         layout = tree.Layout(values=None if self.ours or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
         self.values = _said(layout)
-        # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
-        copies = layout if self.device == "cuda" else tree.Layout()
         if self.ours:
             self.inout = self._inout()
             self.want = self.reference.ref_kernel(self._for_reference())
@@ -147,8 +145,7 @@ class Checker:
                     f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}"
                 )
             self.outputs = [first + part[0] for part in found]
-            copied = [leaves[i] for i in self.outputs]
-            self.captures = [{**leaf, "offset": copies.place(leaf["space"], leaf["nbytes"])} for leaf in copied]
+            self.captures = [leaves[i] for i in self.outputs]
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # A call may overwrite every input, as the reference may, and return one of them.
@@ -158,10 +155,12 @@ class Checker:
             foreign.see_answer(answer, self.device)
             self.answer, parts = claims.told(answer)
             self.classes, self.nans = forms.classes_of(self.answer), foreign.nans(answer)
-            self.captures = [memory.room_for(part, given, copies) for part in parts]
+            self.captures = [memory.room_for(part, given) for part in parts]
         cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
         parts = {"inputs": 0, "outputs": 0}
-        if self.device == "cuda":
+        if (
+            self.device == "cuda"
+        ):  # a folder's answer is copied to where the judge looks; on a CPU the checker fetches it
             parts["inputs"], layout = tree.rearrange(self.spec, {*self.outputs, *self.inout}, PAGE)
             for spec in () if self.ours else self.captures:
                 spec["offset"] = layout.place("device", spec["most"])
@@ -379,16 +378,13 @@ class Checker:
         if not self.ours:
             return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
         if self.device == "cuda":
-            placed = [tree.leaves(self.spec)[i] for i in self.outputs]
-            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory[leaf["space"]]) for leaf in placed]
-            taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
+            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory[leaf["space"]]) for leaf in self.captures]
         else:
-            taken = caught.outputs
+            taken, names = caught.outputs, _fields(self.spec)
             got = [memory.interpret(output, form) for output, form in zip(taken, self.captures, strict=True)]
-        leaves, names = tree.leaves(self.spec), _fields(self.spec)
-        for i, output in zip(self.outputs, taken, strict=True):
-            if output is None or not memory.same(memory.region(leaves[i], buffer), output):
-                return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
+            for i, leaf, output in zip(self.outputs, self.captures, taken, strict=True):
+                if output is None or not memory.same(memory.region(leaf, buffer), output):
+                    return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if said is not None and (fault := forms.returned_fault(said, self.captures, self.ours)):
             return _verdict("INCORRECT", fault)
         output = got[0] if len(got) == 1 else tuple(got)

@@ -58,18 +58,17 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
         return None
 
 
-def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layout) -> dict:
-    """Return the specification of a dense copy of an answer, which gets a place in `layout`. A submission may give it
-    in the dtype of any of `others` that has its shape: a buffer for it that the problem hands out. Where a reference
-    computes in fp64, or torch gives indices as int64, also in fp32 or int32: the folder's check says what it thinks.
+def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
+    """Return the specification of a dense copy of an answer, without a place. A submission may give it in the dtype of
+    any of `others` that has its shape: a buffer for it that the problem hands out. Where a reference computes in fp64,
+    or torch gives indices as int64, also in fp32 or int32: the folder's check says what it thinks.
     """
     dtypes = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
     dtypes |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
     spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
     space, most = ("device" if tensor.is_cuda else "host"), max(dtype.itemsize for dtype in dtypes)
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    place = layout.place(space, tensor.numel() * most)
-    return {**spec, "space": space, "offset": place, "most": tensor.numel() * most, "dtypes": names}
+    return {**spec, "space": space, "most": tensor.numel() * most, "dtypes": names}
 
 
 def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:

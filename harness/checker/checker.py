@@ -87,15 +87,15 @@ class Checker:
             self.weights = self.reference.generate_weights(**case)
             layout = tree.Layout()
             self.weights_spec = tree.describe(self.weights, layout)
-            self.weights_sizes = layout.used
-        size = self.weights_sizes["device"] if self.split else 0
-        return {"split": self.split, "bytes": -(-size // PAGE) * PAGE}
+            self.weights_bytes = layout.used
+        nbytes = self.weights_bytes if self.split and self.device == "cuda" else 0
+        return {"split": self.split, "bytes": -(-nbytes // PAGE) * PAGE}
 
     def hold(self, message: dict, _: list[int]) -> dict:
         """Copy the present weights into memory for one runner on a CPU, and free what it held before."""
         if old := self.held.pop(message["runner"], None):
             old.close()
-        buffer = self.held[message["runner"]] = Buffer(self.weights_sizes["host"])
+        buffer = self.held[message["runner"]] = Buffer(self.weights_bytes)
         self._fill_weights(buffer)
         nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
         return {"nbytes": buffer.nbytes, "spec": self.weights_spec, "bytes": nbytes, "fds": buffer.fds()}
@@ -156,18 +156,20 @@ class Checker:
             self.answer, parts = claims.told(answer)
             self.classes, self.nans = forms.classes_of(self.answer), foreign.nans(answer)
             self.captures = [memory.room_for(part, given) for part in parts]
-        cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
+        devices = {leaf["device"] for leaf in tree.leaves(self.spec)}
+        if self.device == "cuda" in devices != {"cuda"}:
+            raise failure.RefusedError("a call's data must be on one device: make all tensors on the GPU")
         parts = {"inputs": 0, "outputs": 0}
         if (
             self.device == "cuda"
         ):  # a folder's answer is copied to where the judge looks; on a CPU the checker fetches it
             parts["inputs"], layout = tree.rearrange(self.spec, {*self.outputs, *self.inout}, PAGE)
             for spec in () if self.ours else self.captures:
-                spec["offset"] = layout.place("device", spec["most"])
-            parts["outputs"] = -(-layout.used["device"] // PAGE) * PAGE - parts["inputs"]
+                spec["offset"] = layout.place(spec["most"])
+            parts["outputs"] = -(-layout.used // PAGE) * PAGE - parts["inputs"]
         return {
-            "device": "cuda" if cuda else "cpu",
-            "host": layout.used["host"],
+            "device": "cuda" if "cuda" in devices else "cpu",
+            "host": layout.used if self.device == "cpu" else 0,
             "parts": parts,
             "bytes": self._bytes(case),
             "held": self._held(),
@@ -325,9 +327,8 @@ class Checker:
         weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
         that.
         """
-        host = buffer.memory.get("host")
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
-        if own_memory or not native.forget(host):
+        if own_memory or not native.forget(buffer.memory):
             self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
             native.evict(self.flush)
 
@@ -378,7 +379,7 @@ class Checker:
         if not self.ours:
             return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
         if self.device == "cuda":
-            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory[leaf["space"]]) for leaf in self.captures]
+            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory) for leaf in self.captures]
         else:
             taken, names = caught.outputs, _fields(self.spec)
             got = [memory.interpret(output, form) for output, form in zip(taken, self.captures, strict=True)]

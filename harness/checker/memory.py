@@ -17,7 +17,7 @@ NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32, torch.comple
 
 def region(leaf: dict, buffer: Shared) -> torch.Tensor:
     """Return the bytes of one tensor of a specification in a buffer."""
-    return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+    return buffer.memory[leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -66,9 +66,9 @@ def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
     dtypes = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
     dtypes |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
     spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
-    space, most = ("device" if tensor.is_cuda else "host"), max(dtype.itemsize for dtype in dtypes)
+    most = tensor.numel() * max(dtype.itemsize for dtype in dtypes)
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return {**spec, "space": space, "most": tensor.numel() * most, "dtypes": names}
+    return {**spec, "device": tensor.device.type, "most": most, "dtypes": names}
 
 
 def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
@@ -76,7 +76,7 @@ def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
     `form`, where these leave no gaps, else contiguous.
     """
     nbytes = math.prod(spec["shape"]) * getattr(torch, form["dtype"]).itemsize
-    dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory[spec["space"]])
+    dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory)
     return tree.with_strides(dense, form["stride"])
 
 

@@ -86,9 +86,8 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
     options += " --metrics dram__bytes_read.sum.per_second" + "".join(f" --section {name}" for name in NCU_SECTIONS)
     ncu, solo = _tool("ncu"), _solo(problem, submission, [case])
     _run([ncu, *options.split(), "-o", str(report), *solo], "ncu", _dsl(target))
-    page = _run(
-        [ncu, "--import", str(report), *["--page", "raw", "--csv", "--print-units", "base"]], "ncu --import", {}
-    )
+    shown_as = ["--page", "raw", "--csv", "--print-units", "base"]
+    page = _run([ncu, "--import", str(report), *shown_as], "ncu --import", {})
     shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
     return f"{digest(page)}\nfull report: {shown}"
 

@@ -262,6 +262,7 @@ class RunnerHandle:
     broken: Outcome | None = None
     keep: bool = False  # what its process compiled is kept when it stops
     runner: str = ""
+    scratch: tuple[dict, int] | None = None  # the memory that its next process on a GPU hands out, with the descriptor
     recorded: bool = True  # its calls on a GPU are recorded; a profiler needs what records them for itself
 
     def __post_init__(self) -> None:
@@ -320,8 +321,14 @@ class RunnerHandle:
             "records": self.target if device == "cuda" and self.recorded else "",
             "common": str(box.common) if box and box.common else None,
         }
+        fds = ()
+        if device == "cuda" and self.scratch:
+            message["scratch"], *fds = self.scratch
+            self.scratch = None
         with contextlib.suppress(Died):  # a process that is gone already says so when it is waited for
-            child.send(message)
+            child.send(message, tuple(fds))
+        for fd in fds:
+            os.close(fd)
 
     def lose(self, failure: Outcome) -> Outcome:
         """End its process because of `failure`, and return it. DeviceError: the device does not compute since then."""

@@ -16,7 +16,7 @@ class Player:
     """A player's process. Died from any request: it is gone, or failed and is ended."""
 
     def __init__(self, target: str) -> None:
-        self.child = Child("harness.player.player")
+        self.child, self.lost = Child("harness.player.player"), False
         self.readers: int = self._request({"library": str(player.artefact(target).path)})[0]["readers"]
 
     def _request(
@@ -29,6 +29,7 @@ class Player:
         if reply["failed"] == player.RefusedError.__name__:
             raise Died("RUNTIME_ERROR", f"its recorded call is refused: {text}")
         self.child.kill()
+        self.lost = True
         if text.startswith("TIMEOUT "):
             raise Died("TIMEOUT", text.removeprefix("TIMEOUT "))
         raise Died("RUNTIME_ERROR", f"{text}; {MEMORY_HINT}" if MEMORY in text else text)
@@ -39,7 +40,7 @@ class Player:
         """
         nbytes = -(-nbytes // player.PAGE) * player.PAGE
         reply, (fd,) = self._request({"op": "scratch", "bytes": nbytes})
-        return {**reply, "bytes": nbytes}, fd
+        return {"address": reply["address"], "nbytes": nbytes}, fd
 
     def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
         """Make the memory of a call: "inputs", "outputs" and "weights" bytes. Return the descriptors."""

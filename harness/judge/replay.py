@@ -11,12 +11,12 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 from harness.judge import limits, phases, prepared, replies
 from harness.judge.events import Progress, Step
-from harness.judge.handle import Content, RunnerHandle, admitted
+from harness.judge.handle import Content, RunnerHandle, admitted, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Benchmark, Budget, Counts, OpenGroup
 from harness.judge.player import NOTHING, READER, Player
@@ -25,7 +25,7 @@ from harness.judge.session import Session
 from harness.judge.work import NOTHING as NO_WORK
 from harness.judge.work import Finished, Group, GroupDone
 from harness.player import player
-from harness.problem.folders import Case
+from harness.problem.folders import Case, ProblemError
 from harness.results import environment
 from harness.runner import matmul
 from harness.sandbox.process import Died
@@ -98,6 +98,11 @@ class Played:
     player: Player | None = None
     recordings: dict[int, Recording] = field(default_factory=dict)
 
+    def lacks(self, number: int) -> bool:
+        """Return whether the call on this case is to be recorded, again or at last."""
+        recording = self.recordings.get(number)
+        return recording is None or (self.player is None and not recording.failure)
+
     @property
     def self_times(self) -> bool:
         return any(one.self_timed and not one.failure for one in self.recordings.values())
@@ -106,7 +111,8 @@ class Played:
 class Replays:
     """The recorded calls of some submissions on some cases. A context manager: it ends players and frees memory.
 
-    seeds: by case, of the weights and of the contents that calls are recorded on. keep: what runners compile is kept.
+    seeds: by case, of the weights. compiles: this is a compile step, whose contents are public and whose caches are
+    kept.
     """
 
     def __init__(
@@ -115,9 +121,9 @@ class Replays:
         handles: list[RunnerHandle],
         cases: dict[int, Case],
         seeds: dict[int, int],
-        keep: bool = False,
+        compiles: bool = False,
     ) -> None:
-        self.session, self.cases, self.seeds, self.keep = session, cases, seeds, keep
+        self.session, self.cases, self.seeds, self.compiles = session, cases, seeds, compiles
         self.played = {handle.name: Played(handle) for handle in handles}
         self._weighed: int | None = None  # the case whose weights the checker has
         self._mapped: dict[str, int] = {}  # by submission that is timed in its runner, the case whose memory it maps
@@ -135,14 +141,11 @@ class Replays:
     def waves(self) -> Iterator[int]:
         """Yield the numbers of all cases, each when its calls are recorded and the checker has its weights."""
         todo = list(self.cases)
-        while todo:
+        while todo and self.played:
             wave = self._record(list(self.played.values()), todo)
             for place, number in enumerate(wave):
-                # The player of a call that failed is gone, with the calls that it had besides.
-                lost = [
-                    one for one in self.played.values() if one.player is None and not one.recordings[number].failure
-                ]
-                self._record(lost, wave[place:])
+                # A runner or player that was lost took the calls along that it had besides, or was still to record.
+                self._record([one for one in self.played.values() if one.lacks(number)], wave[place:])
                 self._weigh(number)
                 yield number
             todo = todo[len(wave) :]
@@ -158,34 +161,33 @@ class Replays:
     def _record(self, those: list[Played], numbers: list[int]) -> list[int]:
         """Record these submissions on these cases, in one runner each. Return the cases that had room."""
         session, done = self.session, list[int]()
+        for one in those:
+            self._release(one)
         self._start([one for one in those if not one.handle.broken])
         for number in numbers if those else ():
             self._weigh(number)
-            session.content(self.cases[number], self.seeds[number])
+            # Others than those that are judged: what a call keeps of them must be of no use.
+            session.content(self.cases[number], self.cases[number].seed if self.compiles else None)
             if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
             for one in those:
-                one.recordings[number] = self._recorded(one, number, len(done) + 1)
+                if recording := self._recorded(one, number, len(done) + 1):
+                    one.recordings[number] = recording
             done.append(number)
         for one in those:
-            one.handle.keep = self.keep and one.handle.process is not None
+            one.handle.keep = self.compiles and one.handle.process is not None
         session.stop(*(one.handle for one in those if not one.self_times))
         return done
 
     def _start(self, those: list[Played]) -> None:
-        """Start a runner and a player for each, with scratch memory."""
-        session = self.session
-        session.start(*(one.handle for one in those))
+        """Start a player for each, and a runner, which takes its memory from the player's. ProblemError: no memory."""
         for one in those:
-            if one.handle.process is None:
-                continue
             try:
                 one.player = one.player or Player(one.handle.target)
-                scratch, fd = one.player.scratch(self._scratch_bytes())
-                message = {"op": "scratch", **scratch}
-                one.handle.running.hand_over(replies.Done, message, [fd], "map its memory", limits.COMPILE_LIMIT_S)
+                one.handle.scratch = one.player.scratch(self._scratch_bytes())
             except Died as died:
-                one.handle.lose(one.handle.running.failure(died))
+                raise ProblemError(f"the player of {one.handle.name} failed: {died.reason}") from None
+        self.session.start(*(one.handle for one in those))
 
     def _scratch_bytes(self) -> int:
         largest = max(PREPARED * case.weight_bytes + SCRATCH_FACTOR * (case.bytes or 0) for case in self.cases.values())
@@ -199,21 +201,29 @@ class Replays:
         free = self.session.checker.ask({"op": "free_memory"})["free"]
         return bool(free > RESERVE_BYTES + many * need)
 
-    def _recorded(self, one: Played, case: int, number: int) -> Recording:
-        """Record a submission's call on the present content, of this case, under this number."""
+    def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
+        """Record a submission's call on the present content, of this case, under this number. Return None if its runner
+        was lost by another call, and it may get a further one.
+        """
         handle = one.handle
         recording = Recording(f"{handle.name} {case}", number, self.session.present)
         if handle.submission and not handle.serves(self.cases[case]):
             recording.failure = Outcome("UNSUPPORTED", handle.submission.limits)
+        elif handle.broken:
+            recording.failure = handle.broken
         elif handle.process is None or one.player is None:
-            recording.failure = handle.broken or handle.loss
+            if handle.lost < limits.GIVE_UP_AFTER:
+                return None
+            recording.failure = replace(
+                handle.loss, reason=remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
+            )
         else:
             try:
                 self._fill_in(recording, handle, one.player)
                 self._mapped[handle.name] = case
             except Died as died:
-                failure = handle.running.failure(died) if handle.process else Outcome(died.status, died.reason)
-                recording.failure = handle.lose(failure)
+                recording.failure = handle.lose(handle.running.failure(died))
+                one.player = None if one.player.lost else one.player
         return recording
 
     def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player) -> None:
@@ -297,11 +307,13 @@ class Replays:
         return found
 
     def _lose(self, one: Played, recording: Recording, died: Died) -> Outcome:
-        """Note that a call failed, and with it its player."""
+        """Note that a call failed, and with it its player, or the runner that timed it."""
         if one.player:
             one.player.close()
             one.player = None
         recording.failure = Outcome(died.status, died.reason)
+        if recording.self_timed and one.handle.process:
+            recording.failure = one.handle.lose(one.handle.running.failure(died))
         self.session.see_device(one.handle.name, died.reason)
         return recording.failure
 
@@ -336,7 +348,7 @@ def phases_of(device: str) -> ModuleType:
 def _try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
     """Record a submission's calls in its compile step, so that what they compile is kept."""
     todo = dict(enumerate(cases))
-    with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, keep=True) as replays:
+    with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, compiles=True) as replays:
         for _ in replays.waves():
             pass
 
@@ -458,7 +470,9 @@ class ReplayBenchmark(Benchmark):
         case = self.cases[number]
         self.session.content(case)
         self.bytes = self.session.present.moved // 16 * 16
-        self.judges.memory(1, {"inputs": -(-self.bytes // player.PAGE) * player.PAGE, "outputs": 0, "weights": 0})
+        nbytes = -(-self.bytes // player.PAGE) * player.PAGE
+        for fd in self.judges.memory(1, {"inputs": nbytes, "outputs": 0, "weights": 0}):
+            os.close(fd)
         self.judges.wake(WAKE_S)
         for process in range(self.counts.processes):
             if self.have.group(process, number, part):
@@ -476,7 +490,7 @@ class ReplayBenchmark(Benchmark):
             for handle in handles:
                 self._complete(group, handle.name)
             if case.flops and not self.rated:
-                group.record.judge_us[matmul.NAME], self.rated = self._matmul_us(), True
+                group.record.judge_us[matmul.NAME], self.rated = self._matmul_us(number), True
             group.record.state = environment.gpu_state()
             self._close(group)
             self.rounds_done += self.rounds
@@ -484,14 +498,15 @@ class ReplayBenchmark(Benchmark):
     def _made(self, group: OpenGroup, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
         return self.replays.play(handle, group.record.case, sample % player.COPIES, remaining_s)
 
-    def _matmul_us(self) -> list[float]:
-        """Return times of the judge's matrix product."""
+    def _matmul_us(self, number: int) -> list[float]:
+        """Return times of the judge's matrix product. The checker has the same weights afterwards."""
         judge = RunnerHandle(JUDGE, None, self.handles[0].target)
-        with Replays(self.session, [judge], {0: self.cases[0]}, {0: 0}) as recorded:
+        seeds = {number: self.replays.seeds[number]}
+        with Replays(self.session, [judge], {number: self.cases[number]}, seeds) as recorded:
             next(recorded.waves())
             one = recorded.played[judge.name]
-            if one.player is None:
-                raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[0].failure}")
+            if one.player is None or one.recordings[number].failure:
+                raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[number].failure}")
             return [one.player.play(1, 0, self.session.call_limit_s)[0] for _ in range(self.counts.samples)]
 
     def _judge_call(self, record: Group, name: str, sample: int) -> Outcome:

@@ -71,9 +71,7 @@ class Ready(Reply):
 class Failed(Reply):
     """An exception. failed: the request that raised it, or "compile"."""
 
-    failed: Literal[
-        "import", "compile", "open", "hold", "trim", "call", "scratch", "record", "map_call", "time", "profile"
-    ]
+    failed: Literal["import", "compile", "open", "hold", "trim", "call", "record", "map_call", "time", "profile"]
     type: Name
     memory: bool
     text: Text

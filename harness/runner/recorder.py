@@ -114,7 +114,7 @@ def _cuptis() -> list[str]:
     return [*dict.fromkeys(loaded), *packaged, *installed, "libcupti.so.13", "libcupti.so"]
 
 
-def use_scratch(address: int, fd: int, nbytes: int) -> None:
+def use_scratch(address: int, nbytes: int, fd: int) -> None:
     """Have torch's allocator hand out this memory."""
     place = c_uint64()
     try:

@@ -60,6 +60,7 @@ class Runner:
         self.flush: torch.Tensor | None = None  # what empties L2 ahead of a call that is timed here
         if start["records"]:
             recorder.prepare(start["records"])
+            recorder.use_scratch(**start["scratch"], fd=fds.pop(0))
         native.read_configs()  # loads the judge's code before the submission can replace it
         self.switches = switches.Switches()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
@@ -118,11 +119,6 @@ class Runner:
         gc.collect()
         if message.get("heap"):
             ctypes.CDLL(None).malloc_trim(0)
-        return {}
-
-    def scratch(self, message: dict, fds: list[int]) -> dict:
-        """Map the memory that torch hands out from now on."""
-        recorder.use_scratch(message["address"], fds.pop(0), message["bytes"])
         return {}
 
     def record(self, message: dict, fds: list[int]) -> dict:
@@ -404,7 +400,6 @@ def main() -> None:
         "hold": runner.hold,
         "trim": runner.trim,
         "call": runner.call,
-        "scratch": runner.scratch,
         "record": runner.record,
         "map_call": runner.map_call,
         "time": runner.time,

@@ -305,9 +305,9 @@ def test_the_checker_delivers_and_judges_a_call():
     assert (len(opened["inout"]), len(opened["outputs"])) == (1, 2)
     judge.hold({"runner": "r"}, [])
     own = {"reaper": os.getpid(), "pid": os.getpid()}
-    judge.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
+    judge.allocate({"op": "allocate", "runner": "r", "bytes": said["host"], "count": 1, **own}, [])
     for stem, status in (("variants/composed", "PASSED"), ("wrong/norm_by_mean_magnitude", "INCORRECT")):
-        judge.fill({"runner": "r", "buffer": 0, "key": None}, [])
+        judge.fill({"runner": "r", "buffer": 0}, [])
         (buffer,) = judge.buffers["r"]
         data = tree.build(judge.spec, buffer.memory, TASK)
         weights = tree.build(judge.weights_spec, judge.held["r"].memory, TASK)
@@ -315,9 +315,9 @@ def test_the_checker_delivers_and_judges_a_call():
         assert bool(outputs[0].isnan().all()) and data.inputs.chunk == 128
         module = load.module(FOLDER, stem)
         result = module.custom_kernel(data._replace(weights=module.prepare(weights)))
-        judge.caught["r"] = judge._catch("r", buffer, judge.pages["r"], judge.freezers["r"])
+        judge.caught["r"] = judge._catch("r", buffer, 0, [])
         returned = claims.forms(result, outputs)
-        verdict = judge.judge({"runner": "r", "buffer": 0, "claims": returned, "baseline": False}, [])
+        verdict = judge.judge({"runner": "r", "buffer": 0, "claims": returned, "baseline": False, "fixed": False}, [])
         assert verdict["status"] == status, verdict
     judge.release({"op": "release", "runner": "r"}, [])
 

@@ -11,7 +11,6 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from task import COPIES, HC_EPS, ITERATIONS, NORM_EPS, Data, input_t, output_t, unpack
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 TARGETS = ("sm90", "sm100")
 REQUIRES = ("triton",)  # which inductor writes its kernels in
@@ -75,7 +74,7 @@ def custom_kernel(data: input_t, _: None) -> output_t:
     """Write the four outputs and return them."""
     outputs = data.new_copies, data.out, data.new_post, data.new_comb
     # Each as a separate storage: inductor takes no outputs of several dtypes in one.
-    called = Data(*data[:9], *(from_dlpack(to_dlpack(output)) for output in outputs))
+    called = Data(*data[:9], *(torch.from_dlpack(torch.utils.dlpack.to_dlpack(output)) for output in outputs))
     for tensor in (*called[:5], *called[9:]):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # tokens
     _compiled()(called)

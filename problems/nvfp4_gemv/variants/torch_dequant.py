@@ -7,17 +7,13 @@ from task import input_t, output_t, unpack
 
 TARGETS = ("cpu", "sm90", "sm100")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0 to 7; 8 to 15 are their negatives
+# By device, once: a call on a GPU copies nothing from the host.
+table = functools.cache(lambda device: torch.tensor(E2M1 + tuple(-value for value in E2M1), device=device))
 
 
 def compile_for(target: str) -> list:
     """Nothing to compile."""
     return []
-
-
-@functools.cache
-def table(device: torch.device) -> torch.Tensor:
-    """-> the values of the codes 0 to 15, fp32. Made once: no call on a GPU copies anything from the host."""
-    return torch.tensor(E2M1 + tuple(-value for value in E2M1), device=device)
 
 
 def dequantise(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -241,8 +241,15 @@ def test_the_runner_gets_the_closure_in_its_places(problems, place):
         assert seen == OWN | MODULES | WINNERS | {"composed/task.py"}
         assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
         child = Child("harness.runner.runner", None, box.jail)
-        start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "files": None, "compile": False}
-        reply, _ = child.request(start, LIMIT_S)
+        start = {
+            "device": "cpu",
+            "folder": str(box.folder),
+            "file": str(box.file),
+            "files": None,
+            "compile": False,
+            "records": "",
+        }
+        reply, _ = child.request({**start, "records": ""}, LIMIT_S)
         child.close()
         assert reply.get("ready"), reply
     finally:

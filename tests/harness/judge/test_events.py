@@ -149,7 +149,7 @@ def test_no_step_is_beyond_the_total_on_a_busy_machine():
 
     steps = []
     handles = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in ("a", "b")]
-    how = Counts(processes=2, samples=3, warmups=1, buffers=2, audits=0, extra=2)
+    how = Counts(processes=2, samples=3, warmups=1, buffers=2, extra=2)
     cases = [Case({"n": n}, 1, bytes=1) for n in (1, 2)]
     phases.run_benchmarks(Busy(), handles, cases, steps.append, how)
     assert {step.total for step in steps} == {2 * 2 * (1 + 3)}

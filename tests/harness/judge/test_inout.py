@@ -135,7 +135,7 @@ SUBMISSIONS = {
     "changes_x": ("state.sums.copy_(y), x.add_(1)", "INCORRECT", f"input x {CHANGED}"),
 }
 SPLIT_ONLY = {"changes_weights": ("data.weights.ones.zero_()", "INCORRECT", "the weights were changed")}
-ONE_PROCESS = phases.Counts(processes=1, samples=4, warmups=1, buffers=2, audits=1, extra=12)
+ONE_PROCESS = phases.Counts(processes=1, samples=4, warmups=1, buffers=2, extra=12)
 
 
 def folder(path: Path, classes: str, *changes: tuple[str, str]) -> Path:
@@ -186,17 +186,17 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
 
 
 @pytest.mark.parametrize("classes", [FLAT, SPLIT], ids=["flat", "split"])
-def test_after_a_call_the_slot_holds_them_as_before(tmp_path, classes):
-    """A GPU's runner makes a call on a buffer that was looked at, to fetch code: it finds no state that is full."""
+def test_after_a_call_the_buffer_holds_them_as_before(tmp_path, classes):
+    """A buffer that was looked at has no state that is full."""
     made = checker(folder(tmp_path / "running", classes))
     said = content(made)
     assert len(said["open"]["inout"]) == 2
     own = {"reaper": os.getpid(), "pid": os.getpid()}
-    made.allocate({"op": "allocate", "runner": "r", "sizes": said["sizes"], "count": 1, **own}, [])
-    made.fill({"runner": "r", "buffer": 0, "key": None}, [])
+    made.allocate({"op": "allocate", "runner": "r", "bytes": said["host"], "count": 1, **own}, [])
+    made.fill({"runner": "r", "buffer": 0}, [])
     (buffer,) = made.buffers["r"]
     leaves = tree.leaves(made.spec)
-    regions = [tree.tensor(leaves[i], buffer.memory["host"]) for i in said["open"]["inout"]]
+    regions = [tree.tensor(leaves[i], buffer.memory) for i in said["open"]["inout"]]
     before = [region.clone() for region in regions]
     for region in regions:
         region.fill_(3)

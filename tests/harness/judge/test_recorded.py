@@ -13,7 +13,6 @@ import pytest
 
 from harness import run
 from harness.judge import confirm, phases, resume
-from harness.judge.call import CallRequest
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.problem import sources
@@ -299,14 +298,13 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
 
 
 def test_the_calls_of_a_phase_share_its_limit():
-    class Sleeper:
-        def call(self, handle: SimpleNamespace, request: CallRequest) -> Outcome:
-            within.append(request.remaining_s)
-            time.sleep(0.06)
-            return Outcome("PASSED")
+    def sleep(remaining_s: float) -> Outcome:
+        within.append(remaining_s)
+        time.sleep(0.06)
+        return Outcome("PASSED")
 
     def call(budget: phases.Budget, handle: SimpleNamespace) -> str:
-        return budget.call(Sleeper(), handle, CallRequest(1)).status
+        return budget.call(handle, sleep).status
 
     within, budget = [], phases.Budget(0.1)
     handles = {n: [SimpleNamespace(name=n, runner=f"{n} {p}") for p in range(3)] for n in "ab"}

@@ -50,7 +50,7 @@ def test_a_benchmark_is_planned_so(monkeypatch, share):
     monkeypatch.setattr(room, "SHARE", share)
     found = folders.find(str(SUPPORT / "gpu_mode" / "large_output"))
     handle = RunnerHandle("right", folders.submission(found, found.folder / "submission.py"), "cpu")
-    how = phases.Counts(processes=1, samples=1, warmups=0, buffers=2, audits=0, extra=6)
+    how = phases.Counts(processes=1, samples=1, warmups=0, buffers=2, extra=6)
     with Session(found, "cpu") as session:
         arguments = (session, [handle], list(found.benchmarks["cpu"]), lambda _: None)
         if share < 0.1:

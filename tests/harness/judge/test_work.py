@@ -7,14 +7,14 @@ import math
 import pytest
 
 from harness.judge import work
-from harness.judge.outcome import Batch, Outcome
+from harness.judge.outcome import Outcome
 from harness.judge.work import Group
 from harness.results import record
 from harness.results.environment import GpuState
 from tests.support.hostile import brief
 from tests.support.records import run_line
 
-RIGHT = Outcome("PASSED", "", {"rel": 1e-4, "max": 0.5, "tol": 1.0}, us=12.5, host_us=3.0, setup_us=None)
+RIGHT = Outcome("PASSED", "", {"rel": 1e-4, "max": 0.5, "tol": 1.0}, us=12.5, host_us=13.0)
 WRONG = Outcome("INCORRECT", "mismatch found!\nERROR AT (0,): nan 1", {"rel": math.nan, "max": math.inf, "tol": 1.0})
 GROUP = Group(
     0,
@@ -23,7 +23,6 @@ GROUP = Group(
     {"empty": [1.0, 1.1]},
     ["7", "8"],
     GpuState({"sm": 1}, ["hot"]),
-    batches={"a": [Batch(16, 100.0, 20.0, 1.0)]},
 )
 
 

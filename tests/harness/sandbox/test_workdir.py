@@ -46,7 +46,7 @@ def box(place):
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
     """A build folder of this test's own, with the judge's code in it."""
-    judge = workdir.native.library("cpu").path.parent
+    judge = workdir.native.library().path.parent
     shutil.copytree(judge, tmp_path / "builds" / judge.name)
     monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
     return tmp_path / "builds"
@@ -66,8 +66,15 @@ def files(folder: Path) -> set[str]:
 def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object) -> Child:
     """A started runner in `box`, ready."""
     child = Child("harness.runner.runner", extra, box.jail)
-    start = {"device": "cpu", "folder": str(box.folder), "file": str(box.file), "files": None, "compile": False}
-    reply, _ = child.request({**start, **message}, LIMIT_S)
+    start = {
+        "device": "cpu",
+        "folder": str(box.folder),
+        "file": str(box.file),
+        "files": None,
+        "compile": False,
+        "records": "",
+    }
+    reply, _ = child.request({**start, "records": "", **message}, LIMIT_S)
     assert reply.get("ready"), reply
     return child
 
@@ -154,7 +161,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
             assert made.function("seven")() == 7
             assert torch.equal(torch.ones(600, 600) @ torch.ones(600, 600), torch.full((600, 600), 600.0))
             assert str(made.path).startswith(os.environ["KERNEL_BUILD_DIR"])
-            native.read_configs("cpu")
+            native.read_configs()
             return [made]
     """)
     )

@@ -1,0 +1,413 @@
+"""Waves of recorded calls on made-up sessions and players: who is alive when, and what a loss costs."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from harness.judge import limits, phases, prepared, replay, replies
+from harness.judge import player as judges_player
+from harness.judge.handle import Content, RunnerHandle
+from harness.judge.outcome import Outcome
+from harness.judge.phases import Counts
+from harness.judge.replay import Replays
+from harness.player import player
+from harness.problem.folders import Case, Submission
+from harness.results import environment
+from harness.runner import matmul
+from harness.sandbox.process import Died
+
+GIB = 2**30
+RIGHT = {"nodes": [], "claims": [{"type": "Tensor", "same": True}]}
+BRANCHES = {"unrecorded": "work ran on another stream than the default one", "branches": True}
+FAULT = Died("RUNTIME_ERROR", "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+class World:
+    """What the fakes below did, and how they are to behave. replies: by submission and case, what its runner says of
+    the call, RIGHT if nothing is said; lost: (submission, case) whose recorded call loses its player, once; room: cases
+    that have room at once.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.replies: dict[tuple[str, int], dict | Died] = {}
+        self.lost: set[tuple[str, int]] = set()
+        self.self_timed: dict | Died = {"us": 7.0, "claims": []}
+        self.room = 100
+        self.room_left = self.room
+        self.living: set[str] = set()
+        self.layout: dict = {"ours": True}
+
+
+class FakeProcess:
+    """A runner: it says of a recorded call what the world has it say."""
+
+    def __init__(self, session: "FakeSession", name: str) -> None:
+        self.world, self.session, self.checker, self.name = session.world, session, session.checker, name
+        self.child = self
+        session.world.living.add(name)
+
+    def send(self, message: dict, fds: tuple[int, ...]) -> None:
+        assert message["op"] == "record" and all(os.fstat(fd) for fd in fds)
+        self.world.events.append(f"record {self.name} {self.session.number}")
+
+    def receive(self, limit_s: float, descriptors: bool = False) -> tuple[dict, list[int]]:
+        reply = self.world.replies.get((self.name, self.session.number), RIGHT)
+        if isinstance(reply, Died):
+            raise reply
+        return reply, [os.open(os.devnull, os.O_RDONLY)]
+
+    def hand_over(self, wanted: type, message: dict, fds: list[int], task: str, limit_s: float) -> replies.Done:
+        for fd in fds:
+            os.close(fd)
+        return replies.Done()
+
+    def ask(self, wanted: type, message: dict, limit_s: float) -> replies.SelfTimed:
+        if isinstance(self.world.self_timed, Died):
+            raise self.world.self_timed
+        return replies.read(replies.SelfTimed, self.world.self_timed)
+
+    def failure(self, died: Died) -> Outcome:
+        return Outcome(died.status, died.reason)
+
+    def kill(self) -> None:
+        self.world.living.discard(self.name)
+
+    remove = close = kill
+
+
+class FakeSession:
+    """number: the case of the present content."""
+
+    device, problem = "cuda", SimpleNamespace(ours=True, tests=())
+    call_limit_s = first_call_limit_s = 1.0
+    weights_bytes = 0
+    clock_name = player.CLOCK
+
+    def __init__(self, world: World, total: int = 80 * GIB) -> None:
+        self.world, self.total, self.checker, self.number = world, total, self, -1
+        self.weighed: tuple[int, int | None] = (-1, None)
+        self.present = Content(Case({}, 0), 0, {}, {}, None, 0)
+
+    # As the checker.
+    def ask(self, message: dict) -> dict:
+        self.world.room_left -= message["op"] == "free_memory"
+        return {"free": 80 * GIB * (self.world.room_left > 0)}
+
+    def request(self, message: dict, fds: list[int]) -> tuple[dict, list[int]]:
+        assert message["op"] == "attach" and len(fds) == 2 * player.COPIES
+        return {"weights": None}, []
+
+    def computes(self) -> bool:
+        return True
+
+    # As the session.
+    def build(self, *handles: RunnerHandle, try_out: object) -> None:
+        pass
+
+    def memory(self) -> int:
+        return self.total
+
+    def secret_seed(self, case: Case) -> int:
+        return 1000 + case.params["n"]
+
+    def weights(self, case: Case, seed: int | None = None) -> None:
+        self.weighed = case.params["n"], seed
+
+    def content(self, case: Case, seed: int | None = None) -> str:
+        self.number = case.params["n"]
+        assert self.weighed[0] == self.number
+        layout = {"turn": len(self.world.events)} if self.world.layout.get("differs") else {}
+        self.present = Content(case, 0, {"inputs": 2 << 20, "outputs": 2 << 20}, self.world.layout | layout, 64, 64)
+        self.world.events.append(f"content {self.number}")
+        return "1"
+
+    def start(self, *handles: RunnerHandle) -> None:
+        self.world.room_left = self.world.room
+        for handle in handles:
+            if handle.process is None:
+                assert handle.scratch, "a runner gets its memory at the start"
+                os.close(handle.scratch[1])
+                handle.process, handle.scratch = FakeProcess(self, handle.name), None
+                self.world.events.append(f"start {handle.name}")
+
+    def stop(self, *handles: RunnerHandle) -> None:
+        for handle in handles:
+            if handle.process:
+                handle.process.kill()
+                handle.process = None
+
+    def see_device(self, lost: str, reason: str) -> None:
+        self.world.events.append(f"lost {lost}")
+
+    def verdict(self, name: str, buffer: int, claims: list | None, baseline: bool, fixed: bool = False) -> Outcome:
+        self.world.events.append(f"verdict {name} {buffer} {'played' if fixed else 'in the runner'}")
+        return Outcome("PASSED")
+
+
+class FakePlayer:
+    """A player. Its calls take 5 us."""
+
+    readers = 2
+
+    def __init__(self, world: World) -> None:
+        self.world, self.lost, self.owner = world, False, ""
+        self.numbers: set[int] = set()
+
+    def scratch(self, nbytes: int) -> tuple[dict, int]:
+        self.numbers.clear()
+        return {"address": player.BASE, "nbytes": nbytes}, os.open(os.devnull, os.O_RDONLY)
+
+    def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
+        return [os.open(os.devnull, os.O_RDONLY) for _ in range(player.COPIES * sum(1 for n in sizes.values() if n))]
+
+    def move(self, number: int) -> list[int]:
+        self.world.events.append(f"move {number}")
+        return [os.open(os.devnull, os.O_RDONLY) for _ in range(2 * player.COPIES)]
+
+    def load(self, number: int, recorded: replies.Recorded, images: list[int]) -> None:
+        self.numbers.add(number)
+
+    def play(self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: object = ()) -> tuple:
+        if what:
+            return 3.0 if what == judges_player.NOTHING else 4.0, 10.0
+        assert number in self.numbers, "there is no such call"
+        return 5.0, 12.0
+
+    def wake(self, seconds: float) -> None:
+        self.world.events.append("wake")
+
+    def close(self) -> None:
+        self.numbers.clear()
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    made = World()
+    monkeypatch.setattr(replay, "Player", lambda target: FakePlayer(made))
+    monkeypatch.setattr(environment, "gpu_state", lambda: environment.UNKNOWN)
+    return made
+
+
+def submissions(*names: str, baseline: bool = False) -> list[RunnerHandle]:
+    return [RunnerHandle(name, Submission(name, None, ("sm90",), baseline=baseline), "sm90") for name in names]
+
+
+def cases(count: int, **more) -> list[Case]:
+    return [Case({"n": n}, n, bytes=64, **more) for n in range(count)]
+
+
+def outcomes(world: World, handles: list[RunnerHandle], count: int, ours: bool = True) -> dict[str, list[Outcome]]:
+    """Outcomes of test cases. A call whose player is to be lost is lost there."""
+    session, play = FakeSession(world), Replays.play
+    session.problem = SimpleNamespace(ours=ours, tests=())
+
+    def losing(self: Replays, handle: RunnerHandle, number: int, copy: int, remaining_s: float) -> Outcome:
+        if (handle.name, number) in world.lost:
+            world.lost.discard((handle.name, number))
+            return self._lose(self.played[handle.name], self.played[handle.name].recordings[number], FAULT)
+        return play(self, handle, number, copy, remaining_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replays, "play", losing)
+        return replay.run_tests(session, handles, cases(count), lambda *_: None, lambda _: None)
+
+
+def statuses(outcomes: list[Outcome]) -> list[str]:
+    return [outcome.status for outcome in outcomes]
+
+
+def test_no_runner_lives_when_a_case_is_judged(world):
+    handles = submissions("a", "b")
+    with Replays(FakeSession(world), handles, dict(enumerate(cases(3))), dict.fromkeys(range(3), 5)) as replays:
+        for turn, number in enumerate(replays.waves()):
+            assert number == turn and not world.living and all(handle.process is None for handle in handles)
+            assert sum(event.startswith("record ") for event in world.events) == 6, "all of a wave are recorded first"
+    found = outcomes(world, handles, 3)
+    assert {name: statuses(of) for name, of in found.items()} == {"a": ["PASSED"] * 3, "b": ["PASSED"] * 3}
+    assert [(o.us, o.host_us, o.self_timed) for o in found["a"]] == [(5.0, 12.0, False)] * 3
+    judged = [event for event in world.events if event.startswith("verdict a 0")]
+    assert judged[-2:] == ["verdict a 0 0 in the runner", "verdict a 0 1 played"], "on other contents, in other memory"
+
+
+def test_a_wave_has_as_many_cases_as_there_is_room_for(world):
+    world.room = 2
+    assert statuses(outcomes(world, submissions("a"), 5)["a"]) == ["PASSED"] * 5
+    assert world.events.count("start a") == 3
+
+
+def test_a_lost_player_costs_one_case(world):
+    world.lost = {("a", 1)}
+    found = outcomes(world, submissions("a", "b"), 4)
+    assert statuses(found["a"]) == ["PASSED", "RUNTIME_ERROR", "PASSED", "PASSED"] and "ADDRESS" in found["a"][1].reason
+    assert statuses(found["b"]) == ["PASSED"] * 4
+    assert (world.events.count("start a"), world.events.count("start b")) == (2, 1)
+
+
+def test_calls_that_a_lost_player_had_are_recorded_again_also_where_room_is_short(world):
+    """Its other calls are not those of the next player: none is played that was recorded for the one before."""
+    session, handles = FakeSession(world), submissions("a")
+    with Replays(session, handles, dict(enumerate(cases(4))), dict.fromkeys(range(4), 5)) as replays:
+        for number in replays.waves():
+            session.content(cases(4)[number])
+            if number == 0:
+                replays._lose(replays.played["a"], replays.played["a"].recordings[0], FAULT)
+                world.room = 1
+                continue
+            assert replays.play(handles[0], number, 1, 1.0).status == "PASSED"
+
+
+def test_a_runner_that_is_lost_costs_its_case_and_after_some_the_rest(world):
+    world.replies = {("a", n): Died("RUNTIME_ERROR", f"killed at {n}") for n in (1, 3, 4)}
+    found = outcomes(world, submissions("a", "b"), 7)["a"]
+    assert limits.GIVE_UP_AFTER == 3
+    assert statuses(found) == ["PASSED", "RUNTIME_ERROR", "PASSED", *["RUNTIME_ERROR"] * 4]
+    assert [o.reason for o in found[3:5]] == ["killed at 3", "killed at 4"]
+    assert found[5].reason == "killed at 4 (not run: 3 processes were lost before)"
+    assert world.events.count("start b") == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "reason"),
+    [
+        (BRANCHES, "RULE_BROKEN", "another stream"),
+        ({"unrecorded": "its call cannot be recorded: a.py:3: RuntimeError"}, "UNSUPPORTED", "a.py:3"),
+        ({"nodes": [{"kind": "graph"}]}, "RUNTIME_ERROR", "malformed"),
+        ({"failed": "record", "type": "E", "memory": False, "text": "a.py:3: E"}, "RUNTIME_ERROR", "a.py:3: E"),
+    ],
+)
+def test_what_a_runner_says_of_its_call_is_its_verdict(world, reply, status, reason):
+    world.replies = {("a", 0): reply}
+    found = outcomes(world, submissions("a", "b"), 2)
+    assert statuses(found["a"]) == [status, "PASSED"] and reason in found["a"][0].reason
+    assert statuses(found["b"]) == ["PASSED"] * 2
+
+
+def test_a_baseline_that_waits_is_timed_in_its_runner_which_stays(world):
+    world.replies = {("base", n): {"unrecorded": "base.py:3: it waits"} for n in (0, 1)} | {("base", 2): BRANCHES}
+    handles = submissions("base", baseline=True) + submissions("a")
+    with Replays(FakeSession(world), handles, dict(enumerate(cases(3))), dict.fromkeys(range(3), 5)) as replays:
+        for _ in replays.waves():
+            assert world.living == {"base"}
+    assert not world.living
+    found = outcomes(world, handles, 3)
+    assert [(o.status, o.us, o.host_us, o.self_timed) for o in found["base"]] == [("PASSED", 7.0, None, True)] * 3
+    assert not any(o.self_timed for o in found["a"]) and world.events.count("start base") == 2
+
+
+def test_a_call_that_fails_in_its_runner_costs_one_case(world):
+    world.replies = {("base", n): {"unrecorded": "base.py:3: it waits"} for n in range(3)}
+    asked = iter([{"us": 7.0}, Died("TIMEOUT", "no answer"), {"us": 8.0}])
+    handles = submissions("base", baseline=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeProcess, "ask", lambda self, *_: _said(next(asked)))
+        found = outcomes(world, handles, 3)["base"]
+    assert statuses(found) == ["PASSED", "TIMEOUT", "PASSED"] and world.events.count("start base") == 2
+
+
+def _said(reply: dict | Died) -> replies.SelfTimed:
+    if isinstance(reply, Died):
+        raise reply
+    return replies.read(replies.SelfTimed, reply)
+
+
+def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its_runner(world):
+    world.layout = {"ours": False, "differs": True}
+    assert [o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]] == [True, True]
+    world.layout = {"ours": False}
+    assert [o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]] == [False, False]
+
+
+def test_groups_of_timed_calls_find_their_memory_elsewhere(world):
+    how, groups = Counts(processes=4, samples=3, warmups=1, buffers=2), []
+    timed = cases(2, flops=matmul.flops("cuda"))
+    session, handles = FakeSession(world), submissions("a", "b")
+    timings, readings = replay.run_benchmarks(session, handles, timed, lambda _: None, how, groups.append)
+    assert {name: [len(g) for t in of for g in t.outcomes] for name, of in timings.items()} == {
+        "a": [3] * 8,
+        "b": [3] * 8,
+    }
+    assert sum(event.startswith("move ") for event in world.events) == 2 * 2 * 3, "all but the first group of a case"
+    assert [len(group.judge_us["empty"]) for group in groups] == [3] * 8
+    assert [len(group.judge_us.get("read 1", [])) for group in groups] == [3, 0, 0, 3] * 2
+    assert [len(group.judge_us.get(matmul.NAME, [])) for group in groups] == [3, *[0] * 7], "once a run"
+    assert [(g.roofline_kind, g.roofline_us, g.empty_us) for g in readings] == [("flops", 5.0, 3.0)] * 2
+
+
+def test_the_judges_product_leaves_the_checker_its_weights(world):
+    """Else the groups behind it would be judged by others."""
+    session, seen = FakeSession(world), []
+    content = session.content
+    session.content = lambda case, seed=None: seen.append(session.weighed) or content(case, seed)
+    how = Counts(processes=2, samples=1, warmups=0, buffers=2)
+    replay.run_benchmarks(session, submissions("a"), cases(2, flops=10**9), lambda _: None, how)
+    assert set(seen) == {(0, 1000), (1, 1001)}
+
+
+@pytest.mark.parametrize(
+    ("gib", "paired", "memory", "sizes"),
+    [
+        (0, False, 80, [5]),
+        (1, False, 80, [5]),
+        (14, False, 80, [1] * 5),
+        (14, False, 140, [2, 2, 1]),
+        (14, True, 80, [5]),
+    ],
+)
+def test_submissions_are_timed_in_parts_whose_weights_have_room(world, gib, paired, memory, sizes):
+    how = Counts(processes=1, samples=1, warmups=0, buffers=2, paired=paired)
+    bench = replay.ReplayBenchmark(
+        FakeSession(world, memory * GIB),
+        submissions(*"abcde"),
+        cases(1, weight_bytes=gib * GIB),
+        lambda _: None,
+        how,
+        None,
+        phases.NOTHING,
+        phases.Budget(None),
+    )
+    assert [len(part) for part in bench._parts()] == sizes
+
+
+@pytest.mark.parametrize("weights", [0, GIB, 14 * GIB])
+def test_what_prepare_may_keep_is_a_copy_and_a_little(weights):
+    allowed = int(prepared.PREPARED_FACTOR * weights) + prepared.PREPARED_SLACK
+    assert prepared.fault_of(allowed, weights) is None and prepared.fault_of(allowed + 9, weights, 9) is None
+    fault = prepared.fault_of(allowed + 1, weights)
+    assert fault is not None and fault.status == "RULE_BROKEN" and f"{allowed / 2**20:.0f} MiB are" in fault.reason
+    if weights:
+        twice = prepared.fault_of(2 * weights, weights, prepared.WORK_SLACK)
+        assert twice is not None and "1.05 x the weights and 320 MiB" in twice.reason
+
+
+class FakeChild:
+    """A player's process as the judge sees it, which replies what it is told."""
+
+    def __init__(self, reply: dict) -> None:
+        self.reply, self.killed, self.messages = reply, 0, []
+
+    def request(self, message: dict, limit_s: float, fds: tuple[int, ...]) -> tuple[dict, list[int]]:
+        self.messages.append(message)
+        return self.reply, []
+
+    def kill(self) -> None:
+        self.killed += 1
+
+
+@pytest.mark.parametrize(
+    ("failed", "text", "status", "reason", "lost"),
+    [
+        ("RefusedError", "a copy to memory", "RUNTIME_ERROR", "its recorded call is refused: a copy to memory", False),
+        ("LostError", "TIMEOUT it took long", "TIMEOUT", "it took long", True),
+        ("LostError", "the recorded call: no", "RUNTIME_ERROR", "the recorded call: no", True),
+        ("LostError", "x: CUDA_ERROR_ILLEGAL_ADDRESS", "RUNTIME_ERROR", "scratch memory must come from torch", True),
+    ],
+)
+def test_what_a_player_says_of_a_failure_is_a_verdict(failed, text, status, reason, lost):
+    made = judges_player.Player.__new__(judges_player.Player)
+    made.child, made.lost = FakeChild({"failed": failed, "text": text}), False
+    with pytest.raises(Died) as caught:
+        made.play(1, 0, 2.0)
+    assert (caught.value.status, made.lost, made.child.killed) == (status, lost, int(lost))
+    assert reason in caught.value.reason and made.child.messages[0]["limit_s"] == 2.0

@@ -159,10 +159,10 @@ class Runner:
         if self.module is None:
             return ()
         objects.define(message["definitions"])
-        data = tree.build(message["data"], {"device": self.mapped[0].bytes}, self.task)
+        data = tree.build(message["data"], self.mapped[0].bytes, self.task)
         if message["split"]:
             self.mapped.append(recorder.Mapped([(fds.pop(0), sizes["weights"])], message["weights_address"]))
-            self.weights = tree.build(message["weights"], {"device": self.mapped[1].bytes}, self.task)
+            self.weights = tree.build(message["weights"], self.mapped[1].bytes, self.task)
             data = data._replace(weights=self._prepared(self.weights))
         self.arguments = (data,)
         return self.arguments
@@ -212,7 +212,7 @@ class Runner:
         if self.opened["ours"]:
             returned = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
         else:
-            returned = claims.capture_any(result, self.opened["captures"], {"device": self.mapped[0].bytes})
+            returned = claims.capture_any(result, self.opened["captures"], self.mapped[0].bytes)
             torch.cuda.synchronize()
         return {"us": 1e3 * start.elapsed_time(stop), "claims": returned}
 
@@ -281,7 +281,7 @@ class Runner:
         """Return what a call on a CPU is made with: its data, or of a folder from elsewhere a supply of it."""
         if self._is_fresh(message):
             leaf = self.opened.get("values")
-            values = tree.tensor(leaf, buffer.memory["host"]) if leaf else None
+            values = tree.tensor(leaf, buffer.memory) if leaf else None
             return (_Supply(lambda: self._data(buffer), values),)
         data = self._data(buffer)
         return data, *self._setup(data, message)
@@ -301,8 +301,8 @@ class Runner:
         since weights are separate, the reader reads as many zeros.
         """
         config = self.opened["reads"][what]
-        part = buffer.memory.get("host")
-        if part is None or part.numel() < nbytes:
+        part = buffer.memory
+        if part.numel() < nbytes:
             if self.room is None or self.room.numel() < nbytes:
                 self.room = None  # before the next one is made
                 self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8)

@@ -5,7 +5,6 @@ import functools
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import TextIO
 
 from harness.judge import console, device_lock, phases, resume, verdict, work
@@ -186,14 +185,13 @@ class Run:
             judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)
         self._see_unchanged([judged])
         built = self.recorder.lines(compiled) if compiled.artefacts or compiled.status else []
-        lines = built + model_check.records(self.recorder, judged)
+        lines = self.lines = built + model_check.records(self.recorder, judged)
         with console.quiet(False):
             right = judged.verdict == "MODEL_CHECKED"
             console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
         if args.mode == "leaderboard":
             self._begin([judged], cases, []).finish(lines, verdict.exit_code([judged], False))
-            console.say(f"run {self.recorder.run_id}: {text.counted(len(lines), 'record')} of {self.machine}")
-        self.lines = lines
+            self._say_recorded()
         self._write_json([judged])
         self._tell([judged])
         return verdict.exit_code([judged], False)
@@ -345,6 +343,9 @@ class Run:
                 self.lines += self.recorder.lines(j)
         self.file.finish(self.lines, code)
 
+    def _say_recorded(self) -> None:
+        console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
+
     def _print(self, judged: list[Result]) -> None:
         args = self.args
         console.say()
@@ -362,7 +363,7 @@ class Run:
                 console.say()
             console.summary([*judged, *self.opponents], BASELINE)
             if self.lines:
-                console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
+                self._say_recorded()
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
 
@@ -388,10 +389,7 @@ class Run:
             return
         lines = self.lines or [line for j in judged for line in self.recorder.lines(j)]
         written = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        if self.args.json == "-":
-            output.say(written, self.stdout)
-        else:
-            output.write_whole(Path(self.args.json), written)
+        output.deliver(self.args.json, written, self.stdout)
 
     def _profile(self, submission: Submission) -> int:
         j = Result(submission, self.selection.target_of(submission))
@@ -422,7 +420,7 @@ class Run:
             if self.lines and not args.case:
                 code = verdict.code_of([line["status"] for line in self.lines], everything=True)
                 self._begin([judged], [], []).finish(self.lines, code)
-                console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
+                self._say_recorded()
         self._write_json([])
         if fault:
             raise ProblemError(fault)

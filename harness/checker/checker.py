@@ -87,15 +87,15 @@ class Checker:
             self.weights = self.reference.generate_weights(**case)
             layout = tree.Layout()
             self.weights_spec = tree.describe(self.weights, layout)
-            self.weights_sizes = layout.used
-        size = self.weights_sizes["device"] if self.split else 0
-        return {"split": self.split, "bytes": -(-size // PAGE) * PAGE}
+            self.weights_bytes = layout.used
+        nbytes = self.weights_bytes if self.split and self.device == "cuda" else 0
+        return {"split": self.split, "bytes": -(-nbytes // PAGE) * PAGE}
 
     def hold(self, message: dict, _: list[int]) -> dict:
         """Copy the present weights into memory for one runner on a CPU, and free what it held before."""
         if old := self.held.pop(message["runner"], None):
             old.close()
-        buffer = self.held[message["runner"]] = Buffer(self.weights_sizes["host"])
+        buffer = self.held[message["runner"]] = Buffer(self.weights_bytes)
         self._fill_weights(buffer)
         nbytes = sum(leaf["nbytes"] for leaf in tree.leaves(self.weights_spec))
         return {"nbytes": buffer.nbytes, "spec": self.weights_spec, "bytes": nbytes, "fds": buffer.fds()}
@@ -130,8 +130,6 @@ class Checker:
         layout = tree.Layout(values=None if self.ours or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
         self.values = _said(layout)
-        # On a GPU the runner copies outputs within its buffer; on a CPU the checker fetches them.
-        copies = layout if self.device == "cuda" else tree.Layout()
         if self.ours:
             self.inout = self._inout()
             self.want = self.reference.ref_kernel(self._for_reference())
@@ -147,8 +145,7 @@ class Checker:
                     f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}"
                 )
             self.outputs = [first + part[0] for part in found]
-            copied = [leaves[i] for i in self.outputs]
-            self.captures = [{**leaf, "offset": copies.place(leaf["space"], leaf["nbytes"])} for leaf in copied]
+            self.captures = [leaves[i] for i in self.outputs]
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # A call may overwrite every input, as the reference may, and return one of them.
@@ -158,17 +155,21 @@ class Checker:
             foreign.see_answer(answer, self.device)
             self.answer, parts = claims.told(answer)
             self.classes, self.nans = forms.classes_of(self.answer), foreign.nans(answer)
-            self.captures = [memory.room_for(part, given, copies) for part in parts]
-        cuda = any(leaf["space"] == "device" for leaf in tree.leaves(self.spec))
+            self.captures = [memory.room_for(part, given) for part in parts]
+        devices = {leaf["device"] for leaf in tree.leaves(self.spec)}
+        if self.device == "cuda" in devices != {"cuda"}:
+            raise failure.RefusedError("a call's data must be on one device: make all tensors on the GPU")
         parts = {"inputs": 0, "outputs": 0}
-        if self.device == "cuda":
+        if (
+            self.device == "cuda"
+        ):  # a folder's answer is copied to where the judge looks; on a CPU the checker fetches it
             parts["inputs"], layout = tree.rearrange(self.spec, {*self.outputs, *self.inout}, PAGE)
             for spec in () if self.ours else self.captures:
-                spec["offset"] = layout.place("device", spec["most"])
-            parts["outputs"] = -(-layout.used["device"] // PAGE) * PAGE - parts["inputs"]
+                spec["offset"] = layout.place(spec["most"])
+            parts["outputs"] = -(-layout.used // PAGE) * PAGE - parts["inputs"]
         return {
-            "device": "cuda" if cuda else "cpu",
-            "host": layout.used["host"],
+            "device": "cuda" if "cuda" in devices else "cpu",
+            "host": layout.used if self.device == "cpu" else 0,
             "parts": parts,
             "bytes": self._bytes(case),
             "held": self._held(),
@@ -326,9 +327,8 @@ class Checker:
         weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
         that.
         """
-        host = buffer.memory.get("host")
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
-        if own_memory or not native.forget(host):
+        if own_memory or not native.forget(buffer.memory):
             self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
             native.evict(self.flush)
 
@@ -379,16 +379,13 @@ class Checker:
         if not self.ours:
             return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
         if self.device == "cuda":
-            placed = [tree.leaves(self.spec)[i] for i in self.outputs]
-            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory[leaf["space"]]) for leaf in placed]
-            taken: list[torch.Tensor | None] = [tree.raw(tensor) for tensor in got if tensor is not None]
+            got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory) for leaf in self.captures]
         else:
-            taken = caught.outputs
+            taken, names = caught.outputs, _fields(self.spec)
             got = [memory.interpret(output, form) for output, form in zip(taken, self.captures, strict=True)]
-        leaves, names = tree.leaves(self.spec), _fields(self.spec)
-        for i, output in zip(self.outputs, taken, strict=True):
-            if output is None or not memory.same(memory.region(leaves[i], buffer), output):
-                return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
+            for i, leaf, output in zip(self.outputs, self.captures, taken, strict=True):
+                if output is None or not memory.same(memory.region(leaf, buffer), output):
+                    return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if said is not None and (fault := forms.returned_fault(said, self.captures, self.ours)):
             return _verdict("INCORRECT", fault)
         output = got[0] if len(got) == 1 else tuple(got)

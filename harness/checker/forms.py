@@ -20,7 +20,7 @@ def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
         many = text.counted(len(wanted), "tensor")
         return f"custom_kernel must return {many}, got {len(claims) or 'none'}"
     for claim, want in zip(claims, wanted, strict=True):
-        form, device = f"{want['dtype']} {tuple(want['shape'])}", {"device": "cuda", "host": "cpu"}[want["space"]]
+        form, device = f"{want['dtype']} {tuple(want['shape'])}", want["device"]
         if claim["type"] != "Tensor":
             return f"custom_kernel must return a torch.Tensor, {form}, got {claim['type']}"
         came = f"{claim['dtype']} {tuple(claim['shape'])} on {claim['device']}"

@@ -28,26 +28,19 @@ class Guards:
     """The gaps of one buffer, filled for one call. named: the specification and the name of all that lies in it."""
 
     def __init__(self, buffer: Shared, named: list[tuple[dict, str]]) -> None:
-        self._gaps: dict[str, list[Gap]] = {}
-        self._secret: dict[str, torch.Tensor] = {}
-        for space, memory in buffer.memory.items():
-            gaps = _gaps([(spec, name) for spec, name in named if spec["space"] == space], memory.numel())
-            sizes = [gap.last - gap.first for gap in gaps]
-            source = torch.Generator(memory.device).manual_seed(secrets.randbits(63))
-            secret = torch.randint(256, (sum(sizes),), generator=source, dtype=torch.uint8, device=memory.device)
-            for gap, part in zip(gaps, secret.split(sizes), strict=True):
-                memory[gap.first : gap.last].copy_(part)
-            self._gaps[space], self._secret[space] = gaps, secret
+        memory, self._gaps = buffer.memory, _gaps(named, buffer.nbytes)
+        sizes = [gap.last - gap.first for gap in self._gaps]
+        source = torch.Generator(memory.device).manual_seed(secrets.randbits(63))
+        self._secret = torch.randint(256, (sum(sizes),), generator=source, dtype=torch.uint8, device=memory.device)
+        for gap, part in zip(self._gaps, self._secret.split(sizes), strict=True):
+            memory[gap.first : gap.last].copy_(part)
 
     def fault(self, buffer: Shared) -> str:
         """Return how many bytes beside which tensors are others than before the call, "" if none."""
-        said: list[str] = []
-        for space, secret in self._secret.items():
-            found = torch.cat([buffer.memory[space][gap.first : gap.last] for gap in self._gaps[space]])
-            if not torch.equal(found, secret):
-                said += _places(self._gaps[space], (found != secret).cpu())
-        if not said:
+        found = torch.cat([buffer.memory[:0], *(buffer.memory[gap.first : gap.last] for gap in self._gaps)])
+        if torch.equal(found, self._secret):
             return ""
+        said = _places(self._gaps, (found != self._secret).cpu())
         more = [f"at {len(said) - NAMED} more places"] if len(said) > NAMED else []
         return f"the call wrote outside of its tensors: {', '.join(said[:NAMED] + more)}"
 

@@ -15,14 +15,14 @@ from problems.common import check
 
 def make(reference: ModuleType, task: Any, case: dict, device: str, ours: bool, weights: Any = None) -> Any:
     """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
-    inputs, `weights` are what its generate_weights made, and the data is task.Data of the three parts.
+    inputs, `weights` are what its generate_weights made, by default for this case, and the data is task.Data of the
+    three parts.
     """
     if not ours:
         return of_folder(reference, case)
     if not hasattr(reference, "generate_weights"):
         return reference.generate_input(**case, device=device)
-    if weights is None:
-        raise ValueError("weights must be made before the inputs of a problem that splits them, got None")
+    weights = reference.generate_weights(**case, device=device) if weights is None else weights
     inputs, outputs = reference.generate_input(**case, device=device)
     return task.Data(weights, inputs, outputs)
 

@@ -17,7 +17,7 @@ NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32, torch.comple
 
 def region(leaf: dict, buffer: Shared) -> torch.Tensor:
     """Return the bytes of one tensor of a specification in a buffer."""
-    return buffer.memory[leaf["space"]][leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
+    return buffer.memory[leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -58,18 +58,17 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
         return None
 
 
-def room_for(tensor: torch.Tensor, others: list[torch.Tensor], layout: tree.Layout) -> dict:
-    """Return the specification of a dense copy of an answer, which gets a place in `layout`. A submission may give it
-    in the dtype of any of `others` that has its shape: a buffer for it that the problem hands out. Where a reference
-    computes in fp64, or torch gives indices as int64, also in fp32 or int32: the folder's check says what it thinks.
+def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
+    """Return the specification of a dense copy of an answer, without a place. A submission may give it in the dtype of
+    any of `others` that has its shape: a buffer for it that the problem hands out. Where a reference computes in fp64,
+    or torch gives indices as int64, also in fp32 or int32: the folder's check says what it thinks.
     """
     dtypes = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
     dtypes |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
     spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
-    space, most = ("device" if tensor.is_cuda else "host"), max(dtype.itemsize for dtype in dtypes)
+    most = tensor.numel() * max(dtype.itemsize for dtype in dtypes)
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    place = layout.place(space, tensor.numel() * most)
-    return {**spec, "space": space, "offset": place, "most": tensor.numel() * most, "dtypes": names}
+    return {**spec, "device": tensor.device.type, "most": most, "dtypes": names}
 
 
 def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
@@ -77,7 +76,7 @@ def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
     `form`, where these leave no gaps, else contiguous.
     """
     nbytes = math.prod(spec["shape"]) * getattr(torch, form["dtype"]).itemsize
-    dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory[spec["space"]])
+    dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory)
     return tree.with_strides(dense, form["stride"])
 
 

@@ -1,4 +1,4 @@
-"""How many buffers and processes a benchmark may have alive at once, so that a folder with large data fits in memory.
+"""How many submissions and buffers a benchmark may have alive at once, so that a folder with large data fits in memory.
 
 Only folders from elsewhere are measured: those of this repository say what their weights take, and fit.
 """
@@ -34,29 +34,24 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Room:
-    """handles: submissions alive at once; buffers: of the process of each."""
+    """handles: submissions alive at once; buffers: of each process."""
 
     handles: int
     buffers: int
 
 
 def choose(footprints: list[Footprint], most: Room, paired: bool) -> Room:
-    """Return the largest room within `most` in which every case fits. A pair stays together. UsageError: none does."""
-    rooms = _rooms(most, paired)
-    for room in rooms:
+    """Return the largest room within `most` in which every case fits: with fewer submissions at once, which only takes
+    longer, then with fewer buffers. A pair stays together. UsageError: there is none.
+    """
+    handles = most.handles if paired else 1
+    for room in (most, *(Room(handles, buffers) for buffers in range(most.buffers, 0, -1))):
         if all(each.needed(room.handles, room.buffers) <= SHARE * each.total for each in footprints):
             return room
-    least = rooms[-1].handles
-    worst = max(footprints, key=lambda each: each.needed(least, 1))
-    needed, total = worst.needed(least, 1) / GIB, worst.total / GIB
+    worst = max(footprints, key=lambda each: each.needed(handles, 1))
+    needed, total = worst.needed(handles, 1) / GIB, worst.total / GIB
     raise UsageError(
         f"{worst.case}: a run takes about {needed:.0f} GiB with one buffer a process ({worst.buffer / GIB:.1f} GiB for "
         f"a buffer, {worst.working / GIB:.1f} for the reference), and may take {SHARE * total:.0f} of {total:.0f} GiB: "
         "leave this case out with --case, or use a machine with more memory"
     )
-
-
-def _rooms(most: Room, paired: bool) -> list[Room]:
-    """Return `most` and ever smaller rooms: first fewer submissions, which only takes longer, then fewer buffers."""
-    handles = most.handles if paired else 1
-    return [most, *(Room(handles, buffers) for buffers in range(most.buffers, 0, -1))]

@@ -139,6 +139,11 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def deliver(place: str, text: str, stdout: TextIO) -> None:
+    """Write what --json asks for: as the file `place`, or to standard output for "-"."""
+    say(text, stdout) if place == "-" else write_whole(Path(place), text)
+
+
 def spliced(text: str, marks: tuple[str, str], said: str, name: str) -> str:
     """Return `text`, of the file `name`, with `said` between the two marks, which stay. ValueError: the text does not
     have each mark once, in this order.

@@ -73,13 +73,6 @@ def _us(value: float) -> float:
     return value
 
 
-def _samples(groups: list[list[float]]) -> list[list[float]]:
-    for group in groups:
-        for value in group:
-            _us(value)
-    return groups
-
-
 def _ascending(pair: list[float]) -> list[float]:
     if pair[0] > pair[1]:
         raise ValueError("must be [low, high]")
@@ -96,7 +89,6 @@ def _clock(clock: dict[str, Any]) -> dict[str, Any]:
 Name = Annotated[str, AfterValidator(name)]
 Time = Annotated[str, AfterValidator(_time)]
 Us = Annotated[float, AfterValidator(_us)]
-Samples = Annotated[list[list[float]], AfterValidator(_samples)]
 Roofline = Annotated[Us, Field(gt=0)]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 Interval = Annotated[Pair, AfterValidator(_ascending)]
@@ -230,7 +222,7 @@ class Record(_Checked):
         "median time of a call in us; of latency records, of one replayed graph, or of an eager call without one", TIMED
     )
     ci95_us: Interval | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
-    samples_us: Samples | None = _field("all scored times in us, a list for each process", TIMED)
+    samples_us: list[list[Us]] | None = _field("all scored times in us, a list for each process", TIMED)
     n: int | None = _field("number of scored times", TIMED)
     host_us: Us | None = _field("median time of the call on the host in us", ("benchmark",))
     setup_us: Us | None = _field("median time in us of a baseline's preparations, which do not count", ("benchmark",))
@@ -254,11 +246,6 @@ class Record(_Checked):
     )
     attempt: Count | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
     audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
-    batches: Any = _field(
-        "by the judge's own clock, calls together on a GPU: calls, us, empty_us (as many empty ones), noise_us, alone "
-        "(each in a separate batch), least_us (of a call, at least)",
-        ("benchmark",),
-    )
     superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
     confirms: Confirms | None = _field("the leader against whom these times confirm a first place", ("benchmark",))
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))

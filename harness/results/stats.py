@@ -51,7 +51,7 @@ def bootstrap_interval(groups: Groups, seed: int = 0) -> tuple[float, float]:
     ValueError if there is no group, a group is empty, or a sample is not finite.
     """
     rng = np.random.default_rng(seed)
-    return _bounds(_medians(groups, _draws(rng, [groups]), rng, "groups"))
+    return _bounds(_medians(groups, rng.random((RESAMPLES, len(groups))), rng, "groups"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
             raise ValueError("every process must hold at least one pair")
         mids.append([_midmean(group) for group in logs])
         center += float(np.mean(mids[-1])) / len(cases)
-        levels = np.stack([_resampled(group, rng) for group in logs], axis=1)  # (RESAMPLES, processes)
+        resamples = [group[rng.integers(len(group), size=(RESAMPLES, len(group)))] for group in logs]
+        levels = np.stack([_midmean(drawn_calls) for drawn_calls in resamples], axis=1)  # (RESAMPLES, processes)
         chosen = (processes[:, : len(case)] * len(case)).astype(int)
         # Each draw of a process takes a resample of its own, at random.
         rows = rng.integers(RESAMPLES, size=chosen.shape)
@@ -191,11 +192,6 @@ def _midmean(values: np.ndarray) -> np.ndarray:
     return np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)
 
 
-def _resampled(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Midmeans of resamples, (RESAMPLES,)."""
-    return _midmean(values[rng.integers(len(values), size=(RESAMPLES, len(values)))])
-
-
 def _widening(count: int, level: float) -> float:
     """Return Student's t over the normal quantile, times the bootstrap's missing root of count / (count - 1)."""
     if count < 2:
@@ -242,20 +238,17 @@ def _case_medians(cases: Sequence[Groups], seed: int) -> np.ndarray:
     if not len(cases):
         raise ValueError("cases must not be empty")
     rng = np.random.default_rng(seed)
-    processes = _draws(rng, cases)
+    processes = rng.random((RESAMPLES, max(map(len, cases))))
     for number, groups in enumerate(cases):
         for group in groups:
             _positive(group, f"case {number}")
     return np.array([_medians(groups, processes, rng, f"case {number}") for number, groups in enumerate(cases)])
 
 
-def _draws(rng: np.random.Generator, cases: Sequence[Groups]) -> np.ndarray:
-    """Uniform draws in [0, 1), (RESAMPLES, most processes of a case), to be scaled by a case's number of processes."""
-    return rng.random((RESAMPLES, max(map(len, cases))))
-
-
 def _medians(groups: Groups, processes: np.ndarray, rng: np.random.Generator, name: str) -> np.ndarray:
-    """Resampled medians, (RESAMPLES,)."""
+    """Resampled medians, (RESAMPLES,). processes: uniform draws in [0, 1), (RESAMPLES, at least the groups), to be
+    scaled by the number of groups.
+    """
     if not len(groups):
         raise ValueError(f"{name} must hold at least one process")
     values = [_values(group, name) for group in groups]

@@ -15,27 +15,29 @@ from harness.runner import gate, recorder
 
 
 class Shared:
-    """Memory that two processes map. `memory`: flat uint8 tensors by the space that they are in."""
+    """Memory that two processes map. `memory`: a flat uint8 tensor."""
 
-    memory: dict[str, torch.Tensor]
+    memory: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() for part in self.memory.values())
+        return self.memory.numel()
 
     def close(self) -> None:
         """Give it up. Tensors over it must not be used afterwards."""
-        self.memory.clear()
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class Buffer(Shared):
     """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken."""
 
     def __init__(self, nbytes: int, fd: int = -1) -> None:
-        self.memory, self._fd = {}, -1
+        self.memory, self._fd = torch.empty(0, dtype=torch.uint8), -1
         if nbytes:
             made = sealed_file("buffer", nbytes) if fd < 0 else fd
-            self.memory["host"] = _map(made, nbytes)
+            # Populated now, so that no timed call pays for page faults.
+            pages = mmap.mmap(made, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.memory = torch.frombuffer(pages, dtype=torch.uint8)
             if fd < 0:
                 self._fd = made
             else:
@@ -56,7 +58,7 @@ class DeviceBuffer(Shared):
 
     def __init__(self, parts: list[tuple[int, int]]) -> None:
         self._mapped = recorder.Mapped(parts)
-        self.memory = {"device": self._mapped.bytes}
+        self.memory = self._mapped.bytes
 
     def close(self) -> None:
         super().close()
@@ -87,8 +89,3 @@ def sealed_file(name: str, nbytes: int) -> int:
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
-
-
-def _map(fd: int, nbytes: int) -> torch.Tensor:
-    # Populated now, so that no timed call pays for page faults.
-    return torch.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)

@@ -61,7 +61,7 @@ def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
     return [form(item, outputs[i] if i < len(outputs) else None) for i, item in enumerate(returned[:CLAIMS])]
 
 
-def capture_any(result: object, captures: list[dict], memory: dict[str, torch.Tensor]) -> list[dict]:
+def capture_any(result: object, captures: list[dict], memory: torch.Tensor) -> list[dict]:
     """Copy whatever tensors came back, where they have a form that is judged; say what came. One without gaps keeps its
     strides: a transposed copy would take much longer.
     """
@@ -69,7 +69,7 @@ def capture_any(result: object, captures: list[dict], memory: dict[str, torch.Te
     for item, spec in zip(parts, captures, strict=False):
         dtype = str(item.dtype).removeprefix("torch.") if is_plain(item) else ""
         if dtype in spec["dtypes"] and list(item.shape) == spec["shape"]:
-            copy = tree.tensor({**spec, "dtype": dtype, "nbytes": item.nbytes}, memory[spec["space"]])
+            copy = tree.tensor({**spec, "dtype": dtype, "nbytes": item.nbytes}, memory)
             tree.with_strides(copy, item.stride()).copy_(item)
     return [said]
 

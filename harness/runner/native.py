@@ -41,12 +41,12 @@ def evict(flush: torch.Tensor) -> None:
     _check(evictor(flush.data_ptr(), flush.numel(), _sink().data_ptr()))
 
 
-def forget(memory: torch.Tensor | None) -> bool:
+def forget(memory: torch.Tensor) -> bool:
     """Drop `memory` (uint8) from the caches of all processors. Return False if this machine has no instruction for
     that.
     """
     dropper = library().function("judge_forget", c_void_p, c_size_t)
-    return memory is None or dropper(memory.data_ptr(), memory.numel()) == 0
+    return not memory.numel() or dropper(memory.data_ptr(), memory.numel()) == 0
 
 
 def _check(code: int) -> None:

@@ -137,11 +137,9 @@ class Runner:
             recorded, files, result = recorder.record(kernel, arguments, setup)
             if self.module and not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
-        except recorder.BranchesError as error:
-            return {**prepared, "unrecorded": str(error), "branches": True}
         except Exception as error:
-            said = failure.first_line("call", error, self.file or "", self.module)
-            return {**prepared, "unrecorded": f"its call cannot be recorded: {said}"}
+            said = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
+            return {**prepared, "unrecorded": said, "branches": isinstance(error, recorder.BranchesError)}
         if self.module and message["ours"]:
             recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}
@@ -161,10 +159,10 @@ class Runner:
         if self.module is None:
             return ()
         objects.define(message["definitions"])
-        data = tree.build(message["data"], {"device": self.mapped[0].bytes}, self.task)
+        data = tree.build(message["data"], self.mapped[0].bytes, self.task)
         if message["split"]:
             self.mapped.append(recorder.Mapped([(fds.pop(0), sizes["weights"])], message["weights_address"]))
-            self.weights = tree.build(message["weights"], {"device": self.mapped[1].bytes}, self.task)
+            self.weights = tree.build(message["weights"], self.mapped[1].bytes, self.task)
             data = data._replace(weights=self._prepared(self.weights))
         self.arguments = (data,)
         return self.arguments
@@ -197,10 +195,9 @@ class Runner:
 
     def time(self, message: dict, _: list[int]) -> dict:
         """Make a call in this process, by events: its time can be forged by the submission."""
-        self.flush = (
-            self.flush if self.flush is not None else torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
-        )
-        data, returned = self.arguments[0], []
+        if self.flush is None:
+            self.flush = torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
+        data = self.arguments[0]
         state = self._setup(data, message)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -215,7 +212,7 @@ class Runner:
         if self.opened["ours"]:
             returned = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
         else:
-            returned = claims.capture_any(result, self.opened["captures"], {"device": self.mapped[0].bytes})
+            returned = claims.capture_any(result, self.opened["captures"], self.mapped[0].bytes)
             torch.cuda.synchronize()
         return {"us": 1e3 * start.elapsed_time(stop), "claims": returned}
 
@@ -284,7 +281,7 @@ class Runner:
         """Return what a call on a CPU is made with: its data, or of a folder from elsewhere a supply of it."""
         if self._is_fresh(message):
             leaf = self.opened.get("values")
-            values = tree.tensor(leaf, buffer.memory["host"]) if leaf else None
+            values = tree.tensor(leaf, buffer.memory) if leaf else None
             return (_Supply(lambda: self._data(buffer), values),)
         data = self._data(buffer)
         return data, *self._setup(data, message)
@@ -304,8 +301,8 @@ class Runner:
         since weights are separate, the reader reads as many zeros.
         """
         config = self.opened["reads"][what]
-        part = buffer.memory.get("host")
-        if part is None or part.numel() < nbytes:
+        part = buffer.memory
+        if part.numel() < nbytes:
             if self.room is None or self.room.numel() < nbytes:
                 self.room = None  # before the next one is made
                 self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8)
@@ -395,24 +392,13 @@ def main() -> None:
         wire.send(sock, failure.reply("import", error, file))
         return
     wire.send(sock, {"ready": True, "switches": runner.switches.restore()})
-    handlers: dict[str, Callable] = {
-        "open": runner.open,
-        "hold": runner.hold,
-        "trim": runner.trim,
-        "call": runner.call,
-        "record": runner.record,
-        "map_call": runner.map_call,
-        "time": runner.time,
-        "profile": runner.profile,
-        "compile": runner.compile,
-    }
     while True:
         try:
             message, fds = wire.receive(sock)
         except wire.WireError:
             return  # the parent is done with us
         try:
-            reply = handlers[message["op"]](message, fds)
+            reply = getattr(runner, message["op"])(message, fds)
         except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()

@@ -3,7 +3,7 @@ objects (dataclasses, modules of torch.nn, objects of classes that the folder's 
 
 `walk` turns such a value into a specification: of a container {"type": one of CONTAINERS, "value": its class, "keys",
 "items"}, of a leaf what its reader says. `made` makes the value again. Of data (`describe`, `build`) each tensor has a
-place in one of two flat buffers, "device" and "host", that another process maps.
+place in a flat buffer, on the device or on the host, that another process maps.
 """
 
 import collections
@@ -11,7 +11,7 @@ import ctypes
 import json
 import warnings
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import GetSetDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,16 +33,16 @@ KEPT = "tensors, arrays, numbers and texts, in tuples, lists, dicts, dataclasses
 
 @dataclass
 class Layout:
-    """What of both buffers is taken, in bytes. values: takes the plain values, which are then contents like tensors;
-    None: they stay in the specification.
+    """What of a buffer is taken, in bytes. values: takes the plain values, which are then contents like tensors; None:
+    they stay in the specification.
     """
 
-    used: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
+    used: int = 0
     values: list | None = None
 
-    def place(self, space: str, nbytes: int) -> int:
-        offset = self.used[space] or ALIGN  # there is a buffer for empty tensors too
-        self.used[space] = -(-(offset + nbytes + GUARD) // ALIGN) * ALIGN
+    def place(self, nbytes: int) -> int:
+        offset = self.used or ALIGN  # there is a buffer for empty tensors too
+        self.used = -(-(offset + nbytes + GUARD) // ALIGN) * ALIGN
         return offset
 
     def leaf(self, value: Any, name: str) -> dict:
@@ -57,12 +57,12 @@ class Layout:
         if class_name := objects.name_of(value):
             return {"type": "class", "value": class_name}
         see_strided(value, name, "a call's data may hold")
-        space, nbytes = ("device" if value.is_cuda else "host"), extent(value) * value.element_size()
+        nbytes = extent(value) * value.element_size()
         return {
             "type": "Tensor",
             "name": name,
-            "space": space,
-            "offset": self.place(space, nbytes),
+            "device": value.device.type,
+            "offset": self.place(nbytes),
             "nbytes": nbytes,
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": list(value.shape),
@@ -83,12 +83,11 @@ def rearrange(spec: dict, writable: Container[int], page: int) -> tuple[int, Lay
     the next page of so many bytes on, those whose numbers are in `writable`. Return the bytes of the first part, and
     the layout of both.
     """
-    layout, found = Layout(), list(enumerate(leaves(spec)))
-    for _, leaf in (pair for pair in found if pair[0] not in writable):
-        leaf["offset"] = layout.place("device", leaf["nbytes"])
-    first = layout.used["device"] = -(-layout.used["device"] // page) * page
-    for _, leaf in (pair for pair in found if pair[0] in writable):
-        leaf["offset"] = layout.place("device", leaf["nbytes"])
+    layout, found, first = Layout(), list(enumerate(leaves(spec))), 0
+    for written in (False, True):
+        first = layout.used = -(-layout.used // page) * page
+        for _, leaf in (pair for pair in found if (pair[0] in writable) is written):
+            leaf["offset"] = layout.place(leaf["nbytes"])
     return first, layout
 
 
@@ -160,8 +159,8 @@ def made(spec: dict, leaf: Callable[[dict], Any], find: Callable[[str], Any]) ->
     return again
 
 
-def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None = None, values: Sequence = ()) -> Any:
-    """Return the data that `spec` describes, with its tensors as views of `buffers` (uint8, flat). task: whose classes
+def build(spec: dict, buffer: torch.Tensor, task: ModuleType | None = None, values: Sequence = ()) -> Any:
+    """Return the data that `spec` describes, with its tensors as views of `buffer` (uint8, flat). task: whose classes
     those of a task.py are. values: what the layout took.
     """
 
@@ -172,7 +171,7 @@ def build(spec: dict, buffers: dict[str, torch.Tensor], task: ModuleType | None 
             return torch.device(spec["value"])
         if spec["type"] == "class":
             return objects.find(spec["value"], task)
-        return tensor(spec, buffers[spec["space"]])
+        return tensor(spec, buffer)
 
     return made(spec, leaf, lambda name: objects.find(name, task))
 
@@ -183,11 +182,11 @@ def packed(values: list) -> bytes:
     return said.ljust(-(-2 * len(said) // ALIGN) * ALIGN)
 
 
-def unpacked(leaf: dict | None, memory: dict[str, torch.Tensor]) -> Sequence:
+def unpacked(leaf: dict | None, memory: torch.Tensor) -> Sequence:
     """Return the values that a call's memory holds where the tensor `leaf` is, () without one."""
     if leaf is None:
         return ()
-    said = tensor(leaf, memory["host"])
+    said = tensor(leaf, memory)
     return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))
 
 

@@ -80,8 +80,7 @@ def run(args: Options, further: list[str], stdout: TextIO) -> int:
     finally:
         ray.shutdown()
     if args.json:
-        said = "".join(lines)
-        output.say(said, stdout) if args.json == "-" else output.write_whole(Path(args.json), said)
+        output.deliver(args.json, "".join(lines), stdout)
     # Of --all, a variant for other machines does not count.
     return min((code for code in codes if code != 7 or not args.all), key=GRAVEST.index, default=7)
 

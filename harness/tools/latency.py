@@ -155,7 +155,8 @@ def replayed(decode: Any) -> Graph:
         torch.cuda.synchronize()
         logits = step.logits.clone()
         replays = [device_trace.launches(graph.replay) for _ in range(TRACED)]
-        return Graph(logits, replays, _times_us(graph.replay), _row_us(graph.replay), left_out)
+        samples = _times_us(graph.replay, WARMUPS + STEPS)[WARMUPS:]
+        return Graph(logits, replays, samples, statistics.median(_times_us(graph.replay, ROWS, ROW)), left_out)
 
 
 def measure(decode: Any) -> dict:
@@ -168,7 +169,7 @@ def measure(decode: Any) -> dict:
     torch.cuda.synchronize()
     wait = _waits(step) if graph else ""
     same = not graph or torch.equal(step.logits, graph.logits)
-    eager_us = _times_us(step)
+    eager_us = _times_us(step, WARMUPS + STEPS)[WARMUPS:]
     named = decode.step(chosen, named=True)
     traces = [device_trace.launches(named) for _ in range(1 if graph else TRACED)]
     eager, samples = max(traces, key=len), graph.samples if graph else eager_us
@@ -271,29 +272,19 @@ def _waits(step: Callable[[], None]) -> str:
     return ""
 
 
-def _times_us(call: Callable[[], None]) -> list[float]:
-    """Times of STEPS calls until the GPU has done each, on the host's clock, in us."""
+def _times_us(call: Callable[[], None], rows: int, calls: int = 1) -> list[float]:
+    """Times of a call, in us, on the host's clock, in so many rows of calls. The host waits for the GPU behind each row
+    only, as where text is generated.
+    """
     taken = []
-    for _ in range(WARMUPS + STEPS):
+    for _ in range(rows):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        taken.append(round(1e6 * (time.perf_counter() - start), 3))
-    return taken[WARMUPS:]
-
-
-def _row_us(call: Callable[[], None]) -> float:
-    """Median time of a call, in us, in rows of ROW that the host waits behind only, as text is generated."""
-    taken = []
-    for _ in range(ROWS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(ROW):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
-        taken.append(1e6 * (time.perf_counter() - start) / ROW)
-    return round(statistics.median(taken), 3)
+        taken.append(round(1e6 * (time.perf_counter() - start) / calls, 3))
+    return taken
 
 
 if __name__ == "__main__":

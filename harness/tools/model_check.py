@@ -11,22 +11,25 @@ import importlib.util
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from harness.checker import inputs
+from harness.checker import inputs, memory
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Recorder, Result
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import record, schema
+from harness.runner import failure, tree
 from harness.sandbox import process
+from problems.common import load
+from problems.common.build import BuildError
 
 MACHINE = "model"  # whose records these are: no machine has a part in them
 TARGETS = ("sm100", "sm90")  # a variant for both is checked as the first
@@ -86,15 +89,14 @@ def run(
     environment = {**os.environ, "PYTHONPATH": str(process.ROOT), "PYTHONUNBUFFERED": "1"}
     found: dict[int, Outcome] = {}
     reached = 0
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile() as questions:
+        questions.write(asked.encode())
+        questions.seek(0)
         child = subprocess.Popen(
-            argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            argv, bufsize=0, env=environment, stdin=questions, stdout=subprocess.PIPE, stderr=errors
         )
-        assert child.stdin and child.stdout  # they are pipes
         try:
-            child.stdin.write(asked)
-            child.stdin.close()
-            for line in _lines(child, child.stdout, timeout_s):
+            for line in _lines(child.stdout, timeout_s):
                 reached = line["case"]
                 now, case = Outcome(line["status"], f"{line['order']}: {line['said']}"), cases[reached]
                 say(f"{submission.name:20} model  {case}  {line['order']:16}  {line['status']}  {line['said']}")
@@ -122,25 +124,13 @@ def run(
     ]
 
 
-def _lines(child: subprocess.Popen, out: IO[str], timeout_s: float | None) -> Iterator[dict]:
-    """What the child says, line by line. TimeoutError: a line took longer than the limit."""
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        child.kill()
-
-    while True:
-        timer = threading.Timer(timeout_s or 0, stop)
-        if timeout_s:
-            timer.start()
-        line = out.readline()
-        timer.cancel()
-        if late.is_set():
-            raise TimeoutError
-        if not line:
+def _lines(out: Any, timeout_s: float | None) -> Iterator[dict]:
+    """What comes from a pipe without a buffer, line by line. TimeoutError: a line took longer than the limit."""
+    while select.select([out], [], [], timeout_s)[0]:
+        if not (line := out.readline()):
             return
         yield json.loads(line)
+    raise TimeoutError
 
 
 def records(recorder: Recorder, judged: Result) -> list[dict]:
@@ -170,8 +160,6 @@ def main(argv: list[str]) -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the variant prints is no reply
     model = driver.install(target)
-    from problems.common import load
-
     task, reference = load.module(folder, "task"), load.module(folder, "reference")
     module = load.from_file(folder, file)
     for number, case in enumerate(cases):
@@ -198,16 +186,7 @@ def set_order(model: Any, order: Order) -> None:
 
 def make_inputs(task: Any, reference: Any, case: dict) -> Any:
     """Make the problem's Data of a case, on the CPU. task, reference: the problem's modules."""
-    import inspect
-
-    from harness.checker import inputs
-
-    weights = None
-    if hasattr(reference, "generate_weights"):
-        names = inspect.signature(reference.generate_weights).parameters
-        known = {**case, "device": "cpu"}
-        weights = reference.generate_weights(**{name: known[name] for name in names if name in known})
-    return inputs.make(reference, task, case, "cpu", True, weights)
+    return inputs.make(reference, task, case, "cpu", True)
 
 
 def check_call(model: Any, module: Any, task: Any, reference: Any, pristine: Any, want: Any) -> Outcome:
@@ -215,9 +194,6 @@ def check_call(model: Any, module: Any, task: Any, reference: Any, pristine: Any
 
     module: the submission's. pristine: the problem's Data. want: the reference's answer to it.
     """
-    from harness.runner import failure, tree
-    from problems.common.build import BuildError
-
     data = tree.clone(pristine)
     before = model.launches, model.executed
     model.clear()
@@ -248,9 +224,6 @@ def check_call(model: Any, module: Any, task: Any, reference: Any, pristine: Any
 
 def changed_input(task: Any, before: Any, after: Any) -> str:
     """Return which input a call changed that is no output and not INOUT, "" if none."""
-    from harness.checker import memory
-    from harness.runner import tree
-
     if "inputs" in before._fields:
         before, after = before.inputs, after.inputs
     for name in set(before._fields) - {*task.OUTPUTS, *getattr(task, "INOUT", ())}:

@@ -33,28 +33,17 @@ NCU_SECTIONS = (
     "WarpStateStats",
     "SchedulerStats",
 )
-_MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3}
-_TERABYTES = {
-    "byte/second": 1e-12,
-    "byte/s": 1e-12,
-    "Mbyte/second": 1e-6,
-    "Mbyte/s": 1e-6,
-    "Gbyte/second": 1e-3,
-    "Gbyte/s": 1e-3,
-    "Tbyte/second": 1,
-    "Tbyte/s": 1,
-}
 _STALL = "smsp__average_warps_issue_stalled_"
-_DIGEST = (
-    ("duration", "gpu__time_duration.sum", "us", _MICROSECONDS),
-    ("DRAM read", "dram__bytes_read.sum.per_second", "TB/s", _TERABYTES),
-    ("DRAM of peak", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", {}),
-    ("SM of peak", "sm__throughput.avg.pct_of_peak_sustained_elapsed", "%", {}),
-    ("occupancy", "sm__warps_active.avg.pct_of_peak_sustained_active", "%", {}),
-    ("registers", "launch__registers_per_thread", "a thread", {}),
-    ("grid", "launch__grid_size", "CTAs", {}),
-    ("block", "launch__block_size", "threads", {}),
-    ("waves", "launch__waves_per_multiprocessor", "a SM", {}),
+_DIGEST = (  # what it is called, ncu's metric, the unit that is shown, and what ncu's base unit (ns, byte/s) is of it
+    ("duration", "gpu__time_duration.sum", "us", 1e-3),
+    ("DRAM read", "dram__bytes_read.sum.per_second", "TB/s", 1e-12),
+    ("DRAM of peak", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", 1),
+    ("SM of peak", "sm__throughput.avg.pct_of_peak_sustained_elapsed", "%", 1),
+    ("occupancy", "sm__warps_active.avg.pct_of_peak_sustained_active", "%", 1),
+    ("registers", "launch__registers_per_thread", "a thread", 1),
+    ("grid", "launch__grid_size", "CTAs", 1),
+    ("block", "launch__block_size", "threads", 1),
+    ("waves", "launch__waves_per_multiprocessor", "a SM", 1),
 )
 
 
@@ -93,25 +82,12 @@ def _is_trace(said: str) -> bool:
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
     """Run one call of `case` under ncu, and keep the report. Return the digest. RuntimeError: ncu missing or failed."""
     report = place(problem, submission, case, ".ncu-rep")
-    sections = [argument for section in NCU_SECTIONS for argument in ("--section", section)]
-    command = [
-        _tool("ncu"),
-        "--clock-control",
-        "none",
-        "--profile-from-start",
-        "off",
-        "--target-processes",
-        "application-only",
-        "-f",
-        "-o",
-        str(report),
-        *sections,
-        "--metrics",
-        "dram__bytes_read.sum.per_second",
-        *_solo(problem, submission, [case]),
-    ]
-    _run(command, "ncu", _dsl(target))
-    page = _run([_tool("ncu"), "--import", str(report), "--page", "raw", "--csv"], "ncu --import", {})
+    options = "--clock-control none --profile-from-start off --target-processes application-only -f"
+    options += " --metrics dram__bytes_read.sum.per_second" + "".join(f" --section {name}" for name in NCU_SECTIONS)
+    ncu, solo = _tool("ncu"), _solo(problem, submission, [case])
+    _run([ncu, *options.split(), "-o", str(report), *solo], "ncu", _dsl(target))
+    shown_as = ["--page", "raw", "--csv", "--print-units", "base"]
+    page = _run([ncu, "--import", str(report), *shown_as], "ncu --import", {})
     shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
     return f"{digest(page)}\nfull report: {shown}"
 
@@ -122,13 +98,12 @@ def digest(page: str) -> str:
     rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
     if len(rows) < 2:
         raise RuntimeError("ncu saw no kernel in the call")
-    units, kernels = rows[0], rows[1:]
     text = []
-    for kernel in kernels:
+    for kernel in rows[1:]:  # behind the row of units
         text.append(kernel["Kernel Name"])
-        for label, metric, unit, scales in _DIGEST:
+        for label, metric, unit, scale in _DIGEST:
             if kernel.get(metric):
-                value = float(kernel[metric].replace(",", "")) * scales.get(units[metric], 1)
+                value = float(kernel[metric].replace(",", "")) * scale
                 text.append(f"  {label:<14}{value:>10.2f} {unit}")
         stalls = [
             (float(kernel[name].replace(",", "")), name.removeprefix(_STALL).partition("_per_issue")[0])
@@ -146,33 +121,14 @@ def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: 
     """
     # A separate allocation for every tensor, so that the tool sees an access past one. Compilers that the submission
     # starts are not looked into: the tool would run them too, and count what they do.
-    command = [
-        _tool("compute-sanitizer"),
-        "--tool",
-        tool,
-        "--error-exitcode",
-        str(FOUND_EXIT),
-        "--launch-timeout",
-        "120",
-        "--target-processes",
-        "application-only",
-        *_solo(problem, submission, cases),
-    ]
-    extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
+    options = f"--tool {tool} --error-exitcode {FOUND_EXIT} --launch-timeout 120 --target-processes application-only"
+    command = [_tool("compute-sanitizer"), *options.split(), *_solo(problem, submission, cases)]
     try:
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=_environment(extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TOOL_LIMIT_S,
-        )
+        code, said = _finished(command, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)})
     except subprocess.TimeoutExpired as error:
         tail = _tail((error.output or b"").decode(errors="replace"))
         raise RuntimeError(f"{tool} was not done after {TOOL_LIMIT_S} s\n{tail}") from None
-    said = result.stdout.decode(errors="replace")
-    return _fault(result.returncode, said), _tail(said)
+    return _fault(code, said), _tail(said)
 
 
 def _fault(code: int, said: str) -> str:
@@ -207,21 +163,24 @@ def _dsl(target: str) -> dict[str, str]:
     return {"CUTE_DSL_ARCH": build.ARCH[target]}
 
 
-def _environment(extra: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}
-
-
 def _run(command: list[str], what: str, extra: dict[str, str]) -> str:
-    result = subprocess.run(
-        command, cwd=ROOT, env=_environment(extra), capture_output=True, text=True, timeout=TOOL_LIMIT_S
-    )
-    if result.returncode:
-        raise RuntimeError(f"{what} failed with status {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
-    return result.stdout
+    code, said = _finished(command, extra)
+    if code:
+        raise RuntimeError(f"{what} failed with status {code}:\n{said[-3000:]}")
+    return said
+
+
+def _finished(command: list[str], extra: dict[str, str]) -> tuple[int, str]:
+    """Run a tool, with more of an environment. Return its exit status and what it printed. TimeoutExpired: that took
+    more than TOOL_LIMIT_S.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=pipe, stderr=both, timeout=TOOL_LIMIT_S)
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def _tool(name: str) -> str:
-    for path in (shutil.which(name), *map(str, Path("/usr/local/cuda/bin").glob(name))):
-        if path:
-            return path
+    if path := shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/cuda/bin"):
+        return path
     raise RuntimeError(f"{name} is not on PATH: install the CUDA toolkit's {name}")

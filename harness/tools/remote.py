@@ -81,7 +81,7 @@ def start(args: Options, further: list[str], stdout: TextIO) -> int:
         return INTERRUPTED_EXIT
     code = _fetch(host)
     if args.json and (said := host.call("made", "json")):
-        output.say(said, stdout) if args.json == "-" else output.write_whole(Path(args.json), said)
+        output.deliver(args.json, said, stdout)
     if args.events:
         with open(args.events, "a") as file:
             file.write(host.call("made", "events"))

@@ -26,13 +26,11 @@ def main() -> None:
     reference = load.from_file(folder, found.reference)
     module = load.from_file(folder, file)
     task = load.from_file(folder, folder / "task.py") if found.ours else None
-    ours = found.ours
+    split = found.ours and hasattr(reference, "generate_weights")
     for case in cases:
-        split = ours and hasattr(reference, "generate_weights")
-        weights = reference.generate_weights(**case, device=device) if split else None
-        data = inputs.make(reference, task, case, device, ours, weights)
+        data = inputs.make(reference, task, case, device, found.ours)
         if split and hasattr(module, "prepare"):
-            data = data._replace(weights=module.prepare(weights))
+            data = data._replace(weights=module.prepare(data.weights))
         state = (module.setup(data),) if hasattr(module, "setup") else ()
         if device == "cuda":
             torch.cuda.synchronize()

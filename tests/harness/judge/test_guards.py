@@ -17,7 +17,7 @@ STRIDED = torch.zeros(7, 9)[:, 1:6:2]  # whose holes are its own
 def guarded(*tensors: torch.Tensor) -> tuple[Guards, Buffer, list[dict]]:
     layout = tree.Layout()
     leaves = tree.leaves(tree.describe(tensors, layout))
-    buffer = Buffer(layout.used["host"])
+    buffer = Buffer(layout.used)
     return Guards(buffer, [(leaf, f"input {i}") for i, leaf in enumerate(leaves)]), buffer, leaves
 
 
@@ -28,7 +28,7 @@ def guarded(*tensors: torch.Tensor) -> tuple[Guards, Buffer, list[dict]]:
 )
 def test_each_byte_outside_of_the_tensors_is_guarded_and_none_inside(tensors):
     guards, buffer, leaves = guarded(*tensors)
-    memory = buffer.memory["host"]
+    memory = buffer.memory
     inside = {at for leaf in leaves for at in range(leaf["offset"], leaf["offset"] + leaf["nbytes"])}
     for at in range(len(memory)):
         memory[at] ^= 1
@@ -48,7 +48,7 @@ def test_tensors_are_apart_and_aligned():
 
 def test_bytes_belong_to_the_nearest_tensor_and_few_places_are_named():
     guards, buffer, leaves = guarded(torch.zeros(3), torch.zeros(2), torch.zeros(4))
-    memory = buffer.memory["host"]
+    memory = buffer.memory
     ends = [leaf["offset"] + leaf["nbytes"] for leaf in leaves]
     for first, last in ((ends[0], ends[0] + 4), (leaves[1]["offset"] - 1, leaves[1]["offset"])):
         memory[first:last] ^= 0x55
@@ -64,19 +64,19 @@ def test_bytes_belong_to_the_nearest_tensor_and_few_places_are_named():
 
 def test_the_whole_place_of_a_copy_is_the_judges():
     """A folder's answer may come in a wider type than the reference's: the copy has room for it."""
-    leaf = {"space": "host", "offset": tree.ALIGN, "nbytes": 4, "most": 8}
+    leaf = {"offset": tree.ALIGN, "nbytes": 4, "most": 8}
     buffer = Buffer(2 * tree.ALIGN)
     guards = Guards(buffer, [(leaf, "the judge's copy")])
     for at, fault in ((0, False), (7, False), (8, True), (-1, True)):
-        buffer.memory["host"][tree.ALIGN + at] ^= 1
+        buffer.memory[tree.ALIGN + at] ^= 1
         assert bool(guards.fault(buffer)) == fault, at
-        buffer.memory["host"][tree.ALIGN + at] ^= 1
+        buffer.memory[tree.ALIGN + at] ^= 1
     buffer.close()
 
 
 def test_what_lies_between_is_secret_and_new_in_each_call():
     guards, buffer, _ = guarded(torch.zeros(3))
-    before = buffer.memory["host"].clone()
+    before = buffer.memory.clone()
     other = Guards(buffer, [])
     assert guards.fault(buffer) and not other.fault(buffer) and len(before.unique()) > 64
     buffer.close()
@@ -95,6 +95,6 @@ def test_the_checker_looks_at_a_call_and_at_its_weights(tmp_path, classes):
     for buffer, name in zip(memories, named, strict=False):
         made.fill({"runner": "r", "buffer": 0}, [])
         assert made._changed("r", made.buffers["r"][0]) == ""
-        buffer.memory["host"][-1] ^= 1
+        buffer.memory[-1] ^= 1
         assert made._changed("r", made.buffers["r"][0]).endswith(f"1 byte behind {name}")
     made.release({"op": "release", "runner": "r"}, [])

@@ -196,7 +196,7 @@ def test_after_a_call_the_buffer_holds_them_as_before(tmp_path, classes):
     made.fill({"runner": "r", "buffer": 0}, [])
     (buffer,) = made.buffers["r"]
     leaves = tree.leaves(made.spec)
-    regions = [tree.tensor(leaves[i], buffer.memory["host"]) for i in said["open"]["inout"]]
+    regions = [tree.tensor(leaves[i], buffer.memory) for i in said["open"]["inout"]]
     before = [region.clone() for region in regions]
     for region in regions:
         region.fill_(3)

@@ -79,10 +79,10 @@ def arrived(value):
     """Return `value` as another process makes it over the same memory."""
     layout = tree.Layout(values=[])
     spec = json.loads(json.dumps(tree.describe(value, layout)))
-    host = torch.zeros(layout.used["host"], dtype=torch.uint8)
+    host = torch.zeros(layout.used, dtype=torch.uint8)
     for leaf, source in zip(tree.leaves(spec), tree.tensors(value), strict=True):
-        memory.region(leaf, SimpleNamespace(memory={"host": host})).copy_(tree.raw(source))
-    return tree.build(spec, {"host": host}, None, json.loads(tree.packed(layout.values)))
+        memory.region(leaf, SimpleNamespace(memory=host)).copy_(tree.raw(source))
+    return tree.build(spec, host, None, json.loads(tree.packed(layout.values)))
 
 
 @pytest.mark.parametrize(
@@ -253,12 +253,11 @@ def test_an_answer_is_captured_as_on_a_gpu(name):
         "conjugate": whole.conj().clone().conj(),
         "other_shape": want[:5],
     }[name]
-    layout = tree.Layout()
-    spec = memory.room_for(want, [], layout)
-    buffer = SimpleNamespace(memory={"host": torch.zeros(layout.used["host"], dtype=torch.uint8)})
+    spec = memory.room_for(want, []) | {"offset": 0}
+    buffer = SimpleNamespace(memory=torch.zeros(spec["most"], dtype=torch.uint8))
     (claim,) = claims.capture_any((item,), [spec], buffer.memory)
     if name == "other_shape":
-        assert not buffer.memory["host"].any()
+        assert not buffer.memory.any()
         return
     got = memory.copied(spec, claim["items"][0], buffer)
     assert torch.equal(got, item) and got.dtype == item.dtype

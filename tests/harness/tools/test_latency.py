@@ -261,6 +261,7 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
         _judged=lambda _: None,
         _held=contextlib.nullcontext,
         _write_json=lambda _: None,
+        _say_recorded=lambda: None,
     )
     with pytest.raises(KeyboardInterrupt if interrupted else ProblemError):
         invocation.Run._latency(made, judged.submission)

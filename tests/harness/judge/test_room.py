@@ -11,33 +11,32 @@ from harness.problem.folders import UsageError
 from tests.support import SUPPORT
 
 H200 = 139 * GIB
-MOST = Room(1, 3, 3)
+MOST = Room(1, 3)
 
 
 @pytest.mark.parametrize(
     ("buffer", "working", "most", "wanted"),
     [
         (1, 1, MOST, MOST),
-        (7, 12, MOST, Room(1, 2, 3)),
-        (15, 15, MOST, Room(1, 1, 2)),
-        (24, 8, MOST, Room(1, 1, 1)),
-        (3, 5, Room(4, 3, 3), Room(4, 1, 3)),
-        (15, 15, Room(4, 3, 3), Room(1, 1, 2)),
+        (15, 15, MOST, Room(1, 2)),
+        (24, 8, MOST, Room(1, 1)),
+        (3, 5, Room(4, 3), Room(4, 3)),
+        (15, 15, Room(4, 3), Room(1, 2)),
     ],
 )
-def test_processes_go_before_buffers(buffer, working, most, wanted):
+def test_submissions_go_before_buffers(buffer, working, most, wanted):
     found = Footprint("n=1", buffer * GIB, working * GIB, H200)
     assert choose([found], most, paired=False) == wanted
-    assert found.needed(wanted.handles * wanted.together, wanted.buffers) <= room.SHARE * H200
+    assert found.needed(wanted.handles, wanted.buffers) <= room.SHARE * H200
 
 
 def test_the_largest_case_decides():
     small, large = Footprint("n=1", GIB, GIB, H200), Footprint("n=2", 24 * GIB, 16 * GIB, H200)
-    assert choose([small, large, small], MOST, paired=False) == Room(1, 1, 1)
+    assert choose([small, large, small], MOST, paired=False) == Room(1, 1)
 
 
 def test_a_pair_stays_together():
-    assert choose([Footprint("n=1", 10 * GIB, 8 * GIB, H200)], Room(2, 8, 3), paired=True) == Room(2, 1, 2)
+    assert choose([Footprint("n=1", 10 * GIB, 8 * GIB, H200)], Room(2, 3), paired=True) == Room(2, 2)
 
 
 def test_what_never_fits_is_refused_with_the_figure():

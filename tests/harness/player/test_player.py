@@ -17,7 +17,7 @@ NUMBERS = ("image", "shared", "cooperative", "early", "dynamic_shared", "carveou
 KERNEL = {"kind": "kernel", "name": "add", "layout": [0, 8, 8, 4], "values": "00" * 12} | dict.fromkeys(NUMBERS, 1)
 KERNEL |= {name: [4, 2, 1] for name in ("grid", "block", "cluster")}
 VARIABLES = [{"image": 0, "name": "count", "value": "0102"}]
-LOAD = {"number": 3, "before": [FILL], "nodes": [KERNEL, COPY], "variables": VARIABLES, "used": 512}
+LOAD = {"number": 3, "before": [FILL], "nodes": [KERNEL, COPY], "variables": VARIABLES, "used": [0, 512]}
 
 
 class Library:
@@ -63,7 +63,7 @@ def test_a_call_is_loaded_in_order_and_every_variable_is_known(library):
     assert kernel == ["kernel", 3, 1, b"add", ..., ..., 2, b"", 12]
     assert [count, table] == [["variable", 3, 0, b"count", b"\1\2", 2], ["variable", 3, 0, b"table", None, 0]]
     assert [other, last] == [["variable", 3, 1, b"count", None, 0], ["variable", 3, 1, b"table", None, 0]]
-    assert ready == ["ready", 3, 512]
+    assert [*ready[:2], [*ready[2]], ready[3]] == ["ready", 3, [0, 512], 1]
 
 
 def test_an_image_that_is_too_large_is_refused_and_its_descriptor_closed(library, monkeypatch):
@@ -77,21 +77,19 @@ def test_an_image_that_is_too_large_is_refused_and_its_descriptor_closed(library
             os.fstat(fd)
 
 
+PLAY = {"number": 1, "copy": 1, "what": 2, "bytes": 64, "limit_s": 1.5, "takes": [{"to": 1, "from": 2, "bytes": 3}]}
+
+
 @pytest.mark.parametrize(("code", "kind"), [(1, player.RefusedError), (2, player.LostError), (3, player.LostError)])
 def test_codes_of_the_native_part_are_errors_with_its_text(library, code, kind):
+    """Of a call that failed no answer is taken."""
     made = player.Player("it")
+    assert made.play(PLAY, []).keys() == {"us", "host_us"}
     library.code = code
     with pytest.raises(kind, match=r"^TIMEOUT what went . wrong$" if code == 3 else r"^what went . wrong$"):
-        made.play({"number": 1, "copy": 0, "what": 0, "limit_s": 1.0, "takes": [{"to": 1, "from": 2, "bytes": 3}]}, [])
-    assert library.calls[-1][0] == "play", "nothing is taken of a call that failed"
-
-
-def test_an_answer_is_taken_behind_its_call(library):
-    made = player.Player("it")
-    takes = [{"to": 1, "from": 2, "bytes": 3}]
-    message = {"number": 1, "copy": 1, "what": 2, "bytes": 64, "limit_s": 1.5, "takes": takes}
-    assert made.play(message, []).keys() == {"us", "host_us"}
-    assert library.calls[1:] == [["play", 1, 1, 2, 64, 1.5, ...], ["take", 1, 1, 2, 3]]
+        made.play(PLAY, [])
+    played = ["play", 1, 1, 2, 64, 1.5, ...]
+    assert library.calls[1:] == [played, ["take", 1, 1, 2, 3], played]
 
 
 def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):

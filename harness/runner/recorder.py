@@ -61,7 +61,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 class Mapped:
-    """The player's memory in this process: a flat uint8 tensor, `bytes`. parts: (descriptor, bytes) of one or two that
+    """The player's memory in this process: a flat uint8 tensor, `memory`. parts: (descriptor, bytes) of one or two that
     lie behind each other, whose descriptors are closed here; address: 0 for any.
     """
 
@@ -70,12 +70,12 @@ class Mapped:
         self.address, self.nbytes = _mapped(parts, address), sum(size for _, size in parts)
         interface = {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
         self.__cuda_array_interface__ = interface
-        self.bytes = torch.as_tensor(self, device="cuda")
+        self.memory = torch.as_tensor(self, device="cuda")
 
     def close(self) -> None:
         """Unmap it. Tensors over it must not be used afterwards."""
         torch.cuda.synchronize()
-        del self.bytes
+        del self.memory
         _check(_library().capture_unmap(self.address, self.nbytes))
 
 

@@ -17,8 +17,8 @@ import torch
 
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
-from harness.runner import claims, failure, flush, gate, native, objects, tree, wire
-from harness.runner.buffers import Buffer, DeviceBuffer, Page, Shared
+from harness.runner import claims, failure, flush, gate, native, objects, recorder, tree, wire
+from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
 from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
 from problems.common import load
@@ -246,9 +246,9 @@ class Checker:
         self.buffers[runner] = []
         for _ in range(message["copies"]):
             parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
-            self.buffers[runner].append(DeviceBuffer(parts))
+            self.buffers[runner].append(recorder.Mapped(parts))
         if sizes["weights"]:
-            self.held[runner] = DeviceBuffer([(fds.pop(0), sizes["weights"])])
+            self.held[runner] = recorder.Mapped([(fds.pop(0), sizes["weights"])])
             self._fill_weights(self.held[runner])
         return {"weights": self.weights_spec or None}
 

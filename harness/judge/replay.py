@@ -245,14 +245,17 @@ class Replays:
                 recording.close()
 
     def _take(self, recording: Recording, handle: RunnerHandle, recorded: replies.Recorded) -> None:
-        """Take over what a runner says of the call that it was to record."""
+        """Take over what a runner says of the call that it was to record. Died: it has no such call."""
+        if (recorded.before and not handle.baseline) or (recorded.takes and self.session.problem.ours):
+            raise Died("RUNTIME_ERROR", "its process sent a malformed reply: work ahead of its call, or behind it")
         if recorded.prepare_us is not None:
             handle.audit.prepare_us = recorded.prepare_us
-            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, recorded.kept)
+            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, sum(recorded.used[1::2]))
         recording.claims = recorded.claims
         recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
         if self.session.weights_bytes and not handle.baseline:
-            recording.failure = prepared.fault_of(recorded.kept, self.session.weights_bytes, prepared.WORK_SLACK)
+            kept = sum(recorded.used[1::2])  # all that is not in these ranges is poisoned before each call
+            recording.failure = prepared.fault_of(kept, self.session.weights_bytes, prepared.WORK_SLACK)
         if recorded.branches and not handle.baseline:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):

@@ -204,8 +204,8 @@ Nodes = Annotated[
 
 
 class Recorded(Reply):
-    """A recorded call. before: what a baseline's setup enqueues; used: how far scratch memory is in use, in bytes;
-    kept: bytes of it that are; unrecorded: why there is no recorded call; branches: since its work is in no single
+    """A recorded call. before: what a baseline's setup enqueues; used: the offset and size of each range of scratch
+    memory that is in use; unrecorded: why there is no recorded call; branches: since its work is in no single
     order.
     """
 
@@ -213,8 +213,7 @@ class Recorded(Reply):
     before: Nodes = []
     nodes: Nodes = []
     variables: Annotated[list[Variable], Field(max_length=NODES)] = []
-    used: Count = 0
-    kept: Count = 0
+    used: Annotated[list[Count], Field(max_length=2 * NODES)] = []
     claims: Claims = []
     takes: Annotated[list[Take], Field(max_length=CLAIMS)] = []
     unrecorded: Text = ""

@@ -146,8 +146,8 @@ struct Call {
     std::vector<CUmodule> modules;
     Nodes before, nodes;  // of a baseline's setup, which is not timed; of the call
     std::vector<Variable> variables;
-    CUdeviceptr snapshot = 0;  // of scratch memory at capture
-    size_t kept = 0;           // bytes of it
+    CUdeviceptr snapshot = 0;                     // of scratch memory at capture, its ranges in use behind each other
+    std::vector<std::pair<size_t, size_t>> used;  // offset and size of each of these
     ~Call() {
         for (CUmodule module : modules) cuModuleUnload(module);
         if (snapshot) cuMemFree(snapshot);
@@ -223,9 +223,12 @@ void launch(const Nodes& nodes, Full at_full) {
 // Scratch memory and module variables as they were when the call was recorded, and poison in what was free then: nothing
 // is carried from call to call.
 void restore(Call& call) {
-    const CUdeviceptr rest = scratch_window.place + call.kept;
-    if (scratch.bytes > call.kept) need(cuMemsetD8Async(rest, 0xFF, scratch.bytes - call.kept, queue), "poisoning scratch memory");
-    if (call.kept) need(cuMemcpyDtoDAsync(scratch_window.place, call.snapshot, call.kept, queue), "restoring scratch memory");
+    need(cuMemsetD8Async(scratch_window.place, 0xFF, scratch.bytes, queue), "poisoning scratch memory");
+    CUdeviceptr kept = call.snapshot;
+    for (auto [offset, bytes] : call.used) {
+        need(cuMemcpyDtoDAsync(scratch_window.place + offset, kept, bytes, queue), "restoring scratch memory");
+        kept += bytes;
+    }
     for (const Variable& variable : call.variables)
         need(cuMemcpyHtoDAsync(variable.place, variable.value.data(), variable.bytes, queue), "restoring a variable");
 }
@@ -250,13 +253,15 @@ void touch_all(CUdeviceptr place, size_t bytes) {
 // by writing junk, which is dropped without being written back.
 void make_cold(const Call* call) {
     need(cuCtxResetPersistingL2Cache(), "cuCtxResetPersistingL2Cache");
+    need(cudaMemsetAsync(flush, 0, 3ull * l2, queue), "cudaMemsetAsync");  // what a kernel may have put there
     readers::write_junk<<<8 * sms, 512, 0, queue>>>((uint4*)junk, 4ull * l2 / 16);
     readers::discard<<<8 * sms, 512, 0, queue>>>(junk, 4ull * l2);
     readers::launch(flush, 3ull * l2 / 16 * 16, readers::FLUSH, sms, sink, queue);
     if (call) {
         touch_all(call->io.place, call->io.bytes);
         touch_all(call->held.place, call->held.bytes);
-        touch_all(scratch_window.place, call->kept);
+        for (auto [offset, bytes] : call->used)
+            if (bytes >= TOUCH_STRIDE) touch_all(scratch_window.place + offset, bytes);
     }
     need(cudaGetLastError(), "making caches cold");
 }
@@ -467,16 +472,24 @@ int player_variable(size_t number, size_t image, const char* name, const void* v
     });
 }
 
-// All of the call is there. used: bytes of scratch memory that were in use when it was recorded; their contents are kept.
-int player_ready(size_t number, size_t used) {
+// All of the call is there. used: offset and size of each range of scratch memory whose contents are kept.
+int player_ready(size_t number, const size_t* used, size_t count) {
     return guarded([=] {
         Call& call = call_of(number);
-        require(used <= scratch.bytes, "more scratch memory than there is");
-        if (used) {
-            need(cuMemAlloc(&call.snapshot, used), "memory for a copy of scratch memory");
-            need(cuMemcpyDtoD(call.snapshot, scratch_window.place, used), "copying scratch memory");
+        size_t total = 0;
+        for (size_t i = 0; i < count; ++i) {
+            const size_t offset = used[2 * i], bytes = used[2 * i + 1];
+            require(holds(0, scratch.bytes, offset, bytes), "a range beyond scratch memory");
+            call.used.push_back({offset, bytes}), total += bytes;
+            require(total <= scratch.bytes, "ranges of more than scratch memory");
         }
-        call.kept = used;
+        if (!total) return;
+        need(cuMemAlloc(&call.snapshot, total), "memory for a copy of scratch memory");
+        CUdeviceptr to = call.snapshot;
+        for (auto [offset, bytes] : call.used) {
+            need(cuMemcpyDtoD(to, scratch_window.place + offset, bytes), "copying scratch memory");
+            to += bytes;
+        }
     });
 }
 

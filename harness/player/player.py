@@ -96,7 +96,8 @@ class Player:
             for name, _ in cubins.variables(image):
                 value = known.get((i, name))
                 self._do("variable", number, i, name.encode(), value, len(value or b""))
-        self._do("ready", number, message["used"])
+        used = (c_size_t * len(message["used"]))(*message["used"])
+        self._do("ready", number, used, len(used) // 2)
         return {}
 
     def _kernel(self, number: int, node: dict) -> None:

@@ -31,6 +31,7 @@ RUN_FILE = "[0-9]*T*-*.jsonl"  # the name of a run's file: its run id
 LINE_BYTES = 8 * 2**20  # of a line; the longest so far has 50,000
 MOST = 5  # complaints about lines of one file
 Check = Callable[[dict], None]  # of a line of work
+UNCHECKED: Check = lambda _: None  # noqa: E731  for readers that do not use such lines
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
 _HELP = {
@@ -74,10 +75,6 @@ def see_writable(machine: str) -> None:
         folder = folder.parent
     with storing(folder):
         tempfile.TemporaryFile(dir=folder).close()
-
-
-def accept(line: dict) -> None:
-    """Accept a line of work unchecked: for readers that do not use it."""
 
 
 @dataclass
@@ -157,7 +154,7 @@ def problem_of(path: Path, folder: Path) -> str:
     return path.relative_to(folder).parts[0].removesuffix(".jsonl")
 
 
-def contents(machine: str, problem: str, results: Path | None = None, check: Check = accept) -> list[Contents]:
+def contents(machine: str, problem: str, results: Path | None = None, check: Check = UNCHECKED) -> list[Contents]:
     """Return what the files of a problem on a machine hold. StorageError: one is there and cannot be read. check: as in
     `contents_of`.
     """
@@ -165,7 +162,7 @@ def contents(machine: str, problem: str, results: Path | None = None, check: Che
     return [contents_of(path, folder.parent, check) for path in files(folder, problem)]
 
 
-def contents_of(path: Path, results: Path, check: Check = accept) -> Contents:
+def contents_of(path: Path, results: Path, check: Check = UNCHECKED) -> Contents:
     """Return what a file holds. check: raises ValueError where a line of work is not as its reader needs it; results:
     the folder from which complaints name the file. StorageError: it cannot be read.
     """
@@ -174,8 +171,11 @@ def contents_of(path: Path, results: Path, check: Check = accept) -> Contents:
     return parsed(data, path, str(path.relative_to(results)), check)
 
 
-def parsed(data: bytes | str, path: Path, source: str, check: Check = accept) -> Contents:
-    """Return what the lines of a file hold. source: its name in complaints."""
+def parsed(data: bytes | str, path: Path, source: str, check: Check = UNCHECKED) -> Contents:
+    """Return what the lines of a file hold. source: its name in complaints.
+
+    Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
+    """
     found = Contents(path)
     _, found.complaints = parse_lines(data, source, lambda line: found.take(loads(line), check))
     return found
@@ -214,10 +214,7 @@ def reading(machine: str, problem: str, results: Path | None = None) -> tuple[li
 
 
 def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
-    """Return (the records of a file, complaints). data: JSON lines; source: the file's name in complaints.
-
-    Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
-    """
+    """Return (the records of a file, complaints). data: JSON lines; source: the file's name in complaints."""
     found = parsed(data, Path(source), source)
     return found.records, found.complaints
 

@@ -98,10 +98,10 @@ Size = Annotated[float, Field(ge=0)]
 Numbers = dict[str, float | None]
 
 
-def _field(description: str, of: Iterable[str] = KINDS, required: bool = False) -> Any:
-    """A field of a record. of: the kinds of record that have it."""
+def _field(description: str, of: Iterable[str] = KINDS, required: bool = False, **more: Any) -> Any:
+    """A field of a record or of a part of one. of: the kinds of record that have it; more: arguments of Field."""
     default: Any = ... if required else None
-    return Field(default, description=description, json_schema_extra={"of": list(of)})
+    return Field(default, description=description, json_schema_extra={"of": list(of)}, **more)
 
 
 class _Checked(BaseModel):
@@ -113,77 +113,69 @@ class _Checked(BaseModel):
 class Against(_Checked):
     """The ratio of this variant's times to another's, from interleaved pairs; below 1 this one is faster."""
 
-    variant: str | None = Field(None, description="the other variant")
-    ratio: float | None = Field(None, description="geometric mean of this time / the other's time")
-    ci95: Pair | None = Field(None, description="its 95 % interval: [low, high]")
-    ci99: Pair | None = Field(None, description="its 99 % interval: FASTER and SLOWER if it excludes 1")
-    word: str | None = Field(None, description="FASTER, SLOWER, SAME or UNDECIDED")
-    processes: int | None = Field(None, description="of each of the two, that were compared")
-    same_within: float | None = Field(None, description="how near to 1 the 95 % interval must be for SAME")
-    needed: int | None = Field(
-        None, description="where UNDECIDED: about how many processes would decide, if `ratio` is the true one"
+    variant: str | None = _field("the other variant")
+    ratio: float | None = _field("geometric mean of this time / the other's time")
+    ci95: Pair | None = _field("its 95 % interval: [low, high]")
+    ci99: Pair | None = _field("its 99 % interval: FASTER and SLOWER if it excludes 1")
+    word: str | None = _field("FASTER, SLOWER, SAME or UNDECIDED")
+    processes: int | None = _field("of each of the two, that were compared")
+    same_within: float | None = _field("how near to 1 the 95 % interval must be for SAME")
+    needed: int | None = _field("where UNDECIDED: about how many processes would decide, if `ratio` is the true one")
+    needed_range: list[int] | None = _field(
+        "where UNDECIDED: the fewest and the most that would, if the true one is anywhere in `ci95`"
     )
-    needed_range: list[int] | None = Field(
-        None, description="where UNDECIDED: the fewest and the most that would, if the true one is anywhere in `ci95`"
-    )
-    commit: str | None = Field(None, description="of the other variant, where it is that of another commit")
+    commit: str | None = _field("of the other variant, where it is that of another commit")
 
 
 class Confirms(_Checked):
     """The leader against whom these times confirm a first place."""
 
     variant: Name = Field(description="the leader's name")
-    run_id: str | None = Field(None, description="the run that made it the leader")
-    source_hash: str | None = Field(None, description="the leader's source_hash")
-    paired: bool | None = Field(None, description="whether the leader was timed in pairs with this variant")
+    run_id: str | None = _field("the run that made it the leader")
+    source_hash: str | None = _field("the leader's source_hash")
+    paired: bool | None = _field("whether the leader was timed in pairs with this variant")
 
 
 class Resource(_Checked):
     """What the compiler says of one kernel."""
 
-    target: Name | None = Field(None, description="what it was compiled for: sm90 or sm100")
-    name: str | None = Field(None, description="the kernel's mangled name")
-    registers: int | None = Field(None, description="registers of a thread")
-    spill_bytes: int | None = Field(None, description="bytes of registers that are spilled, stores and loads together")
-    stack_bytes: int | None = Field(None, description="bytes of a thread's stack frame")
-    shared_bytes: int | None = Field(None, description="bytes of static shared memory")
+    target: Name | None = _field("what it was compiled for: sm90 or sm100")
+    name: str | None = _field("the kernel's mangled name")
+    registers: int | None = _field("registers of a thread")
+    spill_bytes: int | None = _field("bytes of registers that are spilled, stores and loads together")
+    stack_bytes: int | None = _field("bytes of a thread's stack frame")
+    shared_bytes: int | None = _field("bytes of static shared memory")
     sass: dict[str, int] | None = Field(
         None,
         description="instructions of tensor cores, copies, barriers and local memory in its machine code, by name how "
         "many; absent where nvdisasm was not installed or could not read it",
     )
-    tmem_columns: int | None = Field(
-        None, description="columns of its largest allocation of tensor memory, where the machine code says that"
+    tmem_columns: int | None = _field(
+        "columns of its largest allocation of tensor memory, where the machine code says that"
     )
-    bytes: int | None = Field(None, description="size of the file that has the kernel")
+    bytes: int | None = _field("size of the file that has the kernel")
 
 
 class Share(_Checked):
     """The part of something in a step on a GPU."""
 
-    us: Us | None = Field(None, description="time of its kernels, copies and fills")
-    launches: int | None = Field(None, description="how many there are")
+    us: Us | None = _field("time of its kernels, copies and fills")
+    launches: int | None = _field("how many there are")
 
 
 class Breakdown(_Checked):
     """Where the time of a step goes on a GPU, in us, by the driver's records."""
 
-    ops: dict[str, Share] | None = Field(None, description='by op of the model; "": in none')
-    kernels: dict[str, Share] | None = Field(None, description="by name of a kernel, copy or fill")
-    span_us: Us | None = Field(None, description="from the first start to the last end")
-    gaps_us: Us | None = Field(None, description="of these, while nothing ran")
+    ops: dict[str, Share] | None = _field('by op of the model; "": in none')
+    kernels: dict[str, Share] | None = _field("by name of a kernel, copy or fill")
+    span_us: Us | None = _field("from the first start to the last end")
+    gaps_us: Us | None = _field("of these, while nothing ran")
 
 
 class Record(_Checked):
     """One result of one run."""
 
-    schema_: int = Field(
-        alias="schema",
-        ge=1,
-        le=SCHEMA,
-        description=f"{SCHEMA}; 1 to {SCHEMA - 1} are read too",
-        json_schema_extra={"of": list(KINDS)},
-    )
+    schema_: int = _field(f"{SCHEMA}; 1 to {SCHEMA - 1} are read too", required=True, alias="schema", ge=1, le=SCHEMA)
     run_id: Name = _field("the run: all its records have the same one", required=True)
     time: Time = _field("when the record was made, ISO 8601, in the years 1970 to 2199", required=True)
     kind: Kind = _field(
@@ -282,15 +274,15 @@ class RunLine(_Checked):
     run_id: Name = Field(description="the file's name, as a rule")
     time: Time = Field(description="when the run began")
     problem: Name = Field(description="the problem's folder")
-    machine: Name | None = Field(None, description="the folder of the machine")
-    arguments: dict[str, Any] | None = Field(None, description="the options that the run was given")
+    machine: Name | None = _field("the folder of the machine")
+    arguments: dict[str, Any] | None = _field("the options that the run was given")
     submissions: list[dict[str, Any]] = Field(
         [], description="of each submission the fields that are equal in all its records: variant, source_hash, ..."
     )
-    tests: list[dict[str, Any]] | None = Field(None, description="the test cases: params, seed, bytes, flops")
-    benchmarks: list[dict[str, Any]] | None = Field(None, description="the benchmark cases")
-    shard: Shard | None = Field(None, description="with --shard, which part of the cases")
-    clock: Clock | None = Field(None, description="as of a record, without the warnings")
+    tests: list[dict[str, Any]] | None = _field("the test cases: params, seed, bytes, flops")
+    benchmarks: list[dict[str, Any]] | None = _field("the benchmark cases")
+    shard: Shard | None = _field("with --shard, which part of the cases")
+    clock: Clock | None = _field("as of a record, without the warnings")
 
 
 FIELDS = {field.alias or name: field for name, field in Record.model_fields.items()}

@@ -1,7 +1,7 @@
-"""Buffers: memory with one call's data, which the checker and a runner share.
+"""Buffers: memory with one call's data, which the checker and a runner share. Nothing is copied through a pipe.
 
 On a CPU it is an anonymous memory file that the checker owns and a runner maps; on a GPU it is the player's
-(harness/player/), mapped in both. Nothing is copied through a pipe.
+(harness/player/), mapped in both (recorder.Mapped).
 """
 
 import ctypes
@@ -14,25 +14,13 @@ import torch
 from harness.runner import gate, recorder
 
 
-class Shared:
-    """Memory that two processes map. `memory`: a flat uint8 tensor."""
-
-    memory: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
-    def close(self) -> None:
-        """Give it up. Tensors over it must not be used afterwards."""
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-
-class Buffer(Shared):
-    """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken."""
+class Buffer:
+    """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken.
+    `memory`: a flat uint8 tensor.
+    """
 
     def __init__(self, nbytes: int, fd: int = -1) -> None:
-        self.memory, self._fd = torch.empty(0, dtype=torch.uint8), -1
+        self.nbytes, self.memory, self._fd = nbytes, torch.empty(0, dtype=torch.uint8), -1
         if nbytes:
             made = sealed_file("buffer", nbytes) if fd < 0 else fd
             # Populated now, so that no timed call pays for page faults.
@@ -48,21 +36,13 @@ class Buffer(Shared):
         return [self._fd] if self._fd >= 0 else []
 
     def close(self) -> None:
-        super().close()  # unmapped with the last tensor over it
+        """Give it up. It is unmapped with the last tensor over it."""
+        del self.memory
         if self._fd >= 0:
             os.close(self._fd)
 
 
-class DeviceBuffer(Shared):
-    """The memory of a recorded call, or of its weights. parts: as of recorder.Mapped."""
-
-    def __init__(self, parts: list[tuple[int, int]]) -> None:
-        self._mapped = recorder.Mapped(parts)
-        self.memory = self._mapped.bytes
-
-    def close(self) -> None:
-        super().close()
-        self._mapped.close()
+Shared = Buffer | recorder.Mapped
 
 
 class Page:

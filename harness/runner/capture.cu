@@ -296,17 +296,16 @@ int capture_scratch(unsigned long long place, size_t bytes) {
     scratch = place, spare[place] = bytes;
     return 0;
 }
-// Bytes of scratch memory that are in use.
-size_t capture_kept() {
+// Ranges of scratch memory that are in use, each the offset and the size of one or of several behind each other. Returns
+// how many words were written, at most `most`.
+size_t capture_used(size_t* words, size_t most) {
     std::lock_guard<std::mutex> lock(guard);
-    size_t kept = 0;
-    for (auto [at, size] : used) kept += size;
-    return kept;
-}
-// Bytes from the begin of scratch memory to the end of the last range that is in use.
-size_t capture_used() {
-    std::lock_guard<std::mutex> lock(guard);
-    return used.empty() ? 0 : used.rbegin()->first + used.rbegin()->second - scratch;
+    size_t count = 0;
+    for (auto [at, size] : used) {
+        if (count && words[count - 2] + words[count - 1] == at - scratch) words[count - 1] += size;
+        else if (count + 2 <= most) words[count++] = at - scratch, words[count++] = size;
+    }
+    return count;
 }
 void* capture_malloc(ssize_t size, int, void*) {
     std::lock_guard<std::mutex> lock(guard);

@@ -23,6 +23,7 @@ from problems.common import build, cubins, load
 
 _HERE = Path(__file__).resolve().parent
 PER_THREAD = 2  # the default stream of code that is built so (build.CUDA_FLAGS); the legacy one cannot be recorded
+RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use; what is in no range is not kept
 VARIABLE_LIMIT = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
 
 
@@ -49,7 +50,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
     found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     found.capture_error.restype = found.capture_exported.restype = c_char_p
-    found.capture_used.restype = found.capture_kept.restype = c_size_t
+    found.capture_used.restype, found.capture_used.argtypes = c_size_t, (c_void_p, c_size_t)
     found.capture_image.restype = c_void_p
     found.capture_image.argtypes = (c_size_t, c_void_p)
     found.capture_map.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
@@ -60,7 +61,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 class Mapped:
-    """The player's memory in this process: a flat uint8 tensor, `bytes`. parts: (descriptor, bytes) of one or two that
+    """The player's memory in this process: a flat uint8 tensor, `memory`. parts: (descriptor, bytes) of one or two that
     lie behind each other, whose descriptors are closed here; address: 0 for any.
     """
 
@@ -69,12 +70,12 @@ class Mapped:
         self.address, self.nbytes = _mapped(parts, address), sum(size for _, size in parts)
         interface = {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
         self.__cuda_array_interface__ = interface
-        self.bytes = torch.as_tensor(self, device="cuda")
+        self.memory = torch.as_tensor(self, device="cuda")
 
     def close(self) -> None:
         """Unmap it. Tensors over it must not be used afterwards."""
         torch.cuda.synchronize()
-        del self.bytes
+        del self.memory
         _check(_library().capture_unmap(self.address, self.nbytes))
 
 
@@ -122,9 +123,9 @@ def use_scratch(address: int, nbytes: int, fd: int) -> None:
 
 
 def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[dict, list[int], Any]:
-    """Record a call. Return what the player needs: nodes, variables, how far scratch memory is in use and how many
-    bytes of it, and `before`, the nodes of a baseline's setup, whose state the call receives; descriptors of its
-    images; and what the call returned.
+    """Record a call. Return what the player needs: nodes, variables, the ranges of scratch memory that are in use, and
+    `before`, the nodes of a baseline's setup, whose state the call receives; descriptors of its images; and what the
+    call returned.
     NotRecordedError, BranchesError. What the call raises comes through.
     """
     before, state = _recorded(setup, arguments, True) if setup else ({"nodes": []}, None)
@@ -136,7 +137,8 @@ def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[
     images = [_image(index) for index in exported["images"]]
     variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
     message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables}
-    message |= {"used": _library().capture_used(), "kept": _library().capture_kept()}
+    words = (c_size_t * RANGE_WORDS)()
+    message["used"] = words[: _library().capture_used(words, RANGE_WORDS)]
     return message, [_file(image) for image in images], result
 
 

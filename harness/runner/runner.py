@@ -159,10 +159,10 @@ class Runner:
         if self.module is None:
             return ()
         objects.define(message["definitions"])
-        data = tree.build(message["data"], self.mapped[0].bytes, self.task)
+        data = tree.build(message["data"], self.mapped[0].memory, self.task)
         if message["split"]:
             self.mapped.append(recorder.Mapped([(fds.pop(0), sizes["weights"])], message["weights_address"]))
-            self.weights = tree.build(message["weights"], self.mapped[1].bytes, self.task)
+            self.weights = tree.build(message["weights"], self.mapped[1].memory, self.task)
             data = data._replace(weights=self._prepared(self.weights))
         self.arguments = (data,)
         return self.arguments
@@ -212,7 +212,7 @@ class Runner:
         if self.opened["ours"]:
             returned = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
         else:
-            returned = claims.capture_any(result, self.opened["captures"], self.mapped[0].bytes)
+            returned = claims.capture_any(result, self.opened["captures"], self.mapped[0].memory)
             torch.cuda.synchronize()
         return {"us": 1e3 * start.elapsed_time(stop), "claims": returned}
 

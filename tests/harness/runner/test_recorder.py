@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from harness.runner import recorder
 from problems.common import build, cubins
 
 SOURCE = """
@@ -23,3 +24,9 @@ def test_variables_of_an_image_are_known_by_name_and_size(tmp_path, target):
     assert sorted(cubins.variables(image)) == [("_ZN5state5tableE", 56), ("count", 4), ("factors", 10)]
     for broken in (b"", image[:100], image[:-1000], b"\x7fELF" + bytes(200), image[1:]):
         assert set(cubins.variables(broken)) <= set(cubins.variables(image))
+
+
+def test_a_variable_that_is_too_large_is_named(monkeypatch):
+    monkeypatch.setattr(cubins, "variables", lambda image: [("table", recorder.VARIABLE_BYTES + 1)])
+    with pytest.raises(recorder.NotRecordedError, match=r"variable table has 1048577 bytes.*use torch\.empty"):
+        recorder._variables(0, 0, b"")

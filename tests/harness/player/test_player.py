@@ -1,5 +1,6 @@
 """The player's handling of messages, on a native library that only notes its calls."""
 
+import ctypes
 import os
 import socket
 import tempfile
@@ -20,6 +21,10 @@ VARIABLES = [{"image": 0, "name": "count", "value": "0102"}]
 LOAD = {"number": 3, "before": [FILL], "nodes": [KERNEL, COPY], "variables": VARIABLES, "used": [0, 512]}
 
 
+def plain(argument: object) -> object:
+    return [*argument] if isinstance(argument, ctypes.Array) else getattr(argument, "value", argument)
+
+
 class Library:
     """Notes each call with its plain arguments, and returns the code that it is told."""
 
@@ -31,8 +36,7 @@ class Library:
 
     def __getattr__(self, name: str):
         def called(*arguments: object) -> int:
-            plain = (it if it is None or isinstance(it, bytes) else getattr(it, "value", ...) for it in arguments)
-            self.calls.append([name.removeprefix("player_"), *plain])
+            self.calls.append([name.removeprefix("player_"), *map(plain, arguments)])
             for made in arguments[4:5] if name == "player_memory" else ():
                 made[:] = [os.open(os.devnull, os.O_RDONLY), -1, os.open(os.devnull, os.O_RDONLY), -1, -1]
             return self.code
@@ -61,10 +65,11 @@ def test_a_call_is_loaded_in_order_and_every_variable_is_known(library):
     start, *images, fill, before, kernel, copy, count, table, other, last, ready = library.calls
     assert start == ["start"] and images == [["image", 3, b"first"], ["image", 3, b"second"]]
     assert fill == ["fill", 3, 1, 64, 16, 2, 7, 4] and before == ["before", 3] and copy == ["copy", 3, 2, 3, 12]
-    assert kernel == ["kernel", 3, 1, b"add", ..., ..., 2, bytes(12), 12]
+    launch = [4, 2, 1, 4, 2, 1, 1, 1, 4, 2, 1, 1, 1, 1, 1]  # grid, block, shared, cooperative, cluster, ...
+    assert kernel == ["kernel", 3, 1, b"add", launch, [0, 8, 8, 4], 2, bytes(12), 12]
     assert [count, table] == [["variable", 3, 0, b"count", b"\1\2", 2], ["variable", 3, 0, b"table", None, 0]]
     assert [other, last] == [["variable", 3, 1, b"count", None, 0], ["variable", 3, 1, b"table", None, 0]]
-    assert ready == ["ready", 3, ..., 1]
+    assert ready == ["ready", 3, [0, 512], 1]
 
 
 def test_an_image_that_is_too_large_is_refused_and_its_descriptor_closed(library, monkeypatch):
@@ -89,7 +94,7 @@ def test_codes_of_the_native_part_are_errors_with_its_text(library, code, kind):
     library.code = code
     with pytest.raises(kind, match=r"^TIMEOUT what went . wrong$" if code == 3 else r"^what went . wrong$"):
         made.play(PLAY, [])
-    played = ["play", 1, 1, 2, 64, 1.5, ...]
+    played = ["play", 1, 1, 2, 64, 1.5, [0, 0]]
     assert library.calls[1:] == [played, ["take", 1, 1, 2, 3], played]
 
 
@@ -106,11 +111,11 @@ def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):
 
     assert asked({"library": "it"})[0] == {"readers": 6}
     reply, fds = asked({"op": "memory", "number": 1, "inputs": 1, "outputs": 0, "weights": 0})
-    assert reply == {} and len(fds) == 2 and library.calls[-1] == ["memory", 1, 1, 0, 0, ...]
+    assert reply == {} and len(fds) == 2 and library.calls[-1] == ["memory", 1, 1, 0, 0, [0] * 5]
     for fd in fds:
         os.close(fd)
     library.code = 1
-    assert asked({"op": "move", "number": 1})[0] == {"failed": "RefusedError", "text": "what went � wrong"}
+    assert asked({"op": "wake", "seconds": 0.1})[0] == {"failed": "RefusedError", "text": "what went � wrong"}
     ours.close()
     thread.join(30)
     assert not thread.is_alive()

@@ -1,6 +1,7 @@
 """What is recorded of code: the variables of an image with their bytes."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,8 @@ def test_variables_of_an_image_are_known_by_name_and_size(tmp_path, target):
 
 
 def test_a_variable_that_is_too_large_is_named(monkeypatch):
-    monkeypatch.setattr(cubins, "variables", lambda image: [("table", recorder.VARIABLE_BYTES + 1)])
-    with pytest.raises(recorder.NotRecordedError, match=r"variable table has 1048577 bytes.*use torch\.empty"):
+    limit = recorder.VARIABLE_LIMIT
+    monkeypatch.setattr(cubins, "variables", lambda image: [("fits", limit), ("table", limit + 1)])
+    monkeypatch.setattr(recorder, "_library", lambda: SimpleNamespace(capture_variable=lambda *_: 0))
+    with pytest.raises(recorder.NotRecordedError, match=rf"variable table takes {limit + 1} bytes.* in a tensor"):
         recorder._variables(0, 0, b"")

@@ -101,17 +101,15 @@ class Checker:
         return {"nbytes": buffer.nbytes, "spec": self.weights_spec, "bytes": nbytes, "fds": buffer.fds()}
 
     def _fill_weights(self, buffer: Shared) -> None:
-        for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
-            memory.region(leaf, buffer).copy_(tree.raw(source))
         leaves, names = tree.leaves(self.weights_spec), _fields(self.weights_spec)
+        for leaf, source in zip(leaves, tree.tensors(self.weights), strict=True):
+            memory.region(leaf, buffer).copy_(tree.raw(source))
         named = [(leaf, f"weights {name}") for leaf, name in zip(leaves, names, strict=True)]
         self.guards[buffer] = Guards(buffer, named)
         self._sync()
 
     def free_memory(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes of free device memory, after this process gave back its caches; None on a CPU."""
-        if self.device == "cpu":
-            return {"free": None}
+        """Return the bytes of free memory of the GPU, after this process gave back its caches."""
         torch.cuda.empty_cache()
         return {"free": torch.cuda.mem_get_info()[0]}
 

@@ -300,7 +300,7 @@ def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its
 
 def test_groups_of_timed_calls_find_their_memory_elsewhere(world):
     how, groups = Counts(processes=4, samples=3, warmups=1, buffers=2), []
-    timed = cases(2, flops=matmul.flops("cuda"))
+    timed = cases(2, flops=matmul.FLOPS)
     session, handles = FakeSession(world), submissions("a", "b")
     timings, readings = replay.run_benchmarks(session, handles, timed, lambda _: None, how, groups.append)
     assert [[len(g) for t in timings[name] for g in t.outcomes] for name in "ab"] == [[3] * 8] * 2

@@ -108,10 +108,10 @@ class Checker:
         self.guards[buffer] = Guards(buffer, named)
         self._sync()
 
-    def free_memory(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes of free memory of the GPU, after this process gave back its caches."""
+    def memory(self, message: dict, _: list[int]) -> dict:
+        """Return the bytes of memory of the GPU, "free" and "total", after this process gave back its caches."""
         torch.cuda.empty_cache()
-        return {"free": torch.cuda.mem_get_info()[0]}
+        return dict(zip(("free", "total"), torch.cuda.mem_get_info(), strict=True))
 
     def canary(self, message: dict, _: list[int]) -> dict:
         """Return whether the device still computes: a small sum with a known result, through memory and back."""
@@ -182,12 +182,6 @@ class Checker:
                 "definitions": {} if self.ours else objects.needed(self.reference, self.spec),
             },
         }
-
-    def memory(self, message: dict, _: list[int]) -> dict:
-        """Return "total", the bytes of all memory, of the device or else of the host."""
-        if self.device == "cuda":
-            return {"total": torch.cuda.get_device_properties("cuda").total_memory}
-        return {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
     def narrow(self, message: dict, _: list[int]) -> dict:
         """Return "narrow": whether contents lose their variety with seeds of 63 bits (harness/checker/foreign.py)."""

@@ -90,11 +90,6 @@ class Session:
                 )
         return secrets.randbelow(self._seeds_below)
 
-    def memory(self) -> int:
-        """Return the bytes of all memory, of the device or else of the host."""
-        total: int = self.checker.ask({"op": "memory"})["total"]
-        return total
-
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
         fresh = [handle for handle in handles if handle.process is None]

@@ -341,4 +341,4 @@ def test_prepared_weights_are_timed_beside_the_matrix_product(tmp_path):
     assert timing.failure is None and len(timing.flat("us")) == HOW.samples * HOW.processes, timing.failure
     (us,) = [sorted(group.judge_us[matmul.NAME])[1] for group in groups if matmul.NAME in group.judge_us]
     assert 2**30 <= prepares.audit.kept_bytes <= 2**30 + 2**28
-    assert 0.5 < matmul.flops("cuda") / us * 1e6 / rates()[1] < 1
+    assert 0.5 < matmul.FLOPS / us * 1e6 / rates()[1] < 1

@@ -125,12 +125,13 @@ class CheckerHandle:
             raise ProblemError(f"{failed}: {reply['text']}")
         return reply, given
 
-    def computes(self) -> bool:
-        """Return whether the device still computes, in the checker's context."""
-        try:
-            return self.child.request({"op": "canary"}, limits.CANARY_LIMIT_S)[0].get("well") is True
-        except Died:
-            return False
+    def see_device(self, lost: str, reason: str) -> None:
+        """Raise DeviceError if a GPU does not compute any more, in the checker's context, since `lost` was lost."""
+        well = self.device == "cpu"
+        with contextlib.suppress(Died):
+            well = well or self.child.request({"op": "canary"}, limits.CANARY_LIMIT_S)[0].get("well") is True
+        if not well:
+            raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 
     def close(self) -> None:
         self.child.close()
@@ -344,8 +345,7 @@ class RunnerHandle:
         self.lost += 1
         process.remove()
         process.checker.ask({"op": "release", "runner": self.runner})
-        if process.checker.device == "cuda" and not process.checker.computes():
-            raise DeviceError(f"the device does not compute any more since {self.runner} was lost: {failure.reason}")
+        process.checker.see_device(self.runner, failure.reason)
         return failure
 
     def look(self) -> Outcome | None:

@@ -312,7 +312,7 @@ class Replays:
         recording.failure = Outcome(died.status, died.reason)
         if recording.self_timed and one.handle.process:
             recording.failure = one.handle.lose(one.handle.running.failure(died))
-        self.session.see_device(one.handle.name, died.reason)
+        self.session.checker.see_device(one.handle.name, died.reason)
         return recording.failure
 
     def _self_timed(self, handle: RunnerHandle, recording: Recording, number: int, limit_s: float) -> Outcome:
@@ -347,8 +347,7 @@ def _try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
     """Record a submission's calls in its compile step, so that what they compile is kept."""
     todo = dict(enumerate(cases))
     with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, compiles=True) as replays:
-        for _ in replays.waves():
-            pass
+        list(replays.waves())
 
 
 def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: float) -> replies.Profiled | Outcome:

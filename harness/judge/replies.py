@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.results import text
 from harness.runner.claims import CLAIMS
-from harness.runner.recorder import VARIABLE_LIMIT
+from harness.runner.recorder import VARIABLE_BYTES
 from harness.sandbox.process import Died
 
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
@@ -138,7 +138,7 @@ class SelfTimed(Reply):
 
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 Triple = Annotated[list[Word], Field(min_length=3, max_length=3)]
-Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2 * VARIABLE_LIMIT)]
+Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2 * VARIABLE_BYTES)]
 Symbol = Annotated[str, Field(pattern=r"^[!#-~]+$", max_length=16_384)]
 Address = Annotated[int, Field(ge=0, lt=2**64)]
 

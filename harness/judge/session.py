@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from harness.judge import compiling, limits, prepared, replies
 from harness.judge.call import CallRequest, cpu_call
 from harness.judge.events import Progress, Step
-from harness.judge.handle import CheckerHandle, Content, DeviceError, Reported, RunnerHandle, remarked
+from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
 from harness.judge.room import Footprint
@@ -269,11 +269,6 @@ class Session:
         message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
         verdict = self.checker.ask({**message, "fixed": fixed})
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
-
-    def see_device(self, lost: str, reason: str) -> None:
-        """Raise DeviceError if the device does not compute any more. lost: which process was lost, and why."""
-        if self.device == "cuda" and not self.checker.computes():
-            raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
         """Note once that a submission changed global settings of torch, which were put back."""

@@ -333,12 +333,9 @@ class Recorder:
             name, cold = player.CLOCK, "write and discard of 4x L2, read of 3x L2"
             delivery = "memory that no process of the submission maps any more"
         else:
+            name, delivery = freezer.CLOCK, "memory files, filled while everything of the runner is stopped"
             large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
-            name, cold = (
-                freezer.CLOCK,
-                f"the call's memory dropped from all caches; where a runner keeps weights, {large}",
-            )
-            delivery = "memory files, filled while everything of the runner is stopped"
+            cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
         return {"name": name, "cold": cold, "delivery": delivery}
 
     def _clock_warnings(self, timing: Timing, readings: ReferenceReadings) -> list[str]:

@@ -5,9 +5,8 @@ Only on a GPU, in bf16: on a CPU integer instructions have four times the rate o
 
 import torch
 
-DEVICES = ("cuda",)
 NAME = "matmul"  # of the judge's call
-SIZE = {"cuda": 8192, "cpu": 512}  # rows, columns and depth; on a CPU for the tests, see DEVICES
+SIZE = {"cuda": 8192, "cpu": 512}  # rows, columns and depth; on a CPU for tests
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 

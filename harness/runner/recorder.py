@@ -24,7 +24,7 @@ from problems.common import build, cubins, load
 _HERE = Path(__file__).resolve().parent
 PER_THREAD = 2  # the default stream of code that is built so (build.CUDA_FLAGS); the legacy one cannot be recorded
 RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use; what is in no range is not kept
-VARIABLE_LIMIT = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
+VARIABLE_BYTES = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
 
 
 class NotRecordedError(RefusedError):
@@ -174,13 +174,11 @@ def _variables(number: int, index: int, image: bytes) -> list[dict]:
     """Return the variables of an image with their present values."""
     found = []
     for name, nbytes in cubins.variables(image):
+        if nbytes > VARIABLE_BYTES:
+            text = f"variable {name} has {nbytes} bytes, and may have {VARIABLE_BYTES}: use torch.empty"
+            raise NotRecordedError(text)
         value = ctypes.create_string_buffer(nbytes)
         if not _library().capture_variable(index, name.encode(), value, nbytes):
-            if nbytes > VARIABLE_LIMIT:
-                raise NotRecordedError(
-                    f"its variable {name} takes {nbytes} bytes, and one of a module may take {VARIABLE_LIMIT}: keep "
-                    "what is larger in a tensor"
-                )
             found.append({"image": number, "name": name, "value": value.raw.hex()})
     return found
 

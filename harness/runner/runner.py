@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import operator
 import os
 import socket
 import subprocess
@@ -221,7 +222,7 @@ class Runner:
         last one. The judge's own calls are one for each of `whats` and each buffer.
         """
         if self.module is None:
-            kernel = _call
+            kernel = operator.call
             calls = tuple(
                 () if what == "empty" else (self._judges_kernel(what, message["bytes"], buffer),)
                 for what in message["whats"]
@@ -359,7 +360,7 @@ class _Supply:
             self.made = [build_data() for _ in range(SUPPLY)]
 
     def _present(self) -> bytes:
-        return b"" if self.values is None else _bytes(self.values)
+        return b"" if self.values is None else ctypes.string_at(self.values.data_ptr(), self.values.numel())
 
     def take(self) -> Any:
         """Return the data of a call."""
@@ -372,14 +373,6 @@ class _Supply:
 def _on_fresh(kernel: Callable) -> Callable:
     """Return `kernel` as a function of a supply."""
     return lambda supply: kernel(supply.take())
-
-
-def _call(kernel: Callable[[], object]) -> object:
-    return kernel()
-
-
-def _bytes(values: torch.Tensor) -> bytes:
-    return ctypes.string_at(values.data_ptr(), values.numel())
 
 
 def main() -> None:

@@ -260,25 +260,24 @@ def test_verdict(outcomes, name):
         assert all(0 < outcome.us < 1000 and outcome.host_us > 0 and not outcome.self_timed for outcome in found)
 
 
-@pytest.fixture(scope="module")
-def timed(tmp_path_factory) -> tuple[dict, list, list[RunnerHandle]]:
-    """Timings and readings on 2**23 elements, 50 MB."""
-    folder = tmp_path_factory.mktemp("timed")
-    texts = {"honest": TORCH + RIGHT + DONE, "waits": TORCH + WAITS, "spins": calling("spins")}
-    handles = [handle(folder, name, text) for name, text in texts.items()]
-    handles.append(handle(folder, "peer_waits", TORCH + WAITS, baseline=True))
+def rates() -> tuple[float, ...]:
+    """Bytes and operations a second of the datasheet."""
+    return next(rates for known, rates in RATES.items() if known in torch.cuda.get_device_name())
+
+
+def test_two_clocks_read_what_a_kernel_takes_and_a_baseline_that_waits_times_itself(tmp_path):
+    """On 50 MB: one that adds, and one that spins for 300 us on the device's own timer and then adds."""
+    texts = {"honest": TORCH + RIGHT + DONE, "spins": calling("spins"), "waits": TORCH + WAITS}
+    handles = [handle(tmp_path, name, text) for name, text in texts.items()]
+    handles.append(handle(tmp_path, "peer_waits", TORCH + WAITS, baseline=True))
+    cases = list(VECTOR_ADD.benchmarks["cuda"])
     with Session(VECTOR_ADD, "cuda", timeout_s=60) as session:
-        cases = list(VECTOR_ADD.benchmarks["cuda"])
-        timings, found = replay.run_benchmarks(session, handles, cases, lambda _: None, HOW)
-    return timings, found, handles
-
-
-def test_two_clocks_read_what_a_kernel_takes(timed):
-    """One that spins for 300 us on the device's own timer, and then adds, and one that only adds."""
-    timings, (found,), _ = timed
-    (honest,), (spins,) = timings["honest"], timings["spins"]
-    assert honest.failure is None and spins.failure is None, (honest.failure, spins.failure)
-    assert [len(group) for group in honest.outcomes] == [HOW.samples] * HOW.processes
+        timings, (found,) = replay.run_benchmarks(session, handles, cases, lambda _: None, HOW)
+    honest, spins, waits, baseline = (timings[each.name][0] for each in handles)
+    assert waits.failure.status == "UNSUPPORTED" and baseline.self_timed and not honest.self_timed
+    for timing in (honest, spins, baseline):
+        assert timing.failure is None, timing.failure
+        assert [len(group) for group in timing.outcomes] == [HOW.samples] * HOW.processes
     assert 0 < found.empty_us < 10 and 8 < honest.median_us - found.empty_us < 100
     assert 300 <= spins.median_us - found.empty_us <= 330 + honest.median_us
     for timing in (honest, spins):
@@ -286,22 +285,8 @@ def test_two_clocks_read_what_a_kernel_takes(timed):
         assert 0 < sorted(apart)[len(apart) // 2] < 30
     # Read again from L2, 50 MB would come faster than the datasheet says of memory.
     assert 0.3 < found.bytes / found.roofline_us * 1e6 / rates()[0] < 1
-
-
-def test_what_waits_for_the_device_is_unsupported_and_a_baseline_times_itself(timed):
-    timings, readings, handles = timed
-    assert timings["waits"][0].failure.status == "UNSUPPORTED"
-    (timing,) = timings["peer_waits"]
-    assert timing.failure is None and timing.self_timed and not timings["honest"][0].self_timed
-    assert [len(group) for group in timing.outcomes] == [HOW.samples] * HOW.processes
-    times = [aggregate(timing, readings[0])]
-    (line,) = Recorder(VECTOR_ADD, "cuda").lines(Result(handles[-1].submission, handles[-1].target, times=times))
-    assert line["clock"]["name"] == SELF_TIMED
-
-
-def rates() -> tuple[float, ...]:
-    """Bytes and operations a second of the datasheet."""
-    return next(rates for known, rates in RATES.items() if known in torch.cuda.get_device_name())
+    result = Result(handles[-1].submission, handles[-1].target, times=[aggregate(baseline, found)])
+    assert Recorder(VECTOR_ADD, "cuda").lines(result)[0]["clock"]["name"] == SELF_TIMED
 
 
 PREPARES = '''"""prepares."""
@@ -320,25 +305,20 @@ def custom_kernel(data):
 '''
 
 
-def test_prepare_may_not_keep_two_copies(tmp_path):
-    case = replace(LINEAR.benchmarks["cuda"][0], params={"m": 16384, "k": 8192})
-    prepares = handle(tmp_path, "prepares", PREPARES.replace("COPIES", "2"), LINEAR)
-    with Session(LINEAR, "cuda", timeout_s=60) as session:
-        found = replay.run_tests(session, [prepares], [case, LINEAR.tests[0]], lambda *_: None, lambda _: None)
-    assert [outcome.status for outcome in found["prepares"]] == ["RULE_BROKEN", "PASSED"], found
-    assert 2**30 <= prepares.audit.kept_bytes <= 2**30 + 2**28 and prepares.audit.prepare_us > 0
-
-
-def test_prepared_weights_are_timed_beside_the_matrix_product(tmp_path):
+def test_one_copy_of_weights_may_be_kept_and_is_timed_beside_the_matrix_product(tmp_path):
     """Groups behind the product, and in other memory, find the weights that were prepared. The product runs under its
     datasheet's rate, and over half of it.
     """
-    prepares, groups = handle(tmp_path, "prepares", PREPARES.replace("COPIES", "1"), LINEAR), []
-    cases = list(LINEAR.benchmarks["cuda"])
+    one, two = (handle(tmp_path, f"keeps_{n}", PREPARES.replace("COPIES", str(n)), LINEAR) for n in (1, 2))
+    cases, groups = list(LINEAR.benchmarks["cuda"]), []
+    half = replace(cases[0], params={"m": 16384, "k": 8192})
     with Session(LINEAR, "cuda", timeout_s=60) as session:
-        timings, _ = replay.run_benchmarks(session, [prepares], cases, lambda _: None, HOW, groups.append)
-    (timing,) = timings["prepares"]
+        found = replay.run_tests(session, [two], [half, LINEAR.tests[0]], lambda *_: None, lambda _: None)
+        timings, _ = replay.run_benchmarks(session, [one], cases, lambda _: None, HOW, groups.append)
+    assert [outcome.status for outcome in found["keeps_2"]] == ["RULE_BROKEN", "PASSED"], found
+    (timing,) = timings["keeps_1"]
     assert timing.failure is None and len(timing.flat("us")) == HOW.samples * HOW.processes, timing.failure
+    for audit in (one.audit, two.audit):  # as many bytes
+        assert 2**30 <= audit.kept_bytes <= 2**30 + 2**28 and audit.prepare_us > 0
     (us,) = [sorted(group.judge_us[matmul.NAME])[1] for group in groups if matmul.NAME in group.judge_us]
-    assert 2**30 <= prepares.audit.kept_bytes <= 2**30 + 2**28
     assert 0.5 < matmul.FLOPS / us * 1e6 / rates()[1] < 1

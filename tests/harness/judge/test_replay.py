@@ -45,6 +45,11 @@ def said(reply: dict | Died) -> dict:
     return reply
 
 
+def well(*_: object, **__: object) -> bool:
+    """Do nothing: all is well."""
+    return True
+
+
 class FakeProcess:
     """A runner: it says of a recorded call what the world has it say."""
 
@@ -83,7 +88,7 @@ class FakeSession:
     device, problem = "cuda", SimpleNamespace(ours=True, tests=())
     call_limit_s = first_call_limit_s = 1.0
     weights_bytes = 0
-    clock_name = player.CLOCK
+    build = computes = see_device = staticmethod(well)
 
     def __init__(self, world: World, total: int = 80 * GIB) -> None:
         self.world, self.total, self.checker = world, total, self
@@ -103,12 +108,6 @@ class FakeSession:
         assert message["op"] == "attach" and len(fds) == 2 * player.COPIES
         return {"weights": None}, []
 
-    def computes(self) -> bool:
-        return True
-
-    def build(self, *handles: RunnerHandle, try_out: object) -> None:
-        pass
-
     def secret_seed(self, case: Case) -> int:
         return 1000 + case.params["n"]
 
@@ -120,7 +119,6 @@ class FakeSession:
         assert self.weighed[0] == self.world.number
         layout = {"turn": len(self.world.events)} if self.world.layout.get("differs") else {}
         self.present = Content(case, 0, {"inputs": 2 << 20, "outputs": 2 << 20}, self.world.layout | layout, 64, 64)
-        self.world.events.append(f"content {self.world.number}")
         return "1"
 
     def start(self, *handles: RunnerHandle) -> None:
@@ -138,9 +136,6 @@ class FakeSession:
                 handle.process.kill()
                 handle.process = None
 
-    def see_device(self, lost: str, reason: str) -> None:
-        self.world.events.append(f"lost {lost}")
-
     def verdict(self, name: str, buffer: int, claims: list | None, baseline: bool, fixed: bool = False) -> Outcome:
         self.world.events.append(f"verdict {name} {buffer} {'played' if fixed else 'in the runner'}")
         return Outcome("PASSED")
@@ -149,7 +144,7 @@ class FakeSession:
 class FakePlayer:
     """A player. Its calls take 5 us."""
 
-    readers = 2
+    readers, wake = 2, staticmethod(well)
 
     def __init__(self, world: World, target: str) -> None:
         self.world, self.target, self.lost, self.numbers = world, target, False, set[int]()
@@ -176,9 +171,6 @@ class FakePlayer:
             self.world.lost.remove((self.target, self.world.number))
             raise Died("RUNTIME_ERROR", "CUDA_ERROR_ILLEGAL_ADDRESS")
         return 5.0, 12.0
-
-    def wake(self, seconds: float) -> None:
-        self.world.events.append("wake")
 
     def close(self) -> None:
         self.numbers.clear()
@@ -225,7 +217,7 @@ def test_no_runner_lives_when_a_case_is_judged(world):
     assert judged[-2:] == ["verdict a 0 0 in the runner", "verdict a 0 1 played"], "on other contents, in other memory"
 
 
-def test_a_wave_has_as_many_cases_as_there_is_room_for(world):
+def test_a_wave_has_as_many_cases_as_have_room(world):
     world.room = 2
     assert statuses(outcomes(world, submissions("a"), 5)["a"]) == ["PASSED"] * 5
     assert world.events.count("start a") == 3
@@ -335,16 +327,8 @@ def test_the_judges_product_leaves_the_checker_its_weights(world):
 )
 def test_submissions_are_timed_in_parts_whose_weights_have_room(world, gib, paired, memory, sizes):
     how = Counts(processes=1, samples=1, warmups=0, buffers=2, paired=paired)
-    bench = replay.ReplayBenchmark(
-        FakeSession(world, memory * GIB),
-        submissions(*"abcde"),
-        cases(1, weight_bytes=gib * GIB),
-        lambda _: None,
-        how,
-        None,
-        phases.NOTHING,
-        phases.Budget(None),
-    )
+    session, rest = FakeSession(world, memory * GIB), (lambda _: None, how, None, phases.NOTHING, phases.Budget(None))
+    bench = replay.ReplayBenchmark(session, submissions(*"abcde"), cases(1, weight_bytes=gib * GIB), *rest)
     assert [len(part) for part in bench._parts()] == sizes
 
 

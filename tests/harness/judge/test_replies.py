@@ -45,22 +45,9 @@ KERNEL = {
     "sass": {"HMMA": 5},
     "tmem_columns": 64,
 }
-KERNEL_NODE = {
-    "kind": "kernel",
-    "early": True,
-    "image": 0,
-    "name": "_Z3addPf",
-    "grid": [1, 2, 3],
-    "block": [128, 1, 1],
-    "shared": 1024,
-    "cooperative": False,
-    "cluster": [2, 1, 1],
-    "dynamic_shared": 65536,
-    "carveout": -1,
-    "not_portable": False,
-    "layout": [0, 8],
-    "values": "0011223344556677",
-}
+KERNEL_NODE = {"kind": "kernel", "name": "_Z3addPf", "grid": [1, 2, 3], "block": [128, 1, 1], "cluster": [2, 1, 1]}
+KERNEL_NODE |= {"early": True, "cooperative": False, "not_portable": False, "image": 0, "shared": 1024}
+KERNEL_NODE |= {"dynamic_shared": 65536, "carveout": -1, "layout": [0, 8], "values": "0011223344556677"}
 COPY_NODE = {"kind": "copy", "to": 2**46, "from": 2**46 + 512, "bytes": 12}
 FILL_NODE = {"kind": "fill", "to": 2**46, "pitch": 64, "width": 16, "height": 2, "value": 7, "element": 4}
 TAKE = {"to": 2**46, "from": 2**46 + 512, "bytes": 12}

@@ -36,7 +36,9 @@ def tracked(pattern: str) -> list[Path]:
 def attacks() -> Iterator[dict]:
     """Each attack and each honest control with its verdict by device."""
     for path in tracked("tests/exploits/submissions/*.py"):
-        said = load.constants(ROOT / path, "PROBLEM", "DEVICES", "VERDICT", "REASON")
+        said = {"REASON": ""} | load.constants(ROOT / path, "PROBLEM", "TARGETS", "VERDICT", "REASON")
+        targets = said.pop("TARGETS")
+        said["DEVICES"] = [device for device, target in (("cpu", "cpu"), ("cuda", "sm90")) if target in targets]
         kind = "control" if path.stem.startswith("control_") else "attack"
         yield {"what": kind, "name": path.stem, **{name.lower(): said[name] for name in sorted(said)}}
 

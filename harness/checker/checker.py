@@ -189,19 +189,6 @@ class Checker:
             return {"total": torch.cuda.get_device_properties("cuda").total_memory}
         return {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
-    def footprint(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes that a case takes: "buffer", "working" (inputs, answer and what the reference needs besides,
-        on a CPU taken as twice the buffer), and "total", what the machine has.
-        """
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        made = self.content(message, _)
-        nbytes = made["host"] + sum(made["parts"].values())
-        working = torch.cuda.max_memory_allocated() if self.device == "cuda" else 2 * nbytes
-        self.pristine = self.want = None
-        return {"buffer": nbytes, "working": working, **self.memory(message, _)}
-
     def narrow(self, message: dict, _: list[int]) -> dict:
         """Return "narrow": whether contents lose their variety with seeds of 63 bits (harness/checker/foreign.py)."""
         self.pristine = self.want = None

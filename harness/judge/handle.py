@@ -106,27 +106,32 @@ class CheckerHandle:
         fds: Sequence[int] = (),
     ) -> tuple[dict, list[int]]:
         """Return the checker's reply and its descriptors. failing: the start of the error's message. watch: a runner
-        that works meanwhile. fds: go with the message. Died: that runner took too much, and is gone.
+        that works meanwhile. fds: go with the message, and are closed here. Died: that runner took too much, and is
+        gone.
         """
         try:
             self.child.send(message, tuple(fds))
-            reply, fds = self.child.receive(limit_s or limits.CHECKER_LIMIT_S, watch=watch)
+            reply, given = self.child.receive(limit_s or limits.CHECKER_LIMIT_S, watch=watch)
         except Died as died:
             raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
+        finally:
+            for fd in fds:
+                os.close(fd)
         if watch and watch.excess:
             raise Died("RUNTIME_ERROR", watch.excess)
         if "failed" in reply:
             ours = reply["failed"] == failure.RefusedError.__name__  # a limit of the judge
             failed = failing or (self.problem.name if ours else f"{self.problem.name}'s own code failed")
             raise ProblemError(f"{failed}: {reply['text']}")
-        return reply, fds
+        return reply, given
 
-    def computes(self) -> bool:
-        """Return whether the device still computes, in the checker's context."""
-        try:
-            return self.child.request({"op": "canary"}, limits.CANARY_LIMIT_S)[0].get("well") is True
-        except Died:
-            return False
+    def see_device(self, lost: str, reason: str) -> None:
+        """Raise DeviceError if a GPU does not compute any more, in the checker's context, since `lost` was lost."""
+        well = self.device == "cpu"
+        with contextlib.suppress(Died):
+            well = well or self.child.request({"op": "canary"}, limits.CANARY_LIMIT_S)[0].get("well") is True
+        if not well:
+            raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 
     def close(self) -> None:
         self.child.close()
@@ -340,8 +345,7 @@ class RunnerHandle:
         self.lost += 1
         process.remove()
         process.checker.ask({"op": "release", "runner": self.runner})
-        if process.checker.device == "cuda" and not process.checker.computes():
-            raise DeviceError(f"the device does not compute any more since {self.runner} was lost: {failure.reason}")
+        process.checker.see_device(self.runner, failure.reason)
         return failure
 
     def look(self) -> Outcome | None:

@@ -63,7 +63,6 @@ class Judging:
                 handle = self.handles.get(j.submission.name)
                 j.audit = dataclasses.asdict(handle.audit) if handle else self._noted_audit(j.submission.name)
             self.recorder.warnings += session.notes
-            self.recorder.clock_name = session.clock_name or self.recorder.clock_name
 
     def _test(self, session: Session, cases: list[Case]) -> None:
         by_name = {j.submission.name: j for j in self.judged}

@@ -1,15 +1,10 @@
-"""The outcome of a call: its times, the finding of each source, and the verdict that follows.
-
-A source (the clock, the checker, the audit, the memory) returns an Outcome for a fault and None otherwise. `decide`
-makes the verdict of them.
-"""
+"""The outcome of a call: its times, and the verdict of what was looked at, each of which is a fault or None."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict
 
-from harness.judge import replies
 from harness.results import schema
 from harness.runner import gate
 
@@ -49,6 +44,10 @@ class Outcome:
     late: bool = False
     busy: bool = False
 
+    def judged(self, verdict: "Outcome") -> "Outcome":
+        """Return this call's times with a verdict on it. The error that was found before stays."""
+        return replace(self, status=verdict.status, reason=verdict.reason, error=verdict.error or self.error)
+
 
 def measured(value: float | None) -> float:
     """Return `value`, which every call that returned has. ValueError: it is None."""
@@ -63,30 +62,6 @@ class Audit:
 
     prepare_us: float | None = None
     kept_bytes: int | None = None
-
-
-@dataclass
-class Findings:
-    """What each source found of a call on a CPU that returned. None: the source found no fault, or was not asked.
-
-    times: a passed Outcome that holds the times. claims: what the runner says of the tensors that came back; None if it
-    was not asked.
-    """
-
-    times: Outcome
-    claims: list[replies.Claim] | None = None
-    after_done: Outcome | None = None  # outputs that were written, or processes that lived on, after "done"
-    checked: Outcome | None = None  # the checker's verdict on inputs, outputs and claims
-    memory: Outcome | None = None  # what is held beyond the bound on `prepare`
-
-
-def decide(found: Findings) -> Outcome:
-    """Return the outcome of a call: its times, and the first fault of its sources as the verdict."""
-    faults = (found.after_done, found.checked, found.memory)
-    passed = found.checked or found.times
-    verdict = next((fault for fault in faults if fault and fault.status != "PASSED"), passed)
-    error = found.checked.error if found.checked else None
-    return replace(found.times, status=verdict.status, reason=verdict.reason, error=error)
 
 
 def of_cpu(reading: gate.Reading) -> Outcome:

@@ -4,14 +4,13 @@ All submissions get equal contents, one after the other, so that drift affects a
 of a pair it is A B B A. The judge checks each timed call, and draws its seed after the previous call was closed.
 """
 
-import dataclasses
 import functools
 import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from harness.judge import readings
 from harness.judge.call import CallRequest
@@ -19,7 +18,6 @@ from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
 from harness.judge.readings import CaseReadings, ReferenceReadings, Timing
-from harness.judge.room import Room, choose
 from harness.judge.session import Session
 from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.player import player
@@ -79,31 +77,42 @@ def run_tests(
     hold the answers to the public ones.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
-    budget, second_budget = Budget(limit_s), Budget(limit_s)
+    budget, second_budget, total = Budget(limit_s), Budget(limit_s), len(cases) * len(handles)
     missing = [[e for e in handles if have.test(e.name, number) is None] for number in range(len(cases))]
+
+    def call(budget: Budget, handle: RunnerHandle) -> Outcome:
+        return budget.call(handle, lambda remaining_s: session.call(handle, CallRequest(1, remaining_s=remaining_s)))
+
+    def add(handle: RunnerHandle, outcome: Outcome) -> None:
+        results[handle.name].append(outcome)
+        done(handle, case, outcome)
+
     session.start(*(e for e in handles if any(e in part for part in missing)))
     for number, case in enumerate(cases):
         if missing[number]:
             session.weights(case, case.seed)
             session.content(case, case.seed)
         passed: list[tuple[RunnerHandle, Outcome]] = []
-        for handle in handles:
+        for place, handle in enumerate(handles):
             outcome = have.test(handle.name, number)
             if outcome is None:
-                done_before = number * len(handles) + handles.index(handle)
-                progress(Step("test", done_before, len(cases) * len(handles), f"{case}  {handle.name}"))
-                outcome = budget.call(handle, functools.partial(_call_once, session, handle))
+                progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
+                outcome = call(budget, handle)
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
                 if outcome.status == "PASSED" and case in twice:
                     passed.append((handle, outcome))
                     continue
-            results[handle.name].append(outcome)
-            done(handle, case, outcome)
-        for handle, outcome in _unseen(session, second_budget, case, passed):
-            results[handle.name].append(outcome)
-            done(handle, case, outcome)
-    progress(Step("test", len(cases) * len(handles), len(cases) * len(handles), "done"))
+            add(handle, outcome)
+        if passed:
+            seed = session.secret_seed(case)  # one for all: --seed gives one
+            session.weights(case, seed)
+            session.content(case, seed)
+            for handle, outcome in passed:
+                second = call(second_budget, handle)
+                second.reason = f"right with the case's seed, and with another one (--seed {seed}): {second.reason}"
+                add(handle, outcome if second.status == "PASSED" else second)
+    progress(Step("test", total, total, "done"))
     session.stop(*handles)
     return results
 
@@ -117,44 +126,26 @@ def run_benchmarks(
     done: GroupDone | None = None,
     have: Finished = NOTHING,
     limit_s: float | None = None,
+    kind: "type[Benchmark] | None" = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
     """Time every submission on every case. Return (timings by submission, the judge's own readings by case). done:
     receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
-    all calls of a submission together.
+    all calls of a submission together. kind: how calls are made, on a CPU unless it says otherwise.
     """
-    benchmark = Benchmark(
-        session=session,
-        handles=handles,
-        cases=cases,
-        progress=progress,
-        counts=counts,
-        done=done,
-        have=have,
-        budget=Budget(limit_s),
-    )
+    benchmark = (kind or Benchmark)(session, handles, cases, progress, counts, done, have, Budget(limit_s))
     for handle in handles:
         handle.lost = 0
     benchmark.run()
     return benchmark.timings, [benchmark.reference(number) for number in range(len(cases))]
 
 
-@dataclass
-class OpenGroup:
-    """A group whose calls are being made by these handles. spare: calls beside which other processes took the machine,
-    used where there are no others. late: how many calls were stopped too late, and do not count.
-    """
-
-    record: Group
-    handles: list[RunnerHandle]
-    spare: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
-    late: Counter[str] = field(default_factory=Counter)
-
-
 @dataclass(eq=False)
 class Benchmark:
     """The timed calls of submissions on cases, and what came of them so far. done: receives each finished group.
 
-    timings: by submission and case. readings: the judge's own, by case.
+    timings: by submission and case. readings: the judge's own, by case. group: whose calls are being made, by `living`.
+    spare: its calls beside which other processes took the machine, used where there are no others. late: how many of
+    its calls were stopped too late, and do not count.
     """
 
     session: Session
@@ -174,6 +165,10 @@ class Benchmark:
         self.reads = {f"read {i}": i for i in range(native.read_configs())}
         self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in self.cases] for e in self.handles}
         self.readings = [CaseReadings(case, case.bytes) for case in self.cases]
+        self.group: Group
+        self.living: list[RunnerHandle] = []
+        self.spare: dict[str, list[Outcome]] = defaultdict(list)
+        self.late: Counter[str] = Counter()
 
     @property
     def rounds(self) -> int:
@@ -181,34 +176,26 @@ class Benchmark:
         return self.counts.warmups + self.counts.samples
 
     def run(self) -> None:
-        """Time all processes, one after another; where not all submissions have room, one part after another."""
-        if not self.session.problem.ours and self.handles:
-            most = Room(len(self.handles), 1, self.counts.buffers)
-            room = choose([self.session.footprint(case) for case in self.cases], most, self.counts.paired)
-            self.counts = dataclasses.replace(self.counts, buffers=room.buffers)
-            size = max(1, room.handles)
-            parts = [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
-        else:
-            parts = [self.handles]
-        self.total = self.counts.processes * len(parts) * len(self.cases) * self.rounds
+        """Time all processes, one after another."""
+        self.total = self.counts.processes * len(self.cases) * self.rounds
         for process in range(self.counts.processes):
-            for part, handles in enumerate(parts):
-                self._process(process, part, handles)
+            self._process(process)
         self.progress(Step("benchmark", self.total, self.total, "done"))
 
-    def _process(self, process: int, part: int, handles: list[RunnerHandle]) -> None:
-        """Time one process of each of these, which live at the same time and take turns."""
-        self.session.build(*handles)
-        missing = any(self.have.group(process, number, part) is None for number in range(len(self.cases)))
-        living = [handle.replica(process) for handle in handles] if missing else []
+    def _process(self, process: int) -> None:
+        """Time one process of each submission, which live at the same time and take turns."""
+        self.session.build(*self.handles)
+        missing = any(self.have.group(process, number) is None for number in range(len(self.cases)))
+        living = [handle.replica(process) for handle in self.handles] if missing else []
         if missing:
             self.session.start(self.judge, *living)
             self._shake_down(living)
         for number in range(len(self.cases)):
-            if finished := self.have.group(process, number, part):
+            if finished := self.have.group(process, number):
                 self._take(finished)
             else:
-                self._case(self._open(process, number, part, living))
+                self._open(process, number, 0, living)
+                self._case(self.cases[number])
             self.rounds_done += self.rounds
         self.session.stop(self.judge, *living)
 
@@ -220,155 +207,147 @@ class Benchmark:
             timing.failure = timing.failure or next((o for o in outcomes if o.status != "PASSED"), None)
         self.readings[group.case].add(group)
 
-    def _open(self, process: int, number: int, part: int, handles: list[RunnerHandle]) -> OpenGroup:
-        """Return an empty group."""
+    def _open(self, process: int, number: int, part: int, handles: list[RunnerHandle]) -> None:
+        """Begin a group."""
         outcomes = {e.name: [] for e in handles if not self.timings[e.name][number].failure}
-        return OpenGroup(Group(process, number, outcomes, judge_us={}, seeds=[], part=part), handles)
+        self.group = Group(process, number, outcomes, judge_us={}, seeds=[], part=part)
+        self.living = handles
+        self.spare.clear()
+        self.late.clear()
 
-    def _timing(self, group: OpenGroup, name: str) -> Timing:
-        return self.timings[name][group.record.case]
+    def _timing(self, name: str) -> Timing:
+        return self.timings[name][self.group.case]
 
-    def _add(self, group: OpenGroup, name: str, outcome: Outcome) -> None:
+    def _add(self, name: str, outcome: Outcome) -> None:
         """Add a scored call of a submission, or what failed it."""
         if outcome.status == "PASSED":
-            self._timing(group, name).outcomes[group.record.process].append(outcome)
+            self._timing(name).outcomes[self.group.process].append(outcome)
         else:
-            self._timing(group, name).failure = outcome
-        group.record.outcomes[name].append(outcome)
+            self._timing(name).failure = outcome
+        self.group.outcomes[name].append(outcome)
 
-    def _case(self, group: OpenGroup) -> None:
+    def _case(self, case: Case) -> None:
         """Make the calls of one case in the processes that are alive."""
-        session, record, samples = self.session, group.record, self.counts.samples
-        case = self.cases[record.case]
-        seed = session.weights(case)
+        samples, seed = self.counts.samples, self.session.weights(case)
         weights = [f"weights {seed}"] if seed else []
         for sample in range(-self.counts.warmups, samples + self.counts.extra):
             if sample == 0 and weights:  # others, for which every answer and everything prepared is new
-                weights.append(f"weights {session.weights(case)}")
+                weights.append(f"weights {self.session.weights(case)}")
                 # Not scored: a process that prepares weights runs before its call, and could do work for it.
-                self._round(group, -1, measure=False)
-            if sample < samples or self._lacking(group):
-                self._show(case, group, sample)
-                self._round(group, sample, measure=sample < 0)
+                self._round(case, -1)
+            if sample < samples or self._lacking():
+                self._show(case, sample)
+                self._round(case, sample, measure=sample < 0)
             if sample < samples:
                 for name in self.reads:
-                    self._judge_call(record, name, sample)
+                    self._judge_call(name, sample)
         if weights:
-            self._round(group, -1, measure=True)
-        record.seeds += weights
-        for handle in group.handles:
-            self._complete(group, handle.name)
-            if not self._timing(group, handle.name).failure and (fault := handle.look()):
-                self._add(group, handle.name, fault)
-        self._close(group)
+            self._round(case, -1, measure=True)
+        self.group.seeds += weights
+        for handle in self.living:
+            self._complete(handle.name)
+            if not self._timing(handle.name).failure and (fault := handle.look()):
+                self._add(handle.name, fault)
+        self._close()
 
-    def _close(self, group: OpenGroup) -> None:
+    def _close(self) -> None:
         """Hand on a finished group."""
-        beside = self.readings[group.record.case]
+        beside = self.readings[self.group.case]
         beside.bytes = beside.bytes or self.session.present.held
-        beside.add(group.record)
+        beside.add(self.group)
         if self.done:
-            self.done(group.record)
+            self.done(self.group)
 
-    def _show(self, case: Case, group: OpenGroup, sample: int) -> None:
+    def _show(self, case: Case, sample: int) -> None:
         """Report progress: the call of a sample is about to be made."""
         of = self.counts.samples
         call = "warm-up" if sample < 0 else f"call {sample + 1}/{of}" if sample < of else "again, the machine was busy"
         n = self.rounds_done + min(sample + self.counts.warmups, self.rounds)
-        process = f"process {group.record.process + 1}/{self.counts.processes}"
+        process = f"process {self.group.process + 1}/{self.counts.processes}"
         self.progress(Step("benchmark", n, self.total, f"{process}  {case}  {call}"))
 
-    def _lacking(self, group: OpenGroup) -> list[str]:
+    def _lacking(self) -> list[str]:
         """Return the submissions that have not failed and have too few calls."""
-        timings = {handle.name: self._timing(group, handle.name) for handle in group.handles}
-        process, samples = group.record.process, self.counts.samples
+        timings = {handle.name: self._timing(handle.name) for handle in self.living}
+        process, samples = self.group.process, self.counts.samples
         return [name for name, t in timings.items() if not t.failure and len(t.outcomes[process]) < samples]
 
-    def _round(self, group: OpenGroup, sample: int, measure: bool) -> None:
+    def _round(self, case: Case, sample: int, measure: bool = False) -> None:
         """Make one call of each submission on the same new contents; of a pair both count or none, unless one of them
         does not serve the case. A negative sample is not scored. measure: what it leaves behind in memory counts.
         """
-        record, paired = group.record, self.counts.paired
-        record.seeds.append(self.session.content(self.cases[record.case]))
-        lacking = self._lacking(group)
-        outcomes: dict[str, Outcome] = {}
-        everybody = self._order(group, sample)
+        self.group.seeds.append(self.session.content(case))
+        paired, outcomes = self.counts.paired, dict[str, Outcome]()
+        called = [e.name for e in self.living] if sample < 0 or paired else self._lacking()
+        everybody = self._order(sample)
         # The judge's empty call, whose reading is taken off on a CPU, is made among the others.
         everybody.insert(random.randint(0, len(everybody)), self.judge)
         for handle in everybody:
             if handle is self.judge:
-                self._judge_call(record, "empty", sample)
-            elif (sample < 0 or paired or handle.name in lacking) and (
-                outcome := self._call(group, handle, sample, measure)
-            ):
-                outcomes[handle.name] = outcome
-        if sample < 0 or (paired and self._failures(group)):
+                self._judge_call("empty", sample)
+            elif handle.name in called and not self._timing(handle.name).failure:
+                outcome = self.budget.call(handle, functools.partial(self._call, handle, sample, measure))
+                if outcome.status == "PASSED":
+                    outcomes[handle.name] = outcome
+                else:
+                    self._add(handle.name, outcome)
+        if sample < 0 or (paired and self._failures()):
             return
         late = {name for name, outcome in outcomes.items() if outcome.late}
-        group.late.update(late)
+        self.late.update(late)
         for name in late:
-            if group.late[name] > MOST_LATE:
-                self._add(group, name, Outcome("INVALID_MEASUREMENT", STOPPED_LATE))
+            if self.late[name] > MOST_LATE:
+                self._add(name, Outcome("INVALID_MEASUREMENT", STOPPED_LATE))
         any_busy = paired and any(outcome.busy for outcome in outcomes.values())
         for name, outcome in outcomes.items():
             if late if paired else name in late:
                 continue
             if outcome.busy or any_busy:
-                group.spare[name].append(outcome)
+                self.spare[name].append(outcome)
             else:
-                self._add(group, name, outcome)
+                self._add(name, outcome)
 
-    def _order(self, group: OpenGroup, sample: int) -> list[RunnerHandle]:
-        """Return the handles of a group in the order of their calls in a round: rotated by 0, 2, 4, ..., each followed
-        by the same backwards. So each comes before each other one in half of the rounds.
+    def _order(self, sample: int) -> list[RunnerHandle]:
+        """Return the handles of the group in the order of their calls in a round: rotated by 0, 2, 4, ..., each
+        followed by the same backwards. So each comes before each other one in half of the rounds.
         """
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
-        number = group.record.process * (self.counts.samples | 1) + sample
-        shift = number // 2 * 2 % max(1, len(group.handles))
-        rotated = group.handles[shift:] + group.handles[:shift]
+        number = self.group.process * (self.counts.samples | 1) + sample
+        shift = number // 2 * 2 % max(1, len(self.living))
+        rotated = self.living[shift:] + self.living[:shift]
         return rotated if number % 2 == 0 else rotated[::-1]
 
-    def _failures(self, group: OpenGroup) -> dict[str, Outcome]:
+    def _failures(self) -> dict[str, Outcome]:
         """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
         other one, which is timed without it.
         """
-        failures = {handle.name: self._timing(group, handle.name).failure for handle in group.handles}
+        failures = {handle.name: self._timing(handle.name).failure for handle in self.living}
         return {name: failure for name, failure in failures.items() if failure and failure.status != "UNSUPPORTED"}
 
-    def _complete(self, group: OpenGroup, name: str) -> None:
+    def _complete(self, name: str) -> None:
         """Give a submission with too few quiet calls the busy ones too."""
-        timing = self._timing(group, name)
-        missing = self.counts.samples - len(timing.outcomes[group.record.process])
+        timing = self._timing(name)
+        missing = self.counts.samples - len(timing.outcomes[self.group.process])
         if timing.failure or missing <= 0:
             return
-        spare = group.spare[name][:missing]
+        spare = self.spare[name][:missing]
         for outcome in spare:
-            self._add(group, name, outcome)
+            self._add(name, outcome)
         if len(spare) == missing:
             return
         reason = STOPPED_LATE
-        for other, failed in self._failures(group).items():
+        for other, failed in self._failures().items():
             reason = (
                 f"not timed: {other} is {failed.status}, and of a pair both count or none; time it without --against"
             )
-        self._add(group, name, Outcome("INVALID_MEASUREMENT", reason))
+        self._add(name, Outcome("INVALID_MEASUREMENT", reason))
 
-    def _call(self, group: OpenGroup, handle: RunnerHandle, sample: int, measure: bool) -> Outcome | None:
-        """Make one call of a submission. Return None if it failed."""
-        if self._timing(group, handle.name).failure:
-            return None
-        outcome = self.budget.call(handle, lambda limit_s: self._made(group, handle, sample, measure, limit_s))
-        if outcome.status == "PASSED":
-            return outcome
-        self._add(group, handle.name, outcome)
-        return None
-
-    def _made(self, group: OpenGroup, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
+    def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
         """Make a call of a submission, by its replica in this group."""
         stay = sample != self.counts.samples - 1
         return self.session.call(handle, CallRequest(self.counts.buffers, "", None, remaining_s, measure, stay))
 
-    def _judge_call(self, record: Group, name: str, sample: int) -> Outcome:
+    def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls. RuntimeError if it fails."""
         outcome = self.session.call(self.judge, CallRequest(self.counts.buffers, name, self.reads, stay=True))
         if outcome.status != "PASSED":
@@ -381,8 +360,7 @@ class Benchmark:
             raise RuntimeError(f"the judge's own call {name!r} failed: {outcome.reason}")
         if sample >= 0:
             spun_us = gate.EMPTY_US if name == "empty" else 0.0
-            record.judge_us.setdefault(name, []).append(measured(outcome.us) - spun_us)
-        return outcome
+            self.group.judge_us.setdefault(name, []).append(measured(outcome.us) - spun_us)
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
         """Call each process once on the first test case if weights are prepared. What it keeps is counted from then on,
@@ -398,8 +376,7 @@ class Benchmark:
     def reference(self, number: int) -> ReferenceReadings:
         """Return the reference readings of a case, and settle its timings by them."""
         timings = [of_cases[number] for of_cases in self.timings.values()]
-        # Processes that live together share a reading, and a resumed run has those of the run before, beside their
-        # first case.
+        # One reading serves all cases, and a resumed run has that of the run before.
         matmul_us = [us for case in self.readings for us in case.judge_us.get(matmul.NAME, [])]
         beside = self.readings[number]
         if beside.bytes is None:  # a folder that does not say, and no group was run now
@@ -429,24 +406,3 @@ class Budget:
         outcome = make(self.limit_s - spent_s)
         self.spent_s[handle.name] = spent_s + time.monotonic() - before
         return outcome
-
-
-def _call_once(session: Session, handle: RunnerHandle, remaining_s: float) -> Outcome:
-    return session.call(handle, CallRequest(1, remaining_s=remaining_s))
-
-
-def _unseen(
-    session: Session, budget: Budget, case: Case, passed: list[tuple[RunnerHandle, Outcome]]
-) -> Iterator[tuple[RunnerHandle, Outcome]]:
-    """Call these again on contents of `case` that are in no file. Yield the first outcome, or the second if it failed,
-    with the seed that gives the contents again.
-    """
-    if passed:
-        seed = session.secret_seed(case)  # one for both: --seed gives one
-        session.weights(case, seed)
-        session.content(case, seed)
-        for handle, first in passed:
-            second = budget.call(handle, functools.partial(_call_once, session, handle))
-            if second.status != "PASSED":
-                second.reason = f"right with the case's seed, and with another one (--seed {seed}): {second.reason}"
-            yield handle, first if second.status == "PASSED" else second

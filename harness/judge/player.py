@@ -67,13 +67,5 @@ class Player:
         """Keep the device busy for so long."""
         self._request({"op": "wake", "seconds": seconds})
 
-    def free(self) -> int:
-        """Return the bytes of free device memory."""
-        nbytes: int = self._request({"op": "free"})[0]["bytes"]
-        return nbytes
-
-    def drop(self, number: int) -> None:
-        self._request({"op": "drop", "number": number})
-
     def close(self) -> None:
         self.child.close()

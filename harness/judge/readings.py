@@ -84,8 +84,7 @@ class CaseReadings:
 
 def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_us: list[float]) -> ReferenceReadings:
     """Return the reference readings of a case. On a CPU, take the clock's cost off its timings; on a GPU, fail those
-    that the parent's clock contradicts. matmul_us: of all cases of the run, since processes that live together share
-    one.
+    that the host's clock contradicts. matmul_us: of all cases of the run, which share one reading.
     """
     judge_us, resolution = beside.judge_us, 0.0
     reads = [name for name in judge_us if name not in ("empty", HOST, matmul.NAME)]

@@ -18,12 +18,12 @@ from harness.judge import limits, phases, prepared, replies
 from harness.judge.events import Progress, Step
 from harness.judge.handle import Content, RunnerHandle, admitted, remarked
 from harness.judge.outcome import Outcome
-from harness.judge.phases import JUDGE, Benchmark, Budget, Counts, OpenGroup
+from harness.judge.phases import JUDGE, Benchmark, Budget
 from harness.judge.player import NOTHING, READER, Player
-from harness.judge.readings import HOST, ReferenceReadings, Timing
+from harness.judge.readings import HOST
 from harness.judge.session import Session
 from harness.judge.work import NOTHING as NO_WORK
-from harness.judge.work import Finished, Group, GroupDone
+from harness.judge.work import Finished
 from harness.player import player
 from harness.problem.folders import Case, ProblemError
 from harness.results import environment
@@ -76,12 +76,7 @@ class Recording:
         all of it, which are closed here.
         """
         message = {"op": "attach", "runner": self.name, "sizes": self.message["sizes"], "copies": player.COPIES}
-        try:
-            attached, _ = session.checker.request(message, fds=fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
-        weights: dict | None = attached["weights"]
+        weights: dict | None = session.checker.request(message, fds=fds)[0]["weights"]
         return weights
 
     def close(self) -> None:
@@ -250,14 +245,17 @@ class Replays:
                 recording.close()
 
     def _take(self, recording: Recording, handle: RunnerHandle, recorded: replies.Recorded) -> None:
-        """Take over what a runner says of the call that it was to record."""
+        """Take over what a runner says of the call that it was to record. Died: it has no such call."""
+        if (recorded.before and not handle.baseline) or (recorded.takes and self.session.problem.ours):
+            raise Died("RUNTIME_ERROR", "its process sent a malformed reply: work ahead of its call, or behind it")
         if recorded.prepare_us is not None:
             handle.audit.prepare_us = recorded.prepare_us
-            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, recorded.kept)
+            handle.audit.kept_bytes = max(handle.audit.kept_bytes or 0, sum(recorded.used[1::2]))
         recording.claims = recorded.claims
         recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
         if self.session.weights_bytes and not handle.baseline:
-            recording.failure = prepared.fault_of(recorded.kept, self.session.weights_bytes, prepared.WORK_SLACK)
+            kept = sum(recorded.used[1::2])  # all that is not in these ranges is poisoned before each call
+            recording.failure = prepared.fault_of(kept, self.session.weights_bytes, prepared.WORK_SLACK)
         if recorded.branches and not handle.baseline:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):
@@ -314,7 +312,7 @@ class Replays:
         recording.failure = Outcome(died.status, died.reason)
         if recording.self_timed and one.handle.process:
             recording.failure = one.handle.lose(one.handle.running.failure(died))
-        self.session.see_device(one.handle.name, died.reason)
+        self.session.checker.see_device(one.handle.name, died.reason)
         return recording.failure
 
     def _self_timed(self, handle: RunnerHandle, recording: Recording, number: int, limit_s: float) -> Outcome:
@@ -349,8 +347,7 @@ def _try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:
     """Record a submission's calls in its compile step, so that what they compile is kept."""
     todo = dict(enumerate(cases))
     with Replays(session, [helper], todo, {n: case.seed for n, case in todo.items()}, compiles=True) as replays:
-        for _ in replays.waves():
-            pass
+        list(replays.waves())
 
 
 def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: float) -> replies.Profiled | Outcome:
@@ -404,22 +401,6 @@ def run_tests(
                 done(handle, case, outcome)
     progress(Step("test", total, total, "done"))
     return results
-
-
-def run_benchmarks(
-    session: Session,
-    handles: list[RunnerHandle],
-    cases: list[Case],
-    progress: Progress,
-    counts: Counts,
-    done: GroupDone | None = None,
-    have: Finished = NO_WORK,
-    limit_s: float | None = None,
-) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
-    """As phases.run_benchmarks does on a CPU."""
-    benchmark = ReplayBenchmark(session, handles, cases, progress, counts, done, have, Budget(limit_s))
-    benchmark.run()
-    return benchmark.timings, [benchmark.reference(number) for number in range(len(cases))]
 
 
 class ReplayBenchmark(Benchmark):
@@ -479,24 +460,24 @@ class ReplayBenchmark(Benchmark):
                 continue
             if process:
                 self.replays.move(number)
-            group = self._open(process, number, part, handles)
+            self._open(process, number, part, handles)
             if case.weight_bytes:
-                group.record.seeds.append(f"weights {self.replays.seeds[number]}")
+                self.group.seeds.append(f"weights {self.replays.seeds[number]}")
             for sample in range(-self.counts.warmups, self.counts.samples):
-                self._show(case, group, sample)
-                self._round(group, sample, measure=False)
+                self._show(case, sample)
+                self._round(case, sample)
                 for name in self.reads if process % READ_EVERY == 0 else ():
-                    self._judge_call(group.record, name, sample)
+                    self._judge_call(name, sample)
             for handle in handles:
-                self._complete(group, handle.name)
+                self._complete(handle.name)
             if case.flops and not self.rated:
-                group.record.judge_us[matmul.NAME], self.rated = self._matmul_us(number), True
-            group.record.state = environment.gpu_state()
-            self._close(group)
+                self.group.judge_us[matmul.NAME], self.rated = self._matmul_us(number), True
+            self.group.state = environment.gpu_state()
+            self._close()
             self.rounds_done += self.rounds
 
-    def _made(self, group: OpenGroup, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
-        return self.replays.play(handle, group.record.case, sample % player.COPIES, remaining_s)
+    def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
+        return self.replays.play(handle, self.group.case, sample % player.COPIES, remaining_s)
 
     def _matmul_us(self, number: int) -> list[float]:
         """Return times of the judge's matrix product. The checker has the same weights afterwards."""
@@ -509,12 +490,14 @@ class ReplayBenchmark(Benchmark):
                 raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[number].failure}")
             return [one.player.play(1, 0, self.session.call_limit_s)[0] for _ in range(self.counts.samples)]
 
-    def _judge_call(self, record: Group, name: str, sample: int) -> Outcome:
+    def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls, in a player without a submission."""
         what = NOTHING if name == "empty" else READER + self.reads[name]
         us, host_us = self.judges.play(1, sample % player.COPIES, self.session.call_limit_s, what, self.bytes)
         if sample >= 0:
-            record.judge_us.setdefault(name, []).append(us)
+            self.group.judge_us.setdefault(name, []).append(us)
             if name == "empty":
-                record.judge_us.setdefault(HOST, []).append(host_us)
-        return Outcome("PASSED", us=us, host_us=host_us)
+                self.group.judge_us.setdefault(HOST, []).append(host_us)
+
+
+run_benchmarks = functools.partial(phases.run_benchmarks, kind=ReplayBenchmark)

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.results import text
 from harness.runner.claims import CLAIMS
+from harness.runner.recorder import VARIABLE_BYTES
 from harness.sandbox.process import Died
 
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
@@ -137,7 +138,7 @@ class SelfTimed(Reply):
 
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 Triple = Annotated[list[Word], Field(min_length=3, max_length=3)]
-Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2**21)]
+Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2 * VARIABLE_BYTES)]
 Symbol = Annotated[str, Field(pattern=r"^[!#-~]+$", max_length=16_384)]
 Address = Annotated[int, Field(ge=0, lt=2**64)]
 
@@ -163,13 +164,18 @@ class KernelNode(Reply):
     values: Hex
 
 
-class CopyNode(Reply):
-    """A copy within the call's memory, by address."""
+class Take(Reply):
+    """A copy of an answer, from where a call leaves it to where the judge looks, by address."""
 
-    kind: Literal["copy"]
     to: Address
     from_: Address = Field(alias="from")
     bytes: Count
+
+
+class CopyNode(Take):
+    """A copy within the call's memory, by address."""
+
+    kind: Literal["copy"]
 
 
 class FillNode(Reply):
@@ -197,17 +203,9 @@ Nodes = Annotated[
 ]
 
 
-class Take(Reply):
-    """A copy of an answer, from where a call leaves it to where the judge looks, by address."""
-
-    to: Address
-    from_: Address = Field(alias="from")
-    bytes: Count
-
-
 class Recorded(Reply):
-    """A recorded call. before: what a baseline's setup enqueues; used: how far scratch memory is in use, in bytes;
-    kept: bytes of it that are; unrecorded: why there is no recorded call; branches: since its work is in no single
+    """A recorded call. before: what a baseline's setup enqueues; used: the offset and size of each range of scratch
+    memory that is in use; unrecorded: why there is no recorded call; branches: since its work is in no single
     order.
     """
 
@@ -215,8 +213,7 @@ class Recorded(Reply):
     before: Nodes = []
     nodes: Nodes = []
     variables: Annotated[list[Variable], Field(max_length=NODES)] = []
-    used: Count = 0
-    kept: Count = 0
+    used: Annotated[list[Count], Field(max_length=2 * NODES)] = []
     claims: Claims = []
     takes: Annotated[list[Take], Field(max_length=CLAIMS)] = []
     unrecorded: Text = ""

@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from harness.judge import compiling, limits, outcome, prepared, replies
-from harness.judge.call import CallPlan, CallRequest, cpu_call
+from harness.judge import compiling, limits, prepared, replies
+from harness.judge.call import CallRequest, cpu_call
 from harness.judge.events import Progress, Step
-from harness.judge.handle import CheckerHandle, Content, DeviceError, Reported, RunnerHandle, remarked
+from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
-from harness.judge.room import Footprint
-from harness.player import player
 from harness.problem.folders import Case, Problem, ProblemError
-from harness.sandbox import freezer, policy, process
+from harness.sandbox import process
 from harness.sandbox.process import Died
 
 CLOSED_AT_ONCE = 16  # processes
@@ -37,8 +35,6 @@ class Session:
         self.first_call_limit_s = timeout_s or limits.COMPILE_LIMIT_S
         self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
-        self.clock_name = player.CLOCK if device == "cuda" else freezer.CLOCK
-        self.sandbox = policy.probe()
         self.notes: list[str] = []
         self.say: Callable[[str], None] = lambda _: None
         self.progress: Progress = lambda _: None
@@ -94,11 +90,6 @@ class Session:
                 )
         return secrets.randbelow(self._seeds_below)
 
-    def footprint(self, case: Case) -> Footprint:
-        """Return what a case takes in memory, measured on contents of its own seed."""
-        self.weights(case, case.seed)
-        return Footprint(str(case), **self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed}))
-
     def memory(self) -> int:
         """Return the bytes of all memory, of the device or else of the host."""
         total: int = self.checker.ask({"op": "memory"})["total"]
@@ -150,29 +141,30 @@ class Session:
         """
         if refused := self._refused(handle):
             return refused
-        process, first, plan = handle.running, handle.running.calls == 0, None
+        process = handle.running
+        first, limit_s = process.calls == 0, request.remaining_s
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
             before = prepared.measure_counted(handle) if request.measure else None
             if handle.process is None:
                 return handle.loss
-            plan = self._next_call(handle, request, first)
-            findings = cpu_call(handle, plan)
+            limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.remaining_s)
+            buffer = process.calls_on_buffers % request.buffers  # calls take them in turn
+            process.calls += 1
+            process.calls_on_buffers += 1
+            outcome, claims = cpu_call(handle, request, self.present, buffer, limit_s)
         except Died as died:
             failure = process.failure(died)
-            if failure.status == "TIMEOUT" and plan and plan.limit_s < request.remaining_s:
-                failure.reason += f"; if it needs longer, try --timeout {2 * plan.limit_s:g}"
+            if failure.status == "TIMEOUT" and limit_s < request.remaining_s:
+                failure.reason += f"; if it needs longer, try --timeout {2 * limit_s:g}"
             return self._break(handle, failure) if first else handle.lose(failure)
-        findings.times.bytes = plan.content.bytes
-        if handle.submission is None:
-            return outcome.decide(findings)
-        # A source is asked only if the sources before it found no fault.
-        if outcome.decide(findings).status == "PASSED":
-            findings.checked = self.verdict(handle.runner, plan.buffer, findings.claims, handle.baseline)
-        if before and outcome.decide(findings).status == "PASSED":
-            findings.memory = prepared.kept(handle, before)
-        return outcome.decide(findings)
+        outcome.bytes = self.present.bytes
+        if handle.submission and outcome.status == "PASSED":
+            outcome = outcome.judged(self.verdict(handle.runner, buffer, claims, handle.baseline))
+        if before and outcome.status == "PASSED" and (fault := prepared.kept(handle, before)):
+            outcome = outcome.judged(fault)
+        return outcome
 
     def count_kept(self, handle: RunnerHandle, request: CallRequest) -> None:
         """Make a first call of a submission, which loads its code, and count from then on what it keeps. One that is
@@ -261,14 +253,6 @@ class Session:
             return None
         return prepared.hold(handle, self._weights)
 
-    def _next_call(self, handle: RunnerHandle, request: CallRequest, first: bool) -> CallPlan:
-        """Count the next call, and return its plan: calls take the buffers in turn."""
-        limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.remaining_s)
-        process = handle.running
-        process.calls += 1
-        process.calls_on_buffers += 1
-        return CallPlan(request, self.present, (process.calls_on_buffers - 1) % request.buffers, limit_s)
-
     def verdict(
         self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False
     ) -> Outcome:
@@ -279,11 +263,6 @@ class Session:
         message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
         verdict = self.checker.ask({**message, "fixed": fixed})
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
-
-    def see_device(self, lost: str, reason: str) -> None:
-        """Raise DeviceError if the device does not compute any more. lost: which process was lost, and why."""
-        if self.device == "cuda" and not self.checker.computes():
-            raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 
     def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
         """Note once that a submission changed global settings of torch, which were put back."""

@@ -183,7 +183,6 @@ class Recorder:
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
         self.problem, self.device = problem, device
-        self.clock_name = player.CLOCK if device == "cuda" else freezer.CLOCK
         self.run_id = run_id or record.new_run_id()
         self.warnings: list[str] = []
         self.sandbox = policy.probe()
@@ -326,15 +325,16 @@ class Recorder:
 
     def clock(self, self_timed: bool = False) -> dict:
         """Return how times are taken. self_timed: in the submission's process."""
-        delivery = "memory files, filled while everything of the runner is stopped"
-        large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
-        cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
-        if self.device == "cuda":
-            delivery = "memory that no process of the submission maps any more"
-            cold = "write and discard of 4x L2, read of 3x L2"
         if self_timed:
-            delivery, cold = "memory that the submission's process maps", "write of more than L2"
-        return {"name": SELF_TIMED if self_timed else self.clock_name, "cold": cold, "delivery": delivery}
+            name, cold, delivery = SELF_TIMED, "write of more than L2", "memory that the submission's process maps"
+        elif self.device == "cuda":
+            name, cold = player.CLOCK, "write and discard of 4x L2, read of 3x L2"
+            delivery = "memory that no process of the submission maps any more"
+        else:
+            name, delivery = freezer.CLOCK, "memory files, filled while everything of the runner is stopped"
+            large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
+            cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
+        return {"name": name, "cold": cold, "delivery": delivery}
 
     def _clock_warnings(self, timing: Timing, readings: ReferenceReadings) -> list[str]:
         warnings = list(self.warnings)

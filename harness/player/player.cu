@@ -2,7 +2,8 @@
 // submission enters this process; its kernels do, and may harm nothing but this process.
 //
 // Every function returns 0, or a code whose text is player_error(): 1 the request is refused, 2 the device failed (the
-// process is of no further use), 3 the call took longer than its limit.
+// process is of no further use), 3 the call took longer than its limit. Integers go in as size_t, so that player.py
+// need not know their types.
 #include "shared_memory.cuh"
 
 #include <cuda_runtime.h>
@@ -10,7 +11,9 @@
 #include <cstdint>
 #include <cstring>
 #include <ctime>
+#include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "readers.cuh"
@@ -20,14 +23,13 @@ namespace {
 using shared::Failed;
 using shared::need;
 
-struct Refused : std::runtime_error {
-    using std::runtime_error::runtime_error;
+struct Coded : std::runtime_error {
+    int code;  // as the functions return it
+    Coded(int code, const std::string& what) : std::runtime_error(what), code(code) {}
 };
-struct TooLong : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
+constexpr int REFUSED = 1, FAILED = 2, TOO_LONG = 3;
 void require(bool good, const std::string& what) {
-    if (!good) throw Refused(what);
+    if (!good) throw Coded(REFUSED, what);
 }
 void need(cudaError_t code, const std::string& what) {
     if (code) throw Failed(what + ": " + cudaGetErrorString(code));
@@ -36,7 +38,7 @@ void need(cudaError_t code, const std::string& what) {
 // The addresses of call n are those of slot n; of scratch memory, which all calls of a runner share, those of slot 0.
 constexpr CUdeviceptr BASE = 0x600000000000, SLOT = 1ull << 38, WEIGHTS = SLOT / 2;
 constexpr size_t PAGE = 2 << 20;
-constexpr int MOST_CALLS = 64, COPIES = 2;
+constexpr size_t MOST_CALLS = 64, COPIES = 2;
 constexpr size_t QUEUED = 700;  // launches that a queue takes which waits for its gate; a thousand block the host
 constexpr size_t TOUCH_STRIDE = 1 << 16;
 constexpr double AHEAD_US = 30;  // from the last enqueued command until the gate opens: all of it has reached the device
@@ -129,21 +131,7 @@ struct Kernel {
     std::vector<void*> parameters;
     CUlaunchAttribute attributes[3];
 };
-struct Copy {
-    CUdeviceptr to, from;
-    size_t bytes;
-};
-struct Fill {
-    CUdeviceptr to;
-    size_t pitch, width, height;
-    unsigned value, element;
-};
-struct Node {
-    enum { KERNEL, COPY, FILL } kind;
-    Kernel kernel;
-    Copy copy;
-    Fill fill;
-};
+using Nodes = std::vector<std::function<void()>>;  // each enqueues a kernel, a copy or a fill
 struct Variable {
     CUdeviceptr place;
     size_t bytes;
@@ -156,10 +144,10 @@ struct Call {
     Window io, held;
     int shown = 0;
     std::vector<CUmodule> modules;
-    std::vector<Node> before, nodes;  // of a baseline's setup, which is not timed; of the call
+    Nodes before, nodes;  // of a baseline's setup, which is not timed; of the call
     std::vector<Variable> variables;
-    CUdeviceptr snapshot = 0;  // of scratch memory at capture
-    size_t kept = 0;           // bytes of it
+    CUdeviceptr snapshot = 0;                     // of scratch memory at capture, its ranges in use behind each other
+    std::vector<std::pair<size_t, size_t>> used;  // offset and size of each of these
     ~Call() {
         for (CUmodule module : modules) cuModuleUnload(module);
         if (snapshot) cuMemFree(snapshot);
@@ -169,7 +157,7 @@ struct Call {
 std::string error_text;
 CUstream queue;
 CUevent before, after;
-std::map<int, Call> calls;
+std::map<size_t, Call> calls;
 Memory scratch;
 Window scratch_window;
 struct Page {
@@ -204,7 +192,7 @@ __global__ void __launch_bounds__(1024, 2) busy(unsigned long long nanoseconds) 
     while (now - start < nanoseconds);
 }
 
-Call& call_of(int number) {
+Call& call_of(size_t number) {
     auto found = calls.find(number);
     require(found != calls.end(), "there is no such call");
     return found->second;
@@ -224,35 +212,28 @@ void inside(const Call& call, CUdeviceptr at, size_t bytes, bool written, const 
 
 // at_full: what is done when the queue takes no more while it waits.
 template <class Full>
-void launch(std::vector<Node>& nodes, Full at_full) {
+void launch(const Nodes& nodes, Full at_full) {
     size_t queued = 0;
-    for (Node& node : nodes) {
+    for (const auto& enqueue : nodes) {
         if (queued++ == QUEUED) at_full();
-        if (node.kind == Node::KERNEL) {
-            need(cuLaunchKernelEx(&node.kernel.config, node.kernel.function, node.kernel.parameters.data(), nullptr),
-                 "launch of a kernel");
-        } else if (node.kind == Node::COPY) {
-            need(cuMemcpyDtoDAsync(node.copy.to, node.copy.from, node.copy.bytes, queue), "copy");
-        } else {
-            const Fill& fill = node.fill;
-            if (fill.element == 1) need(cuMemsetD2D8Async(fill.to, fill.pitch, fill.value, fill.width, fill.height, queue), "fill");
-            if (fill.element == 2) need(cuMemsetD2D16Async(fill.to, fill.pitch, fill.value, fill.width, fill.height, queue), "fill");
-            if (fill.element == 4) need(cuMemsetD2D32Async(fill.to, fill.pitch, fill.value, fill.width, fill.height, queue), "fill");
-        }
+        enqueue();
     }
 }
 
 // Scratch memory and module variables as they were when the call was recorded, and poison in what was free then: nothing
 // is carried from call to call.
 void restore(Call& call) {
-    const CUdeviceptr rest = scratch_window.place + call.kept;
-    if (scratch.bytes > call.kept) need(cuMemsetD8Async(rest, 0xFF, scratch.bytes - call.kept, queue), "poisoning scratch memory");
-    if (call.kept) need(cuMemcpyDtoDAsync(scratch_window.place, call.snapshot, call.kept, queue), "restoring scratch memory");
+    need(cuMemsetD8Async(scratch_window.place, 0xFF, scratch.bytes, queue), "poisoning scratch memory");
+    CUdeviceptr kept = call.snapshot;
+    for (auto [offset, bytes] : call.used) {
+        need(cuMemcpyDtoDAsync(scratch_window.place + offset, kept, bytes, queue), "restoring scratch memory");
+        kept += bytes;
+    }
     for (const Variable& variable : call.variables)
         need(cuMemcpyHtoDAsync(variable.place, variable.value.data(), variable.bytes, queue), "restoring a variable");
 }
 
-// Wait until all that was enqueued is done. TooLong: that takes longer.
+// Wait until all that was enqueued is done. TOO_LONG: that takes longer.
 void finish(double limit_us) {
     for (const double start = now_us();;) {
         const CUresult code = cuStreamQuery(queue);
@@ -260,7 +241,7 @@ void finish(double limit_us) {
             need(code, "the recorded call");
             return;
         }
-        if (now_us() - start > limit_us) throw TooLong("the call took longer than its limit");
+        if (now_us() - start > limit_us) throw Coded(TOO_LONG, "the call took longer than its limit");
     }
 }
 
@@ -272,35 +253,31 @@ void touch_all(CUdeviceptr place, size_t bytes) {
 // by writing junk, which is dropped without being written back.
 void make_cold(const Call* call) {
     need(cuCtxResetPersistingL2Cache(), "cuCtxResetPersistingL2Cache");
+    need(cudaMemsetAsync(flush, 0, 3ull * l2, queue), "cudaMemsetAsync");  // what a kernel may have put there
     readers::write_junk<<<8 * sms, 512, 0, queue>>>((uint4*)junk, 4ull * l2 / 16);
     readers::discard<<<8 * sms, 512, 0, queue>>>(junk, 4ull * l2);
     readers::launch(flush, 3ull * l2 / 16 * 16, readers::FLUSH, sms, sink, queue);
     if (call) {
         touch_all(call->io.place, call->io.bytes);
         touch_all(call->held.place, call->held.bytes);
-        touch_all(scratch_window.place, call->kept);
+        for (auto [offset, bytes] : call->used)
+            if (bytes >= TOUCH_STRIDE) touch_all(scratch_window.place + offset, bytes);
     }
     need(cudaGetLastError(), "making caches cold");
 }
 
-int guarded(void (*body)(void*), void* arguments) {
-    try {
-        body(arguments);
-        return 0;
-    } catch (const Refused& error) {
-        error_text = error.what();
-        return 1;
-    } catch (const TooLong& error) {
-        error_text = error.what();
-        return 3;
-    } catch (const std::exception& error) {
-        error_text = error.what();
-        return 2;
-    }
-}
 template <class Body>
 int guarded(Body body) {
-    return guarded([](void* it) { (*(Body*)it)(); }, &body);
+    try {
+        body();
+        return 0;
+    } catch (const Coded& error) {
+        error_text = error.what();
+        return error.code;
+    } catch (const std::exception& error) {
+        error_text = error.what();
+        return FAILED;
+    }
 }
 
 }  // namespace
@@ -346,18 +323,18 @@ int player_scratch(size_t bytes, int* descriptor) {
 
 // Make the memory of call `number`, a multiple of 2 MiB each. descriptors: of inputs and of outputs, COPIES times each,
 // and of weights; -1 for none.
-int player_memory(int number, size_t inputs, size_t outputs, size_t weights, int* descriptors) {
+int player_memory(size_t number, size_t inputs, size_t outputs, size_t weights, int* descriptors) {
     return guarded([=] {
-        require(number > 0 && number < MOST_CALLS, "a call must have a number from 1 to 63");
+        require(number && number < MOST_CALLS, "a call must have a number from 1 to 63");
         require(inputs % PAGE + outputs % PAGE + weights % PAGE == 0, "memory must be whole pages");
         require(inputs < WEIGHTS / 2 && outputs < WEIGHTS / 2 && weights < WEIGHTS, "a call's memory is too large");
         calls.erase(number);
         Call& call = calls[number];
-        for (int i = 0; i < COPIES; ++i) call.inputs[i] = Memory(inputs), call.outputs[i] = Memory(outputs);
+        for (size_t i = 0; i < COPIES; ++i) call.inputs[i] = Memory(inputs), call.outputs[i] = Memory(outputs);
         call.weights = Memory(weights);
         call.io = Window(BASE + number * SLOT, inputs + outputs);
         call.held = Window(BASE + number * SLOT + WEIGHTS, weights);
-        for (int i = 0; i < COPIES; ++i) {
+        for (size_t i = 0; i < COPIES; ++i) {
             descriptors[2 * i] = call.inputs[i].descriptor();
             descriptors[2 * i + 1] = call.outputs[i].descriptor();
         }
@@ -366,11 +343,11 @@ int player_memory(int number, size_t inputs, size_t outputs, size_t weights, int
 }
 
 // Give call `number` other physical memory. Weights and scratch memory keep their contents. descriptors: as above.
-int player_move(int number, int* descriptors) {
+int player_move(size_t number, int* descriptors) {
     return guarded([=] {
         Call& call = call_of(number);
         call.io.hide();
-        for (int i = 0; i < COPIES; ++i) {
+        for (size_t i = 0; i < COPIES; ++i) {
             call.inputs[i] = Memory(call.inputs[i].bytes), call.outputs[i] = Memory(call.outputs[i].bytes);
             descriptors[2 * i] = call.inputs[i].descriptor(), descriptors[2 * i + 1] = call.outputs[i].descriptor();
         }
@@ -380,11 +357,7 @@ int player_move(int number, int* descriptors) {
     });
 }
 
-int player_drop(int number) {
-    return guarded([=] { calls.erase(number); });
-}
-
-int player_image(int number, const void* image) {
+int player_image(size_t number, const void* image) {
     return guarded([=] {
         Call& call = call_of(number);
         CUmodule module;
@@ -400,76 +373,81 @@ struct Launch {
 };
 
 // A kernel of image `image`. layout: offset and size of each parameter; values: of all parameters, by these offsets.
-int player_kernel(int number, unsigned image, const char* name, const Launch* about, const unsigned* layout, unsigned count,
-                  const char* values, size_t bytes) {
+int player_kernel(size_t number, size_t image, const char* name, const Launch* about, const unsigned* layout,
+                  size_t count, const char* values, size_t bytes) {
     return guarded([=] {
         Call& call = call_of(number);
         require(image < call.modules.size(), "a kernel of no image");
-        call.nodes.emplace_back();
-        Node& node = call.nodes.back();
-        Kernel& kernel = node.kernel;
-        node.kind = Node::KERNEL;
+        const auto kernel = std::make_shared<Kernel>();
+        CUfunction& function = kernel->function;
         const std::string named = std::string("kernel ") + name;
-        need(cuModuleGetFunction(&kernel.function, call.modules[image], name), named);
+        need(cuModuleGetFunction(&function, call.modules[image], name), named);
         size_t offset, size, total = 0;
-        for (unsigned i = 0; i < count; ++i) {
-            need(cuFuncGetParamInfo(kernel.function, i, &offset, &size), named + ", its parameters");
+        for (size_t i = 0; i < count; ++i) {
+            need(cuFuncGetParamInfo(function, i, &offset, &size), named + ", its parameters");
             require(layout[2 * i] == offset && layout[2 * i + 1] == size, named + ": parameters are not those of its code");
             total = total > offset + size ? total : offset + size;
         }
-        require(cuFuncGetParamInfo(kernel.function, count, &offset, &size) != CUDA_SUCCESS, named + ": too few parameters");
+        require(cuFuncGetParamInfo(function, count, &offset, &size) != CUDA_SUCCESS, named + ": too few parameters");
         require(bytes == total, named + ": its parameters have another size");
-        kernel.bytes.assign(values, values + bytes);
-        kernel.bytes.push_back(0);  // there is an address also without parameters
-        for (unsigned i = 0; i < count; ++i) kernel.parameters.push_back(kernel.bytes.data() + layout[2 * i]);
+        kernel->bytes.assign(values, values + bytes);
+        kernel->bytes.push_back(0);  // there is an address also without parameters
+        for (size_t i = 0; i < count; ++i) kernel->parameters.push_back(kernel->bytes.data() + layout[2 * i]);
         const Launch& l = *about;
         if (l.dynamic_shared > 0) {
-            need(cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, l.dynamic_shared),
+            need(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, l.dynamic_shared),
                  named + ": its shared memory");
         }
-        if (l.carveout >= 0) cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);
-        if (l.not_portable) cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+        if (l.carveout >= 0) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);
+        if (l.not_portable) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
         unsigned used = 0;
         if (l.cooperative) {
-            kernel.attributes[used].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-            kernel.attributes[used++].value.cooperative = 1;
+            kernel->attributes[used].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+            kernel->attributes[used++].value.cooperative = 1;
         }
         if (l.cluster[0]) {
-            kernel.attributes[used].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-            kernel.attributes[used++].value.clusterDim = {l.cluster[0], l.cluster[1], l.cluster[2]};
+            kernel->attributes[used].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            kernel->attributes[used++].value.clusterDim = {l.cluster[0], l.cluster[1], l.cluster[2]};
         }
         if (l.early) {
-            kernel.attributes[used].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-            kernel.attributes[used++].value.programmaticStreamSerializationAllowed = 1;
+            kernel->attributes[used].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            kernel->attributes[used++].value.programmaticStreamSerializationAllowed = 1;
         }
-        kernel.config = {l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2], l.shared, queue, nullptr, used};
+        kernel->config = {l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2], l.shared, queue,
+                          kernel->attributes, used};
+        call.nodes.push_back([kernel] {
+            need(cuLaunchKernelEx(&kernel->config, kernel->function, kernel->parameters.data(), nullptr),
+                 "launch of a kernel");
+        });
     });
 }
 
-int player_copy(int number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+int player_copy(size_t number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
     return guarded([=] {
         Call& call = call_of(number);
         inside(call, to, bytes, true, "a copy to memory that is neither scratch nor output");
         inside(call, from, bytes, false, "a copy from memory that is not the call's");
-        call.nodes.emplace_back();
-        call.nodes.back().kind = Node::COPY, call.nodes.back().copy = {to, from, bytes};
+        call.nodes.push_back([=] { need(cuMemcpyDtoDAsync(to, from, bytes, queue), "copy"); });
     });
 }
 
-int player_fill(int number, CUdeviceptr to, size_t pitch, size_t width, size_t height, unsigned value, unsigned element) {
+int player_fill(size_t number, CUdeviceptr to, size_t pitch, size_t width, size_t height, size_t value, size_t element) {
     return guarded([=] {
         Call& call = call_of(number);
         require(element == 1 || element == 2 || element == 4, "a fill of elements of an unknown size");
         require(height && width < SLOT && height < SLOT / (pitch | 1), "a fill that is too large");
         inside(call, to, pitch * (height - 1) + width * element, true, "a fill of memory that is neither scratch nor output");
-        call.nodes.emplace_back();
-        call.nodes.back().kind = Node::FILL;
-        call.nodes.back().fill = {to, height > 1 ? pitch : width * element, width, height, value, element};
+        const size_t step = height > 1 ? pitch : width * element;
+        call.nodes.push_back([=] {
+            if (element == 1) need(cuMemsetD2D8Async(to, step, value, width, height, queue), "fill");
+            if (element == 2) need(cuMemsetD2D16Async(to, step, value, width, height, queue), "fill");
+            if (element == 4) need(cuMemsetD2D32Async(to, step, value, width, height, queue), "fill");
+        });
     });
 }
 
 // The nodes so far are those of a setup.
-int player_before(int number) {
+int player_before(size_t number) {
     return guarded([=] {
         Call& call = call_of(number);
         call.before.swap(call.nodes);
@@ -477,7 +455,7 @@ int player_before(int number) {
 }
 
 // A module's variable, with its value at capture; null: the one that it has now.
-int player_variable(int number, unsigned image, const char* name, const void* value, size_t bytes) {
+int player_variable(size_t number, size_t image, const char* name, const void* value, size_t bytes) {
     return guarded([=] {
         Call& call = call_of(number);
         require(image < call.modules.size(), "a variable of no image");
@@ -494,29 +472,34 @@ int player_variable(int number, unsigned image, const char* name, const void* va
     });
 }
 
-// All of the call is there. used: bytes of scratch memory that were in use when it was recorded; their contents are kept.
-int player_ready(int number, size_t used) {
+// All of the call is there. used: offset and size of each range of scratch memory whose contents are kept.
+int player_ready(size_t number, const size_t* used, size_t count) {
     return guarded([=] {
         Call& call = call_of(number);
-        require(used <= scratch.bytes, "more scratch memory than there is");
-        for (auto* nodes : {&call.before, &call.nodes})
-            for (Node& node : *nodes)  // they do not move any more
-                if (node.kind == Node::KERNEL) node.kernel.config.attrs = node.kernel.attributes;
-        if (used) {
-            need(cuMemAlloc(&call.snapshot, used), "memory for a copy of scratch memory");
-            need(cuMemcpyDtoD(call.snapshot, scratch_window.place, used), "copying scratch memory");
+        size_t total = 0;
+        for (size_t i = 0; i < count; ++i) {
+            const size_t offset = used[2 * i], bytes = used[2 * i + 1];
+            require(holds(0, scratch.bytes, offset, bytes), "a range beyond scratch memory");
+            call.used.push_back({offset, bytes}), total += bytes;
+            require(total <= scratch.bytes, "ranges of more than scratch memory");
         }
-        call.kept = used;
+        if (!total) return;
+        need(cuMemAlloc(&call.snapshot, total), "memory for a copy of scratch memory");
+        CUdeviceptr to = call.snapshot;
+        for (auto [offset, bytes] : call.used) {
+            need(cuMemcpyDtoD(to, scratch_window.place + offset, bytes), "copying scratch memory");
+            to += bytes;
+        }
     });
 }
 
 // Make call `number` on the contents of copy `copy`. us: event pair, host's clock. what: 0 the call, 1 nothing, 2 and
 // more a plain reader over `bytes` from its inputs on.
-int player_play(int number, int copy, int what, size_t bytes, double limit_s, double* us) {
+int player_play(size_t number, size_t copy, size_t what, size_t bytes, double limit_s, double* us) {
     return guarded([=] {
         Call& call = call_of(number);
         const double limit_us = limit_s * 1e6;
-        require(copy >= 0 && copy < COPIES && what >= 0 && what < 2 + readers::count(), "no such copy or reader");
+        require(copy < COPIES && what < 2 + readers::count(), "no such copy or reader");
         require(what < 2 || bytes <= call.io.bytes, "a reader of more than there is");
         double start = 0;
         const auto open = [&] {
@@ -552,7 +535,7 @@ int player_play(int number, int copy, int what, size_t bytes, double limit_s, do
             now = now_us();
             if (now - looked < LOOK_US) continue;
             looked = now;
-            if (now - start > limit_us) throw TooLong("the call took longer than its limit");
+            if (now - start > limit_us) throw Coded(TOO_LONG, "the call took longer than its limit");
             if (cuStreamQuery(queue) != CUDA_ERROR_NOT_READY) break;
         }
         us[1] = now_us() - start;
@@ -564,7 +547,7 @@ int player_play(int number, int copy, int what, size_t bytes, double limit_s, do
 }
 
 // Copy bytes of a call's memory, say an answer in scratch memory to its outputs.
-int player_take(int number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+int player_take(size_t number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
     return guarded([=] {
         Call& call = call_of(number);
         inside(call, to, bytes, true, "an answer's copy outside the outputs");
@@ -579,13 +562,6 @@ int player_wake(double seconds) {
         busy<<<2 * sms, 1024, 0, queue>>>((unsigned long long)(seconds * 1e9));
         need(cudaGetLastError(), "busy");
         finish(1e6 + 2e6 * seconds);
-    });
-}
-
-int player_free(size_t* bytes) {
-    return guarded([=] {
-        size_t total;
-        need(cuMemGetInfo(bytes, &total), "cuMemGetInfo");
     });
 }
 

@@ -9,7 +9,7 @@ import ctypes
 import os
 import socket
 import sys
-from ctypes import byref, c_char_p, c_double, c_int, c_size_t, c_uint, c_uint64
+from ctypes import byref, c_char_p, c_double, c_int, c_size_t, c_uint
 from pathlib import Path
 
 from harness.runner import wire
@@ -23,20 +23,6 @@ COPIES = 2  # of inputs and outputs, which calls take in turn
 IMAGE_LIMIT = 256 * 2**20  # bytes of one image
 CLOCK = "event pair in the player"
 _HERE = Path(__file__).resolve().parent
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("cooperative", c_uint),
-        ("cluster", c_uint * 3),
-        ("early", c_uint),
-        ("dynamic_shared", c_int),
-        ("carveout", c_int),
-        ("not_portable", c_int),
-    )
 
 
 class RefusedError(Exception):
@@ -69,7 +55,8 @@ class Player:
         self._do("start")
 
     def _do(self, name: str, *arguments: object) -> None:
-        code = getattr(self.library, f"player_{name}")(*arguments)
+        typed = (c_size_t(each) if isinstance(each, int) else each for each in arguments)
+        code = getattr(self.library, f"player_{name}")(*typed)
         if code:
             text = self.library.player_error().decode(errors="replace")
             raise (RefusedError if code == 1 else LostError)(text if code != 3 else f"TIMEOUT {text}")
@@ -77,7 +64,7 @@ class Player:
     def scratch(self, message: dict, _: list[int]) -> dict:
         """Forget all calls, and make scratch memory for the calls of the next runner."""
         fd = c_int(-1)
-        self._do("scratch", c_size_t(message["bytes"]), byref(fd))
+        self._do("scratch", message["bytes"], byref(fd))
         return {"address": BASE, "fds": [fd.value]}
 
     def memory(self, message: dict, _: list[int]) -> dict:
@@ -85,25 +72,21 @@ class Player:
         times, then weights, without those of no bytes.
         """
         made = (c_int * (2 * COPIES + 1))()
-        sizes = (c_size_t(message[name]) for name in ("inputs", "outputs", "weights"))
-        self._do("memory", c_int(message["number"]), *sizes, made)
+        self._do("memory", *(message[name] for name in ("number", "inputs", "outputs", "weights")), made)
         return {"fds": [fd for fd in made if fd >= 0]}
 
     def move(self, message: dict, _: list[int]) -> dict:
         """Put the memory of a call elsewhere, as it would be in a new process. Descriptors as of `memory`."""
         made = (c_int * (2 * COPIES + 1))()
-        self._do("move", c_int(message["number"]), made)
+        self._do("move", message["number"], made)
         return {"fds": [fd for fd in made if fd >= 0]}
 
     def load(self, message: dict, fds: list[int]) -> dict:
         """Take a recorded call, whose memory was made: its images, kernels, copies, fills and variables."""
-        number, known = (
-            c_int(message["number"]),
-            {(at["image"], at["name"]): at["value"] for at in message["variables"]},
-        )
-        images = [_content(fd) for fd in fds]
+        number, images = message["number"], [_content(fd) for fd in fds]
+        known = {(at["image"], at["name"]): bytes.fromhex(at["value"]) for at in message["variables"]}
         for image in images:
-            self._do("image", number, c_char_p(image))
+            self._do("image", number, image)
         for node in message["before"]:
             getattr(self, f"_{node['kind']}")(number, node)
         self._do("before", number)  # the nodes so far are not timed
@@ -111,84 +94,39 @@ class Player:
             getattr(self, f"_{node['kind']}")(number, node)
         for i, image in enumerate(images):
             for name, _ in cubins.variables(image):
-                value = bytes.fromhex(known[i, name]) if (i, name) in known else None
-                size = c_size_t(len(value or b""))
-                self._do("variable", number, c_uint(i), c_char_p(name.encode()), c_char_p(value), size)
-        self._do("ready", number, c_size_t(message["used"]))
+                value = known.get((i, name))
+                self._do("variable", number, i, name.encode(), value, len(value or b""))
+        used = (c_size_t * len(message["used"]))(*message["used"])
+        self._do("ready", number, used, len(used) // 2)
         return {}
 
-    def _kernel(self, number: c_int, node: dict) -> None:
-        triple, values, layout = c_uint * 3, bytes.fromhex(node["values"]), node["layout"]
-        about = _Launch(
-            triple(*node["grid"]),
-            triple(*node["block"]),
-            node["shared"],
-            node["cooperative"],
-            triple(*node["cluster"]),
-            node["early"],
-            node["dynamic_shared"],
-            node["carveout"],
-            node["not_portable"],
-        )
-        pairs = (c_uint * len(layout))(*layout)
-        self._do(
-            "kernel",
-            number,
-            c_uint(node["image"]),
-            c_char_p(node["name"].encode()),
-            byref(about),
-            pairs,
-            c_uint(len(layout) // 2),
-            c_char_p(values),
-            c_size_t(len(values)),
-        )
+    def _kernel(self, number: int, node: dict) -> None:
+        words = [*node["grid"], *node["block"], node["shared"], node["cooperative"], *node["cluster"], node["early"]]
+        words += [node["dynamic_shared"], node["carveout"], node["not_portable"]]
+        launch, layout = (c_uint * len(words))(*words), (c_uint * len(node["layout"]))(*node["layout"])
+        name, values = node["name"].encode(), bytes.fromhex(node["values"])
+        self._do("kernel", number, node["image"], name, launch, layout, len(layout) // 2, values, len(values))
 
-    def _copy(self, number: c_int, node: dict) -> None:
-        self._do("copy", number, c_uint64(node["to"]), c_uint64(node["from"]), c_size_t(node["bytes"]))
+    def _copy(self, number: int, node: dict) -> None:
+        self._do("copy", number, node["to"], node["from"], node["bytes"])
 
-    def _fill(self, number: c_int, node: dict) -> None:
-        sizes = (c_size_t(node[name]) for name in ("pitch", "width", "height"))
-        self._do("fill", number, c_uint64(node["to"]), *sizes, c_uint(node["value"]), c_uint(node["element"]))
+    def _fill(self, number: int, node: dict) -> None:
+        self._do("fill", number, *(node[name] for name in ("to", "pitch", "width", "height", "value", "element")))
 
     def play(self, message: dict, _: list[int]) -> dict:
         """Make a call on the contents of one of its copies. Return "us" of the event pair, and "host_us" of the host's
         clock. what: 0 the call, 1 nothing, 2 and more a plain reader over "bytes".
         """
-        us = (c_double * 2)()
-        self._do(
-            "play",
-            c_int(message["number"]),
-            c_int(message["copy"]),
-            c_int(message["what"]),
-            c_size_t(message.get("bytes", 0)),
-            c_double(message["limit_s"]),
-            us,
-        )
-        for take in message.get("takes", ()):
-            self._do(
-                "take",
-                c_int(message["number"]),
-                c_uint64(take["to"]),
-                c_uint64(take["from"]),
-                c_size_t(take["bytes"]),
-            )
+        us, number, limit_s = (c_double * 2)(), message["number"], c_double(message["limit_s"])
+        self._do("play", number, message["copy"], message["what"], message["bytes"], limit_s, us)
+        for take in message["takes"]:
+            self._do("take", number, take["to"], take["from"], take["bytes"])
         return {"us": us[0], "host_us": us[1]}
-
-    def drop(self, message: dict, _: list[int]) -> dict:
-        """Forget a call, and free its memory."""
-        self._do("drop", c_int(message["number"]))
-        return {}
 
     def wake(self, message: dict, _: list[int]) -> dict:
         """Keep the device busy: one that had no work has lowered its clocks."""
         self._do("wake", c_double(message["seconds"]))
         return {}
-
-    def free(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes of free device memory."""
-        nbytes = c_size_t()
-        self._do("free", byref(nbytes))
-        return {"bytes": nbytes.value}
 
 
 def _content(fd: int) -> bytes:

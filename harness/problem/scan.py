@@ -2,8 +2,8 @@
 
 Every file of a submission's closure is read, comments and docstrings too: of a composition's also the modules and the
 winners that it brings along. In a comment of a submission to a folder from elsewhere the word is only a warning, since
-its authors did not know the rule. problems/common is exempt: it is the judge's. The run-time audit sees what really ran
-on which stream; the scan sees only what a text can show.
+its authors did not know the rule. problems/common is exempt: it is the judge's. The scan sees only what a text can
+show, and nothing relies on it: on a GPU a call that uses another stream cannot be recorded.
 
 A text is read twice: as it is written, and as its compiler takes it. Python's own compiler gives the names and the
 constants of a file, where escapes, forms of letters and sums of constants are gone; of C++ lines that go on, letters by

@@ -272,20 +272,14 @@ int capture_watch(const char* library) {
     });
 }
 
-// Map memory of the player: at `wanted`, or anywhere where that is 0. The descriptor stays open.
-int capture_map(int descriptor, unsigned long long wanted, size_t bytes, unsigned long long* place) {
+// Map one or two memories of the player behind each other: at `wanted`, or anywhere where that is 0. The descriptors stay
+// open.
+int capture_map(const int* descriptors, unsigned long long wanted, const size_t* bytes, unsigned long long* place) {
     return guarded([=] {
         CUcontext context;
         need(cuInit(0), "cuInit");
         need(cuDevicePrimaryCtxRetain(&context, 0), "cuDevicePrimaryCtxRetain");
         need(cuCtxSetCurrent(context), "cuCtxSetCurrent");
-        *place = shared::reserve(wanted, bytes);
-        shared::map(*place, bytes, descriptor);
-    });
-}
-// Map two memories behind each other.
-int capture_map_pair(const int* descriptors, unsigned long long wanted, const size_t* bytes, unsigned long long* place) {
-    return guarded([=] {
         *place = shared::reserve(wanted, bytes[0] + bytes[1]);
         if (bytes[0]) shared::map(*place, bytes[0], descriptors[0]);
         if (bytes[1]) shared::map(*place + bytes[0], bytes[1], descriptors[1]);
@@ -302,17 +296,16 @@ int capture_scratch(unsigned long long place, size_t bytes) {
     scratch = place, spare[place] = bytes;
     return 0;
 }
-// Bytes of scratch memory that are in use.
-size_t capture_kept() {
+// Ranges of scratch memory that are in use, each the offset and the size of one or of several behind each other. Returns
+// how many words were written, at most `most`.
+size_t capture_used(size_t* words, size_t most) {
     std::lock_guard<std::mutex> lock(guard);
-    size_t kept = 0;
-    for (auto [at, size] : used) kept += size;
-    return kept;
-}
-// Bytes from the begin of scratch memory to the end of the last range that is in use.
-size_t capture_used() {
-    std::lock_guard<std::mutex> lock(guard);
-    return used.empty() ? 0 : used.rbegin()->first + used.rbegin()->second - scratch;
+    size_t count = 0;
+    for (auto [at, size] : used) {
+        if (count && words[count - 2] + words[count - 1] == at - scratch) words[count - 1] += size;
+        else if (count + 2 <= most) words[count++] = at - scratch, words[count++] = size;
+    }
+    return count;
 }
 void* capture_malloc(ssize_t size, int, void*) {
     std::lock_guard<std::mutex> lock(guard);
@@ -346,13 +339,10 @@ void capture_free(void* pointer, ssize_t, int, void*) {
     spare[at] = size;
 }
 
-// What was recorded before does not belong to the next call.
-int capture_forget() {
-    owners.clear();
-    return 0;
-}
-int capture_begin() {
-    return guarded([] {
+// anew: what was recorded before does not belong to the same call.
+int capture_begin(int anew) {
+    return guarded([=] {
+        if (anew) owners.clear();
         need(cuStreamBeginCapture(QUEUE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "cuStreamBeginCapture");
         mark<<<1, 32, 0, QUEUE>>>();
     });

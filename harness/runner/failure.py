@@ -1,5 +1,6 @@
 """The report of an exception of a submission or of a problem's folder. It begins with their own line."""
 
+import inspect
 import re
 import traceback
 from pathlib import Path
@@ -19,7 +20,9 @@ _CALLED = {"hold": "prepare", "compile": "compile_for"}  # by request, the submi
 
 
 class RefusedError(ValueError):
-    """What the judge refuses of a problem's folder: an answer, an output's name. The message is the whole report."""
+    """What the judge refuses: an answer, an output's name, a call that cannot be recorded. The message is the whole
+    report.
+    """
 
 
 def reply(where: str, error: BaseException, file: str | None, module: Any = None) -> dict:
@@ -77,7 +80,8 @@ def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
-    if code := getattr(getattr(module, _CALLED.get(where, "custom_kernel"), None), "__code__", None):
+    called: Any = getattr(module, _CALLED.get(where, "custom_kernel"), None)
+    if code := getattr(inspect.unwrap(called), "__code__", None):  # not that of a decorator
         places.insert(0, (code.co_filename, code.co_firstlineno))
     near = [(Path(name), line) for name, line in places if Path(name).parent == file.parent]
     nearest = [(path, line) for path, line in near if path == file] or near

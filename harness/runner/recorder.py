@@ -18,19 +18,20 @@ from typing import Any
 
 import torch
 
+from harness.runner.failure import RefusedError
 from problems.common import build, cubins, load
 
 _HERE = Path(__file__).resolve().parent
 PER_THREAD = 2  # the default stream of code that is built so (build.CUDA_FLAGS); the legacy one cannot be recorded
-VARIABLES = 4096  # of one image
-VARIABLE_BYTES = 2**20  # of all variables of a call
+RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use; what is in no range is not kept
+VARIABLE_BYTES = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
 
 
-class NotRecordedError(RuntimeError):
+class NotRecordedError(RefusedError):
     """A call cannot be recorded. The message is for the submission's author."""
 
 
-class BranchesError(RuntimeError):
+class BranchesError(NotRecordedError):
     """The call's work is in no single order: it used further streams."""
 
 
@@ -49,11 +50,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
     found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     found.capture_error.restype = found.capture_exported.restype = c_char_p
-    found.capture_used.restype = found.capture_kept.restype = c_size_t
+    found.capture_used.restype, found.capture_used.argtypes = c_size_t, (c_void_p, c_size_t)
     found.capture_image.restype = c_void_p
     found.capture_image.argtypes = (c_size_t, c_void_p)
-    found.capture_map_pair.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
-    found.capture_map.argtypes = (c_int, c_uint64, c_size_t, c_void_p)
+    found.capture_map.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
     found.capture_unmap.argtypes = found.capture_scratch.argtypes = (c_uint64, c_size_t)
     found.capture_variable.argtypes = (c_size_t, c_char_p, c_void_p, c_size_t)
     found.capture_watch.argtypes = (c_char_p,)
@@ -67,21 +67,9 @@ class Mapped:
 
     def __init__(self, parts: list[tuple[int, int]], address: int = 0) -> None:
         torch.cuda.init()
-        place, parts = c_uint64(), [*parts, (-1, 0)][:2]
-        descriptors, sizes = (c_int * 2)(*(fd for fd, _ in parts)), (c_size_t * 2)(*(size for _, size in parts))
-        try:
-            _check(_library().capture_map_pair(descriptors, address, sizes, ctypes.byref(place)))
-        finally:
-            for fd, _ in parts:
-                if fd >= 0:
-                    os.close(fd)
-        self.address, self.nbytes = place.value, sum(size for _, size in parts)
-        self.__cuda_array_interface__ = {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
+        self.address, self.nbytes = _mapped(parts, address), sum(size for _, size in parts)
+        interface = {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        self.__cuda_array_interface__ = interface
         self.memory = torch.as_tensor(self, device="cuda")
 
     def close(self) -> None:
@@ -89,6 +77,19 @@ class Mapped:
         torch.cuda.synchronize()
         del self.memory
         _check(_library().capture_unmap(self.address, self.nbytes))
+
+
+def _mapped(parts: list[tuple[int, int]], address: int) -> int:
+    """Map memory as Mapped does. Return its address."""
+    place, pair = c_uint64(), [*parts, (-1, 0)][:2]
+    descriptors, sizes = (c_int * 2)(*(fd for fd, _ in pair)), (c_size_t * 2)(*(size for _, size in pair))
+    try:
+        _check(_library().capture_map(descriptors, address, sizes, ctypes.byref(place)))
+    finally:
+        for fd, _ in pair:
+            if fd >= 0:
+                os.close(fd)
+    return place.value
 
 
 def prepare(target: str) -> None:
@@ -116,45 +117,35 @@ def _cuptis() -> list[str]:
 
 def use_scratch(address: int, nbytes: int, fd: int) -> None:
     """Have torch's allocator hand out this memory."""
-    place = c_uint64()
-    try:
-        _check(_library().capture_map(fd, address, nbytes, ctypes.byref(place)))
-    finally:
-        os.close(fd)
-    _check(_library().capture_scratch(place, nbytes))
+    _check(_library().capture_scratch(_mapped([(fd, nbytes)], address), nbytes))
     torch.cuda.init()
     torch.cuda.set_stream(torch.cuda.ExternalStream(PER_THREAD))
 
 
 def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[dict, list[int], Any]:
-    """Record a call. Return what the player needs: nodes, variables, how far scratch memory is in use and how many
-    bytes of it, and `before`, the nodes of a baseline's setup, whose state the call receives; descriptors of its
-    images; and what the call returned.
+    """Record a call. Return what the player needs: nodes, variables, the ranges of scratch memory that are in use, and
+    `before`, the nodes of a baseline's setup, whose state the call receives; descriptors of its images; and what the
+    call returned.
     NotRecordedError, BranchesError. What the call raises comes through.
     """
-    _library().capture_forget()
-    before, state = _recorded(setup, arguments) if setup else ({"nodes": []}, None)
-    exported, result = _recorded(kernel, (*arguments, state) if setup else arguments)
+    before, state = _recorded(setup, arguments, True) if setup else ({"nodes": []}, None)
+    exported, result = _recorded(kernel, (*arguments, state) if setup else arguments, setup is None)
     place = {index: i for i, index in enumerate(exported["images"])}
     for node in (*before["nodes"], *exported["nodes"]):
         if "image" in node:
             node["image"] = place[node["image"]]
     images = [_image(index) for index in exported["images"]]
     variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
-    message = {
-        "before": before["nodes"],
-        "nodes": exported["nodes"],
-        "variables": variables,
-        "used": _library().capture_used(),
-        "kept": _library().capture_kept(),
-    }
+    message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables}
+    words = (c_size_t * RANGE_WORDS)()
+    message["used"] = words[: _library().capture_used(words, RANGE_WORDS)]
     return message, [_file(image) for image in images], result
 
 
-def _recorded(function: Callable, arguments: tuple) -> tuple[dict, Any]:
-    """Return what a function enqueues, and what it returns."""
+def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, Any]:
+    """Return what a function enqueues, and what it returns. anew: what was recorded before is of another call."""
     library = _library()
-    _check(library.capture_begin())
+    _check(library.capture_begin(anew))
     try:
         result = function(*arguments)
     except BaseException:
@@ -183,6 +174,9 @@ def _variables(number: int, index: int, image: bytes) -> list[dict]:
     """Return the variables of an image with their present values."""
     found = []
     for name, nbytes in cubins.variables(image):
+        if nbytes > VARIABLE_BYTES:
+            text = f"variable {name} has {nbytes} bytes, and may have {VARIABLE_BYTES}: use torch.empty"
+            raise NotRecordedError(text)
         value = ctypes.create_string_buffer(nbytes)
         if not _library().capture_variable(index, name.encode(), value, nbytes):
             found.append({"image": number, "name": name, "value": value.raw.hex()})

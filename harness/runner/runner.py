@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import operator
 import os
 import socket
 import subprocess
@@ -137,11 +138,9 @@ class Runner:
             recorded, files, result = recorder.record(kernel, arguments, setup)
             if self.module and not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
-        except recorder.BranchesError as error:
-            return {**prepared, "unrecorded": str(error), "branches": True}
         except Exception as error:
-            said = failure.first_line("call", error, self.file or "", self.module)
-            return {**prepared, "unrecorded": f"its call cannot be recorded: {said}"}
+            said = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
+            return {**prepared, "unrecorded": said, "branches": isinstance(error, recorder.BranchesError)}
         if self.module and message["ours"]:
             recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}
@@ -197,10 +196,9 @@ class Runner:
 
     def time(self, message: dict, _: list[int]) -> dict:
         """Make a call in this process, by events: its time can be forged by the submission."""
-        self.flush = (
-            self.flush if self.flush is not None else torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
-        )
-        data, returned = self.arguments[0], []
+        if self.flush is None:
+            self.flush = torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
+        data = self.arguments[0]
         state = self._setup(data, message)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -224,7 +222,7 @@ class Runner:
         last one. The judge's own calls are one for each of `whats` and each buffer.
         """
         if self.module is None:
-            kernel = _call
+            kernel = operator.call
             calls = tuple(
                 () if what == "empty" else (self._judges_kernel(what, message["bytes"], buffer),)
                 for what in message["whats"]
@@ -362,7 +360,7 @@ class _Supply:
             self.made = [build_data() for _ in range(SUPPLY)]
 
     def _present(self) -> bytes:
-        return b"" if self.values is None else _bytes(self.values)
+        return b"" if self.values is None else ctypes.string_at(self.values.data_ptr(), self.values.numel())
 
     def take(self) -> Any:
         """Return the data of a call."""
@@ -377,14 +375,6 @@ def _on_fresh(kernel: Callable) -> Callable:
     return lambda supply: kernel(supply.take())
 
 
-def _call(kernel: Callable[[], object]) -> object:
-    return kernel()
-
-
-def _bytes(values: torch.Tensor) -> bytes:
-    return ctypes.string_at(values.data_ptr(), values.numel())
-
-
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, fds = wire.receive(sock)
@@ -395,24 +385,13 @@ def main() -> None:
         wire.send(sock, failure.reply("import", error, file))
         return
     wire.send(sock, {"ready": True, "switches": runner.switches.restore()})
-    handlers: dict[str, Callable] = {
-        "open": runner.open,
-        "hold": runner.hold,
-        "trim": runner.trim,
-        "call": runner.call,
-        "record": runner.record,
-        "map_call": runner.map_call,
-        "time": runner.time,
-        "profile": runner.profile,
-        "compile": runner.compile,
-    }
     while True:
         try:
             message, fds = wire.receive(sock)
         except wire.WireError:
             return  # the parent is done with us
         try:
-            reply = handlers[message["op"]](message, fds)
+            reply = getattr(runner, message["op"])(message, fds)
         except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()

@@ -262,3 +262,17 @@ def test_an_answer_is_captured_as_on_a_gpu(name):
     got = memory.copied(spec, claim["items"][0], buffer)
     assert torch.equal(got, item) and got.dtype == item.dtype
     assert got.stride() == (want if name == "gaps" else item).stride()
+
+
+@pytest.mark.parametrize("writable", [set(), {1}, {0, 2}, {0, 1, 2, 3}])
+def test_what_a_call_may_write_lies_in_other_pages_than_what_it_reads(writable):
+    sizes, page = (100, 0, 5000, 512), 4096
+    spec = tree.describe([torch.zeros(n, dtype=torch.uint8) for n in sizes], tree.Layout())
+    first, layout = tree.rearrange(spec, writable, page)
+    assert first % page == 0 and first <= layout.used
+    ends = [0, 0]
+    for i, leaf in enumerate(tree.leaves(spec)):
+        start, end = leaf["offset"], leaf["offset"] + leaf["nbytes"]
+        assert start % tree.ALIGN == 0 and start >= ends[i in writable] + tree.GUARD, "there is room for guards between"
+        assert first <= start < end + tree.GUARD <= layout.used if i in writable else end + tree.GUARD <= first
+        ends[i in writable] = end

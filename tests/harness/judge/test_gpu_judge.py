@@ -1,0 +1,344 @@
+"""The judge on a GPU: which calls can be recorded, what is found of those that cannot, and what the clock reads."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.judge import limits, replay
+from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
+from harness.judge.phases import Counts
+from harness.judge.session import Session
+from harness.judge.verdict import SELF_TIMED, Recorder, Result, aggregate
+from harness.problem import folders
+from harness.results.datasheet import RATES
+from harness.runner import matmul
+from problems.common import load
+from tests.support import SUPPORT
+
+pytestmark = pytest.mark.gpu
+
+TORCH = '''"""NAME."""
+import torch
+
+TARGETS = ("sm90", "sm100")
+kept = {}
+
+
+def custom_kernel(data):
+    n = data.z.numel()
+'''
+CUDA = '''"""NAME."""
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+import torch
+from problems.common import build, load
+
+TARGETS = ("sm90", "sm100")
+SOURCE = Path(__file__).with_suffix(".cu")
+
+
+def compile_for(target):
+    return [build.cuda(SOURCE, target)]
+
+
+@functools.cache
+def by_hand(*variables):
+    path = tempfile.mkdtemp() + "/made.so"
+    flags = ["-arch", build.ARCH[load.device_target("cuda")], "-shared", "-Xcompiler", "-fPIC", "-std=c++17"]
+    subprocess.run(["nvcc", *flags, str(SOURCE), "-o", path], check=True, env=dict(variables))
+    return ctypes.CDLL(path)
+
+
+def launched(function, data):
+    t = torch.empty_like(data.z)
+    places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (data.x, data.y, data.z, t)]
+    function(*places, ctypes.c_int(data.z.numel()))
+    return data.z
+
+
+def custom_kernel(data):
+'''
+SOURCE = """
+#include <cooperative_groups.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define EACH(i, n) for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+#define LAUNCHER(name) extern "C" void name(const half* x, const half* y, half* z, half* t, int n)
+constexpr int MANY = 4096;
+__device__ unsigned generation, tags[MANY], seen[2], have[2];
+__device__ half kept[2][MANY];
+__global__ void add(const half* x, const half* y, half* z, int n) { EACH(i, n) z[i] = __hadd(x[i], y[i]); }
+__global__ void copy(const half* t, half* z, int n) { EACH(i, n) z[i] = t[i]; }
+LAUNCHER(plain) { add<<<512, 1024>>>(x, y, z, n); }
+LAUNCHER(copies) {
+    cudaMemsetAsync(z, 0xFF, 2 * n), add<<<64, 256>>>(x, y, t, n);
+    cudaMemcpyAsync(z, t, 2 * n, cudaMemcpyDeviceToDevice);
+}
+__global__ void count() { ++generation; }
+__global__ void tag() { EACH(i, MANY) tags[i] = generation; }
+__global__ void add_tagged(const half* x, const half* y, half* z, int n) {
+    EACH(i, n) if (tags[i % MANY] == generation) z[i] = __hadd(x[i], y[i]);
+}
+LAUNCHER(grows) { count<<<1, 1>>>(), tag<<<8, 256>>>(), add_tagged<<<64, 256>>>(x, y, z, n); }
+__global__ void copy_early(const half* t, half* z, int n) {
+    cudaGridDependencySynchronize();
+    EACH(i, n) z[i] = t[i];
+}
+LAUNCHER(early) {
+    add<<<64, 256>>>(x, y, t, n);
+    cudaLaunchAttribute attribute = {cudaLaunchAttributeProgrammaticStreamSerialization};
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {64, 256, 0, 0, &attribute, 1};
+    cudaLaunchKernelEx(&config, copy_early, (const half*)t, z, n);
+}
+__global__ void turned(const half* x, const half* y, half* z, half* t, int n) {
+    EACH(i, n) t[n - 1 - i] = __hadd(x[n - 1 - i], y[n - 1 - i]);
+    cooperative_groups::this_grid().sync();
+    EACH(i, n) z[i] = t[i];
+}
+LAUNCHER(cooperative) {
+    void* arguments[] = {&x, &y, &z, &t, &n};
+    cudaLaunchCooperativeKernel((void*)turned, dim3(8), dim3(256), arguments);
+}
+__global__ void spin(unsigned long long ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < ns);
+}
+LAUNCHER(spins) { spin<<<1, 1>>>(300000), plain(x, y, z, t, n); }
+LAUNCHER(allocates) {
+    half* made;
+    cudaMallocAsync((void**)&made, 2 * n, 0);
+    add<<<64, 256>>>(x, y, made, n), copy<<<64, 256>>>(made, z, n), cudaFreeAsync(made, 0);
+}
+void nothing(void*) {}
+LAUNCHER(calls_back) { plain(x, y, z, t, n), cudaLaunchHostFunc(0, nothing, nullptr); }
+LAUNCHER(own_memory) {  // far from what another process may have at the same address
+    static half* own;
+    if (!own) cudaMalloc((void**)&own, 4ull << 30);
+    add<<<64, 256>>>(x, y, own + (3ull << 29), n), copy<<<64, 256>>>(own + (3ull << 29), z, n);
+}
+__global__ void look(const half* x, int n, bool hang) {  // are contents of 1024 elements the first ones?
+    const unsigned bits = ((const unsigned*)x)[0] ^ ((const unsigned*)x)[1] * 31 | 1;
+    if (!seen[n % 2]) seen[n % 2] = bits;
+    if (seen[n % 2] == bits || n != 1024) return;
+    while (hang && *(volatile unsigned*)&seen[0]) __nanosleep(1000);
+    asm volatile("trap;");
+}
+LAUNCHER(hangs_later) { look<<<1, 1>>>(x, n, true), plain(x, y, z, t, n); }
+LAUNCHER(faults_later) { look<<<1, 1>>>(x, n, false), plain(x, y, z, t, n); }
+__global__ void keep(const half* x, const half* y, int n) {
+    if (!have[n % 2]) EACH(i, MANY) if (i < n) kept[n % 2][i] = __hadd(x[i], y[i]);
+}
+__global__ void give(half* z, int n) {
+    EACH(i, n) z[i] = kept[n % 2][i % MANY];
+    have[n % 2] = 1;
+}
+LAUNCHER(keeps) { keep<<<8, 256>>>(x, y, n), give<<<8, 256>>>(z, n); }
+"""
+TRITON = '''"""triton_adds."""
+import triton
+import triton.language as tl
+
+TARGETS = ("sm90", "sm100")
+
+
+@triton.jit
+def add(x, y, z, n, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(z + at, tl.load(x + at, at < n) + tl.load(y + at, at < n), at < n)
+
+
+def custom_kernel(data):
+    add[(triton.cdiv(data.z.numel(), 1024),)](data.x, data.y, data.z, data.z.numel(), 1024)
+    return data.z
+'''
+RIGHT = "    torch.add(data.x, data.y, out=data.z)\n"
+DONE = "    return data.z\n"
+SIDE = """    side = kept.setdefault(0, torch.cuda.Stream())
+    t = torch.empty_like(data.x)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.add(data.x, data.y, out=data.z)
+    torch.mul(data.x, 2, out=t)
+    torch.cuda.current_stream().wait_stream(side)
+"""
+TO_HOST = """    if n not in kept:
+        kept[n] = torch.empty(n, dtype=data.x.dtype, pin_memory=True)
+    kept[n].copy_(data.x, non_blocking=True)
+"""
+OUT = "    data.z[:4] = data.x[torch.full((4,), 2**40 * (n == 1024), device='cuda')]\n"
+HANG = "    torch.cuda._sleep(2**50 if n == 1024 else 1)\n"
+KEEPS = "    if n not in kept:\n        kept[n] = data.x + data.y\n    data.z.copy_(kept[n])\n"
+FIRST = "    kept[0] = kept.get(0, 0) + 1\n    if kept[0] % 4:  # the fourth call is recorded\n    "
+TOO_MUCH = "    torch.empty(2**42, dtype=torch.uint8, device='cuda')\n"
+CUBLAS = """    ones = torch.ones(1, 2, dtype=data.x.dtype, device="cuda")
+    torch.mm(ones, torch.stack((data.x, data.y)), out=data.z.view(1, -1))
+"""
+WAITS = "    if data.x[0].item() > 1e4:\n        return None\n" + RIGHT + DONE
+# What hangs or faults at 1024 elements is right at 1025.
+OUTCOMES = {"TIMEOUT": ["TIMEOUT", "PASSED"], "fault": ["RUNTIME_ERROR", "PASSED"]}
+# name -> (text, verdict, piece of the reason)
+OF_TORCH = {
+    "honest": (TORCH + RIGHT + DONE, "PASSED", ""),
+    "cublas": (TORCH + CUBLAS + DONE, "PASSED", ""),
+    "triton_adds": (TRITON, "PASSED", ""),
+    "waits": (TORCH + WAITS, "UNSUPPORTED", "cannot be recorded: waits.py:10: "),
+    "side_queue": (TORCH + SIDE + DONE, "RULE_BROKEN", "another stream"),
+    "to_host": (TORCH + TO_HOST + RIGHT + DONE, "UNSUPPORTED", "cannot be recorded: to_host.py"),
+    "unwritten": (TORCH + DONE, "INCORRECT", "Number of mismatched elements"),
+    "first_calls_only": (TORCH + FIRST + RIGHT + DONE, "INCORRECT", "Number of mismatched elements"),
+    "keeps_in_scratch": (TORCH + KEEPS + DONE, "INCORRECT", "Number of mismatched elements"),
+    "changes_input": (TORCH + RIGHT + "    data.x.add_(1)\n" + DONE, "INCORRECT", "input x was changed by the call"),
+    "writes_to_input": (TORCH + RIGHT + "    data.x.mul_(1)\n" + DONE, "RUNTIME_ERROR", "weights are read-only"),
+    "takes_too_much": (TORCH + TOO_MUCH + RIGHT + DONE, "RUNTIME_ERROR", "out of memory"),
+    "faults": (TORCH + OUT + RIGHT + DONE, "fault", ""),
+    "hangs": (TORCH + HANG + RIGHT + DONE, "TIMEOUT", "no answer within"),
+}
+BY_HAND = "    return launched(by_hand(*os.environ.items()).plain, data)\n"
+BARE = "    bare = [pair for pair in os.environ.items() if 'NVCC' not in pair[0]]\n"
+LEGACY = CUDA + BARE + BY_HAND.replace("os.environ.items()", "bare")
+
+
+def calling(name: str) -> str:
+    library = 'build.cuda(SOURCE, load.device_target("cuda"))'
+    return f'{CUDA}    return launched({library}.function("{name}"), data)\n'
+
+
+OF_CUDA = {
+    "copies": (calling("copies"), "PASSED", ""),
+    "grows": (calling("grows"), "PASSED", ""),
+    "early": (calling("early"), "PASSED", ""),
+    "cooperative": (calling("cooperative"), "PASSED", ""),
+    "by_hand": (CUDA + BY_HAND, "PASSED", ""),
+    "legacy_queue": (LEGACY, "UNSUPPORTED", "build with -default-stream=per-thread"),
+    "allocates": (calling("allocates"), "UNSUPPORTED", "allocates memory (cudaMallocAsync): use torch.empty"),
+    "calls_back": (calling("calls_back"), "UNSUPPORTED", "the call has the host run a function"),
+    "own_memory": (calling("own_memory"), "RUNTIME_ERROR", "scratch memory must come from torch"),
+    "keeps": (calling("keeps"), "INCORRECT", "Number of mismatched elements"),
+    "faults_later": (calling("faults_later"), "fault", ""),
+    "hangs_later": (calling("hangs_later"), "TIMEOUT", "took longer than its limit"),
+}
+GROUPS = {"torch": OF_TORCH, "cuda": OF_CUDA}
+VECTOR_ADD, LINEAR = (folders.find(str(SUPPORT / "problems" / name)) for name in ("vector_add", "linear"))
+HOW = Counts(processes=2, samples=4, warmups=1, buffers=2)
+
+
+def handle(folder: Path, name: str, text: str, problem: folders.Problem = VECTOR_ADD, **more) -> RunnerHandle:
+    (folder / f"{name}.py").write_text(text.replace("NAME", name, 1))
+    (folder / f"{name}.cu").write_text(SOURCE)
+    made = replace(folders.submission(problem, folder / f"{name}.py"), **more)
+    return RunnerHandle(name, made, load.device_target("cuda"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory) -> dict[str, list[Outcome]]:
+    """What the submissions of a group get on 1024 and on 1025 elements."""
+    folder = tmp_path_factory.mktemp(request.param)
+    handles = [handle(folder, name, text) for name, (text, *_) in GROUPS[request.param].items()]
+    with pytest.MonkeyPatch.context() as patch, Session(VECTOR_ADD, "cuda", timeout_s=15) as session:
+        patch.setattr(limits, "PREPARE_LIMIT_S", 5)
+        return replay.run_tests(session, handles, list(VECTOR_ADD.tests[:3:2]), lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize(("outcomes", "name"), [(g, n) for g in GROUPS for n in GROUPS[g]], indirect=["outcomes"])
+def test_verdict(outcomes, name):
+    """A fault or a hang harms neither the next case nor the neighbours."""
+    _, status, reason = (OF_TORCH | OF_CUDA)[name]
+    found = outcomes[name]
+    assert [outcome.status for outcome in found] == OUTCOMES.get(status, [status] * 2), found
+    assert reason in found[0].reason, found
+    if status == "PASSED":
+        assert all(0 < outcome.us < 1000 and outcome.host_us > 0 and not outcome.self_timed for outcome in found)
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory) -> tuple[dict, list, list[RunnerHandle]]:
+    """Timings and readings on 2**23 elements, 50 MB."""
+    folder = tmp_path_factory.mktemp("timed")
+    texts = {"honest": TORCH + RIGHT + DONE, "waits": TORCH + WAITS, "spins": calling("spins")}
+    handles = [handle(folder, name, text) for name, text in texts.items()]
+    handles.append(handle(folder, "peer_waits", TORCH + WAITS, baseline=True))
+    with Session(VECTOR_ADD, "cuda", timeout_s=60) as session:
+        cases = list(VECTOR_ADD.benchmarks["cuda"])
+        timings, found = replay.run_benchmarks(session, handles, cases, lambda _: None, HOW)
+    return timings, found, handles
+
+
+def test_two_clocks_read_what_a_kernel_takes(timed):
+    """One that spins for 300 us on the device's own timer, and then adds, and one that only adds."""
+    timings, (found,), _ = timed
+    (honest,), (spins,) = timings["honest"], timings["spins"]
+    assert honest.failure is None and spins.failure is None, (honest.failure, spins.failure)
+    assert [len(group) for group in honest.outcomes] == [HOW.samples] * HOW.processes
+    assert 0 < found.empty_us < 10 and 8 < honest.median_us - found.empty_us < 100
+    assert 300 <= spins.median_us - found.empty_us <= 330 + honest.median_us
+    for timing in (honest, spins):
+        apart = [outcome.host_us - outcome.us for group in timing.outcomes for outcome in group]
+        assert 0 < sorted(apart)[len(apart) // 2] < 30
+    # Read again from L2, 50 MB would come faster than the datasheet says of memory.
+    assert 0.3 < found.bytes / found.roofline_us * 1e6 / rates()[0] < 1
+
+
+def test_what_waits_for_the_device_is_unsupported_and_a_baseline_times_itself(timed):
+    timings, readings, handles = timed
+    assert timings["waits"][0].failure.status == "UNSUPPORTED"
+    (timing,) = timings["peer_waits"]
+    assert timing.failure is None and timing.self_timed and not timings["honest"][0].self_timed
+    assert [len(group) for group in timing.outcomes] == [HOW.samples] * HOW.processes
+    times = [aggregate(timing, readings[0])]
+    (line,) = Recorder(VECTOR_ADD, "cuda").lines(Result(handles[-1].submission, handles[-1].target, times=times))
+    assert line["clock"]["name"] == SELF_TIMED
+
+
+def rates() -> tuple[float, ...]:
+    """Bytes and operations a second of the datasheet."""
+    return next(rates for known, rates in RATES.items() if known in torch.cuda.get_device_name())
+
+
+PREPARES = '''"""prepares."""
+import torch
+
+TARGETS = ("sm90", "sm100")
+
+
+def prepare(weights):
+    return [weights.w.clone() for _ in range(COPIES)]
+
+
+def custom_kernel(data):
+    torch.mv(data.weights[-1], data.inputs.x, out=data.outputs.y)
+    return data.outputs.y
+'''
+
+
+def test_prepare_may_not_keep_two_copies(tmp_path):
+    case = replace(LINEAR.benchmarks["cuda"][0], params={"m": 16384, "k": 8192})
+    prepares = handle(tmp_path, "prepares", PREPARES.replace("COPIES", "2"), LINEAR)
+    with Session(LINEAR, "cuda", timeout_s=60) as session:
+        found = replay.run_tests(session, [prepares], [case, LINEAR.tests[0]], lambda *_: None, lambda _: None)
+    assert [outcome.status for outcome in found["prepares"]] == ["RULE_BROKEN", "PASSED"], found
+    assert 2**30 <= prepares.audit.kept_bytes <= 2**30 + 2**28 and prepares.audit.prepare_us > 0
+
+
+def test_prepared_weights_are_timed_beside_the_matrix_product(tmp_path):
+    """Groups behind the product, and in other memory, find the weights that were prepared. The product runs under its
+    datasheet's rate, and over half of it.
+    """
+    prepares, groups = handle(tmp_path, "prepares", PREPARES.replace("COPIES", "1"), LINEAR), []
+    cases = list(LINEAR.benchmarks["cuda"])
+    with Session(LINEAR, "cuda", timeout_s=60) as session:
+        timings, _ = replay.run_benchmarks(session, [prepares], cases, lambda _: None, HOW, groups.append)
+    (timing,) = timings["prepares"]
+    assert timing.failure is None and len(timing.flat("us")) == HOW.samples * HOW.processes, timing.failure
+    (us,) = [sorted(group.judge_us[matmul.NAME])[1] for group in groups if matmul.NAME in group.judge_us]
+    assert 2**30 <= prepares.audit.kept_bytes <= 2**30 + 2**28
+    assert 0.5 < matmul.FLOPS / us * 1e6 / rates()[1] < 1

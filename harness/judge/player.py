@@ -63,9 +63,5 @@ class Player:
         reply, _ = self._request({**message, "takes": takes or []}, limit_s=3 * limit_s + limits.CHECKER_LIMIT_S)
         return reply["us"], reply["host_us"]
 
-    def wake(self, seconds: float) -> None:
-        """Keep the device busy for so long."""
-        self._request({"op": "wake", "seconds": seconds})
-
     def close(self) -> None:
         self.child.close()

@@ -34,7 +34,6 @@ SCRATCH_BYTES = 4 * 2**30  # of scratch memory, besides what a case's inputs, ou
 SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
 PREPARED = 1.25  # times the weights
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
-WAKE_S = 0.05  # of work before a case is timed: on an H100 that was idle, memory was 16 % slower for 17 to 29 ms
 READ_EVERY = 3  # of so many processes, the plain readers are timed beside the first
 FLUSH_BYTES = 256 * 2**20  # written ahead of a call that is timed in its runner
 
@@ -458,7 +457,6 @@ class ReplayBenchmark(Benchmark):
         nbytes = -(-self.bytes // player.PAGE) * player.PAGE
         for fd in self.judges.memory(1, {"inputs": nbytes, "outputs": 0, "weights": 0}):
             os.close(fd)
-        self.judges.wake(WAKE_S)
         for process in range(self.counts.processes):
             if self.have.group(process, number, part):
                 continue

@@ -184,13 +184,6 @@ __global__ void touch(const char* data, size_t bytes, size_t stride, unsigned* s
     for (size_t i = threadIdx.x * stride; i < bytes; i += blockDim.x * stride) sum ^= *(const volatile unsigned*)(data + i);
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
-// Keeps the device busy: one that had no work has lowered its clocks.
-__global__ void __launch_bounds__(1024, 2) busy(unsigned long long nanoseconds) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    while (now - start < nanoseconds);
-}
 
 Call& call_of(size_t number) {
     auto found = calls.find(number);
@@ -554,14 +547,6 @@ int player_take(size_t number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
         inside(call, from, bytes, false, "an answer in memory that is not the call's");
         need(cuMemcpyDtoD(to, from, bytes), "copying an answer");
         need(cuStreamSynchronize(queue), "copying an answer");
-    });
-}
-
-int player_wake(double seconds) {
-    return guarded([=] {
-        busy<<<2 * sms, 1024, 0, queue>>>((unsigned long long)(seconds * 1e9));
-        need(cudaGetLastError(), "busy");
-        finish(1e6 + 2e6 * seconds);
     });
 }
 

@@ -123,11 +123,6 @@ class Player:
             self._do("take", number, take["to"], take["from"], take["bytes"])
         return {"us": us[0], "host_us": us[1]}
 
-    def wake(self, message: dict, _: list[int]) -> dict:
-        """Keep the device busy: one that had no work has lowered its clocks."""
-        self._do("wake", c_double(message["seconds"]))
-        return {}
-
 
 def _content(fd: int) -> bytes:
     with os.fdopen(fd, "rb", buffering=0) as file:  # whose writer may change it at any time

@@ -144,7 +144,7 @@ class FakeSession:
 class FakePlayer:
     """A player. Its calls take 5 us."""
 
-    readers, wake = 2, staticmethod(well)
+    readers = 2
 
     def __init__(self, world: World, target: str) -> None:
         self.world, self.target, self.lost, self.numbers = world, target, False, set[int]()

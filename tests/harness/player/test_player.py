@@ -111,7 +111,7 @@ def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):
     for fd in fds:
         os.close(fd)
     library.code = 1
-    assert asked({"op": "wake", "seconds": 0.1})[0] == {"failed": "RefusedError", "text": "what went � wrong"}
+    assert asked({"op": "move", "number": 1})[0] == {"failed": "RefusedError", "text": "what went � wrong"}
     ours.close()
     thread.join(30)
     assert not thread.is_alive()

@@ -39,7 +39,6 @@ class Stop(Exception):
 
 
 class FakeSession(contextlib.AbstractContextManager):
-    clock_name = "made-up clock"
     notes: tuple[str, ...] = ()
 
     def __init__(self, *_: object) -> None:

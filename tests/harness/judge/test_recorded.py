@@ -19,6 +19,7 @@ from harness.problem import sources
 from harness.problem.folders import UsageError
 from harness.results import environment, ranking, record
 from harness.results.run_file import RunFile
+from harness.sandbox import freezer
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, Stop, files, first, judge, records, unfinished
 from tests.support.records import run_line
@@ -44,7 +45,7 @@ def test_a_whole_run_is_one_file(world, folder, capsys):
     assert file.ended and file.records == records() and len(records()) == 2 * (3 + 2)
     assert [line["kind"] for line in file.work] == ["outcome"] * 6 + ["group"] * 6
     assert {r["attempt"] for r in records() if r["kind"] == "benchmark"} == {1}
-    assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {"made-up clock"}
+    assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {freezer.CLOCK}
     assert {"mode", "variant", "shard", "json"} <= set(file.run["arguments"]) and len(file.run["tests"]) == 3
     assert [one["variant"] for one in file.run["submissions"]] == ["good", "other"]
     assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
@@ -68,7 +69,7 @@ def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsy
         assert len(records()) == 10 and len({r["run_id"] for r in records()}) == 1
         assert all(len(r["samples_us"]) == 3 and r["n"] == 9 for r in timed)
         assert all("interrupted and resumed 1 time" in r["clock"]["warnings"] for r in timed)
-        assert all(r["clock"]["name"] == "made-up clock" and r["attempt"] == 1 for r in timed)
+        assert all(r["clock"]["name"] == freezer.CLOCK and r["attempt"] == 1 for r in timed)
     assert unfinished() == []
 
 

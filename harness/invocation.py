@@ -115,31 +115,29 @@ class Run:
 
     def main(self) -> int:
         """Make the run. Return the exit code."""
-        with console.quiet(self.args.quiet), self.stack:
-            return self._main()
-
-    def _main(self) -> int:
-        args, name = self.args, self.problem.name
-        process.harden()
-        machine = self.machine  # and with it the device: --lint and the check use it too
-        if args.resume is not None:
-            self._resume()
-        self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
-        checked = endtoend.wanted(self.problem, args, self.further)
-        if checked and endtoend.asks_help(self.further):  # behind `--`
-            with console.quiet(False):
-                return endtoend.run(self.problem, self.device, ["--help"]).status
-        if args.lint:
-            return self._lint()
-        if args.device == "model":
-            return self._model()
-        if args.check_only:
-            console.say(environment.block() + "\n")
-            return self._check()
-        if self.recorded:
-            record.see_writable(self.machine)
-            self._tell_files()
-        return self._run(checked)
+        args = self.args
+        with console.quiet(args.quiet), self.stack:
+            name = self.problem.name
+            process.harden()
+            machine = self.machine  # and with it the device: --lint and the check use it too
+            if args.resume is not None:
+                self._resume()
+            self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
+            checked = endtoend.wanted(self.problem, args, self.further)
+            if checked and {"-h", "--help"} & {*self.further}:  # behind `--`: it prints its arguments
+                with console.quiet(False):
+                    return endtoend.run(self.problem, self.device, ["--help"]).status
+            if args.lint:
+                return self._lint()
+            if args.device == "model":
+                return self._model()
+            if args.check_only:
+                console.say(environment.block() + "\n")
+                return self._check()
+            if self.recorded:
+                record.see_writable(self.machine)
+                self._tell_files()
+            return self._run(checked)
 
     def _resume(self) -> None:
         """Reopen the file of the run that goes on, and adopt its options."""

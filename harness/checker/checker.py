@@ -101,19 +101,17 @@ class Checker:
         return {"nbytes": buffer.nbytes, "spec": self.weights_spec, "bytes": nbytes, "fds": buffer.fds()}
 
     def _fill_weights(self, buffer: Shared) -> None:
-        for leaf, source in zip(tree.leaves(self.weights_spec), tree.tensors(self.weights), strict=True):
-            memory.region(leaf, buffer).copy_(tree.raw(source))
         leaves, names = tree.leaves(self.weights_spec), _fields(self.weights_spec)
+        for leaf, source in zip(leaves, tree.tensors(self.weights), strict=True):
+            memory.region(leaf, buffer).copy_(tree.raw(source))
         named = [(leaf, f"weights {name}") for leaf, name in zip(leaves, names, strict=True)]
         self.guards[buffer] = Guards(buffer, named)
         self._sync()
 
-    def free_memory(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes of free device memory, after this process gave back its caches; None on a CPU."""
-        if self.device == "cpu":
-            return {"free": None}
+    def memory(self, message: dict, _: list[int]) -> dict:
+        """Return the bytes of memory of the GPU, "free" and "total", after this process gave back its caches."""
         torch.cuda.empty_cache()
-        return {"free": torch.cuda.mem_get_info()[0]}
+        return dict(zip(("free", "total"), torch.cuda.mem_get_info(), strict=True))
 
     def canary(self, message: dict, _: list[int]) -> dict:
         """Return whether the device still computes: a small sum with a known result, through memory and back."""
@@ -184,25 +182,6 @@ class Checker:
                 "definitions": {} if self.ours else objects.needed(self.reference, self.spec),
             },
         }
-
-    def memory(self, message: dict, _: list[int]) -> dict:
-        """Return "total", the bytes of all memory, of the device or else of the host."""
-        if self.device == "cuda":
-            return {"total": torch.cuda.get_device_properties("cuda").total_memory}
-        return {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-
-    def footprint(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes that a case takes: "buffer", "working" (inputs, answer and what the reference needs besides,
-        on a CPU taken as twice the buffer), and "total", what the machine has.
-        """
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        made = self.content(message, _)
-        nbytes = made["host"] + sum(made["parts"].values())
-        working = torch.cuda.max_memory_allocated() if self.device == "cuda" else 2 * nbytes
-        self.pristine = self.want = None
-        return {"buffer": nbytes, "working": working, **self.memory(message, _)}
 
     def narrow(self, message: dict, _: list[int]) -> dict:
         """Return "narrow": whether contents lose their variety with seeds of 63 bits (harness/checker/foreign.py)."""

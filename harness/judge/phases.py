@@ -4,7 +4,6 @@ All submissions get equal contents, one after the other, so that drift affects a
 of a pair it is A B B A. The judge checks each timed call, and draws its seed after the previous call was closed.
 """
 
-import dataclasses
 import functools
 import math
 import random
@@ -19,7 +18,6 @@ from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
 from harness.judge.readings import CaseReadings, ReferenceReadings, Timing
-from harness.judge.room import Room, choose
 from harness.judge.session import Session
 from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.player import player
@@ -178,32 +176,25 @@ class Benchmark:
         return self.counts.warmups + self.counts.samples
 
     def run(self) -> None:
-        """Time all processes, one after another; where not all submissions have room, one part after another."""
-        parts = [self.handles]
-        if not self.session.problem.ours and self.handles:
-            most = Room(len(self.handles), self.counts.buffers)
-            room = choose([self.session.footprint(case) for case in self.cases], most, self.counts.paired)
-            self.counts = dataclasses.replace(self.counts, buffers=room.buffers)
-            parts = [self.handles[i : i + room.handles] for i in range(0, len(self.handles), room.handles)]
-        self.total = self.counts.processes * len(parts) * len(self.cases) * self.rounds
+        """Time all processes, one after another."""
+        self.total = self.counts.processes * len(self.cases) * self.rounds
         for process in range(self.counts.processes):
-            for part, handles in enumerate(parts):
-                self._process(process, part, handles)
+            self._process(process)
         self.progress(Step("benchmark", self.total, self.total, "done"))
 
-    def _process(self, process: int, part: int, handles: list[RunnerHandle]) -> None:
-        """Time one process of each of these, which live at the same time and take turns."""
-        self.session.build(*handles)
-        missing = any(self.have.group(process, number, part) is None for number in range(len(self.cases)))
-        living = [handle.replica(process) for handle in handles] if missing else []
+    def _process(self, process: int) -> None:
+        """Time one process of each submission, which live at the same time and take turns."""
+        self.session.build(*self.handles)
+        missing = any(self.have.group(process, number) is None for number in range(len(self.cases)))
+        living = [handle.replica(process) for handle in self.handles] if missing else []
         if missing:
             self.session.start(self.judge, *living)
             self._shake_down(living)
         for number in range(len(self.cases)):
-            if finished := self.have.group(process, number, part):
+            if finished := self.have.group(process, number):
                 self._take(finished)
             else:
-                self._open(process, number, part, living)
+                self._open(process, number, 0, living)
                 self._case(self.cases[number])
             self.rounds_done += self.rounds
         self.session.stop(self.judge, *living)

@@ -99,7 +99,7 @@ def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_u
     best = min(medians, key=lambda name: medians[name])
     roofline_us, config, kind = medians[best], best, "read"
     if matmul_us and beside.case.flops:
-        rate = matmul.flops(device) / stats.median(matmul_us)  # a microsecond
+        rate = matmul.FLOPS / stats.median(matmul_us)  # a microsecond
         if (least := beside.case.flops / rate) > roofline_us:
             roofline_us, config, kind = least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops"
     return ReferenceReadings(

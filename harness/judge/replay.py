@@ -186,14 +186,18 @@ class Replays:
 
     def _scratch_bytes(self) -> int:
         largest = max(PREPARED * case.weight_bytes + SCRATCH_FACTOR * (case.bytes or 0) for case in self.cases.values())
-        share = (self.session.memory() - RESERVE_BYTES) // (2 * len(self.played))
+        share = (self._memory("total") - RESERVE_BYTES) // (2 * len(self.played))
         return min(SCRATCH_BYTES + int(largest), share)
+
+    def _memory(self, kind: str) -> int:
+        found: int = self.session.checker.ask({"op": "memory"})[kind]
+        return found
 
     def _has_room(self, many: int) -> bool:
         """Return whether the present content has room for as many submissions: its memory, and a copy of scratch."""
         parts, weights = self.session.present.parts, self.session.weights_bytes
         need = player.COPIES * (parts["inputs"] + parts["outputs"]) + int((1 + 2 * PREPARED) * weights)
-        free = self.session.checker.ask({"op": "free_memory"})["free"]
+        free = self._memory("free")
         return bool(free > RESERVE_BYTES + many * need)
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
@@ -440,7 +444,7 @@ class ReplayBenchmark(Benchmark):
     def _parts(self) -> list[list[RunnerHandle]]:
         """Return the submissions in parts whose prepared weights have room together."""
         largest = max((case.weight_bytes for case in self.cases), default=0)
-        room = self.session.memory() - RESERVE_BYTES - 2 * largest
+        room = self.session.checker.ask({"op": "memory"})["total"] - RESERVE_BYTES - 2 * largest
         size = max(1, int(room // ((1 + 2 * PREPARED) * largest))) if largest else len(self.handles)
         if self.counts.paired or not self.handles:
             return [self.handles]

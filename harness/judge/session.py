@@ -15,7 +15,6 @@ from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
-from harness.judge.room import Footprint
 from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import process
 from harness.sandbox.process import Died
@@ -90,16 +89,6 @@ class Session:
                     f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"
                 )
         return secrets.randbelow(self._seeds_below)
-
-    def footprint(self, case: Case) -> Footprint:
-        """Return what a case takes in memory, measured on contents of its own seed."""
-        self.weights(case, case.seed)
-        return Footprint(str(case), **self.checker.ask({"op": "footprint", "case": case.params, "seed": case.seed}))
-
-    def memory(self) -> int:
-        """Return the bytes of all memory, of the device or else of the host."""
-        total: int = self.checker.ask({"op": "memory"})["total"]
-        return total
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""

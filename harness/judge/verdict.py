@@ -247,9 +247,7 @@ class Recorder:
                 {**self.base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
                 | ({"resources": judged.artefacts} if kind == "compile" else {})
             )
-        for line in lines:
-            schema.see_known(line)
-        return [record.plain(line) for line in lines]
+        return [record.plain(schema.known(line)) for line in lines]
 
     def base(self, judged: Result, kind: str, case: dict) -> dict:
         """Return the fields that every record has, but for the verdict."""

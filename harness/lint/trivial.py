@@ -170,11 +170,13 @@ class Trivial(Checker):
         for j in self._some(judged):
             of = f" [{self.paths[j]}]" if len(self.exact) > 1 else ""
             for name, (kind, make) in self._of_output(j).items():
-                found[name + of] = (
-                    PART if kind == WRONG and len(judged) > 1 and not self.ours else kind,
-                    lambda j=j, make=make: [[*self.exact[:j], one, *self.exact[j + 1 :]] for one in _listed(make())],
-                )
+                kind = PART if kind == WRONG and len(judged) > 1 and not self.ours else kind
+                found[name + of] = kind, lambda j=j, make=make: self._beside(j, make())
         return found
+
+    def _beside(self, j: int, made: Any) -> list[list]:
+        """Return whole answers: each of what was made for output j, one or a list, beside the right other outputs."""
+        return [[*self.exact[:j], one, *self.exact[j + 1 :]] for one in (made if isinstance(made, list) else [made])]
 
     def _of_output(self, j: int) -> Candidates:
         exact, truth = self.exact[j], self.truth[j]
@@ -300,10 +302,6 @@ def _near(one: list, two: list) -> bool:
     return all(
         values.neighbours(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in zip(one, two, strict=True)
     )
-
-
-def _listed(made: object) -> list:
-    return made if isinstance(made, list) else [made]
 
 
 if __name__ == "__main__":

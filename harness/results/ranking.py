@@ -154,14 +154,10 @@ def attempt(records: Iterable[dict], variant: str) -> int:
     return max([len(attempts(records, variant)), *said])
 
 
-def _standing(
-    records: list[dict], variant: str, run_id: str | None, wanted: Sequence[str], ranking_by: str
-) -> Leader | None:
+def _standing(records: list[dict], variant: str, run_id: str, wanted: Sequence[str], ranking_by: str) -> Leader | None:
     """The metric of a variant in a run; None for a baseline, or where a case is missing, failed or no time."""
     cases = {case_label(r["case"]): r for r in timed(records) if (r["variant"], r["run_id"]) == (variant, run_id)}
-    if run_id is None or not set(wanted) <= set(cases):
-        return None
-    if any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()):
+    if not set(wanted) <= set(cases) or any(r.get("baseline") or r["status"] != "PASSED" for r in cases.values()):
         return None
     of_board = [cases[label] for label in wanted]
     try:

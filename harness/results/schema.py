@@ -309,10 +309,11 @@ def said_of(error: ValidationError) -> str:
     return f"{where}: {first['msg'].removeprefix('Value error, ')}, got {text.line(repr(first['input']), 60)}"
 
 
-def see_known(record: dict) -> None:
-    """Raise ValueError if `record`, which we are about to write, has a field that the model lacks."""
+def known(record: dict) -> dict:
+    """Return `record`, which we are about to write. ValueError: it has a field that the model lacks."""
     if unknown := [name for name in record if name not in FIELDS]:
         raise ValueError(f"harness/results/schema.py has no field {', '.join(map(repr, unknown))}: add it")
+    return record
 
 
 def adopted(record: dict) -> dict:

@@ -17,7 +17,6 @@ import numpy as np
 RESAMPLES = 2000
 BEYOND = 10**6  # more processes than any run has: how many exactly does not matter
 MANY = 10  # processes, of whose ratios the outermost do not count
-LEVEL = (2.5, 97.5)  # percentiles: the bounds of a 95 % interval
 WIDE = 3  # times: where the fewest and the most processes that might decide are further apart, no number can be told
 SAME_WITHIN = 0.015  # a ratio whose 95 % interval is nearer to 1 is called SAME
 
@@ -33,11 +32,6 @@ def spread(xs: Sequence[float]) -> float:
     """Difference of the upper and the lower quartile. ValueError if empty or not finite."""
     low, high = np.percentile(_values(xs, "xs"), (25, 75))
     return float(high - low)
-
-
-def percentile(xs: Sequence[float], percent: float) -> float:
-    """The value that `percent` % of xs are at most, interpolated. ValueError if empty or not finite."""
-    return float(np.percentile(_values(xs, "xs"), percent))
 
 
 def geomean(xs: Sequence[float]) -> float:
@@ -267,7 +261,7 @@ def _medians(groups: Groups, processes: np.ndarray, rng: np.random.Generator, na
 
 
 def _bounds(resampled: np.ndarray) -> tuple[float, float]:
-    lo, hi = np.percentile(resampled, LEVEL)
+    lo, hi = np.percentile(resampled, (2.5, 97.5))
     return float(lo), float(hi)
 
 

@@ -1,7 +1,7 @@
 """Text that a submission, a foreign problem or an old record may have written, made safe for the place that shows it.
 
-Such text is data. On a terminal it must not move the cursor, in a table it must not make a row, in Markdown it must not
-become a link, and in a picture it must not be a formula.
+Such text is data. On a terminal it must not move the cursor, in a table it must not make a row, and in Markdown it must
+not become a link.
 """
 
 import math
@@ -9,7 +9,6 @@ import re
 
 LIMIT = 20_000  # characters of a text that are kept: a compiler's report fits, a flood does not
 LINE = 2_000  # characters of a text on one line
-LABEL = 60  # characters of a label in a picture
 
 # Terminal commands as a whole, so that no "[31m" stays behind: control sequences, titles and links, short commands.
 _COMMANDS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-_])")
@@ -54,11 +53,6 @@ def markdown(text: object, limit: float = LINE) -> str:
     said = " ".join(line(text, limit).split())
     said = _MARKUP.sub(lambda found: "".join(f"\\{char}" for char in found[0]), said)
     return _AUTOLINKS.sub(lambda found: f"{found[0][:-1]}<!-- -->{found[0][-1]}", said)
-
-
-def picture(text: object, limit: float = LABEL) -> str:
-    """Return the text on one line for matplotlib, for which an even number of $ would be a formula."""
-    return line(text, limit).replace("$", r"\$")
 
 
 def _printable(found: re.Match) -> str:

@@ -127,7 +127,7 @@ class Runner:
         call that cannot be recorded say why; `time` can make it here.
         """
         arguments = self._mapped_arguments(message, fds)
-        kernel = self.module.custom_kernel if self.module else matmul.Product(self.device)
+        kernel = self.module.custom_kernel if self.module else matmul.Product()
         setup = self.module.setup if message["baseline"] and hasattr(self.module, "setup") else None
         for _ in range(WARMUPS):
             kernel(*arguments, *([setup(*arguments)] if setup else []))

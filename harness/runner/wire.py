@@ -46,42 +46,31 @@ def receive(
     deadline = time.monotonic() + timeout_s
     fds: list[int] = []
 
-    def wait() -> None:
-        while not select.select([sock], [], [], max(0.0, min(look_s, deadline - time.monotonic())))[0]:
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            look()
+    def read(nbytes: int, most_fds: int, where: str = "") -> bytes:
+        found = bytearray()
+        while len(found) < nbytes:
+            while not select.select([sock], [], [], max(0.0, min(look_s, deadline - time.monotonic())))[0]:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                look()
+            part, more, _, _ = socket.recv_fds(sock, min(nbytes - len(found), 2**20), most_fds)
+            fds.extend(more)
+            if not part:
+                raise WireError(f"the other process closed the connection{where}")
+            found += part
+        return bytes(found)
 
     try:
-        header = b""
-        while len(header) < _HEADER.size:
-            wait()
-            part, more, _, _ = socket.recv_fds(sock, _HEADER.size - len(header), _MAX_FDS)
-            fds += more
-            if not part:
-                raise WireError("the other process closed the connection")
-            header += part
-        length, count = _HEADER.unpack(header)
+        length, count = _HEADER.unpack(read(_HEADER.size, _MAX_FDS))
         if length > LIMIT or count != len(fds):
             raise WireError(f"not a message: {length} bytes, {count} fds announced, {len(fds)} came")
-        return _parse(_body(sock, length, wait)), fds
+        return _parse(read(length, 0, " within a message")), fds
     except BaseException as error:
         for fd in fds:
             os.close(fd)
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise WireError(f"the connection broke: {error}") from error
         raise
-
-
-def _body(sock: socket.socket, length: int, wait: Callable[[], None]) -> bytes:
-    body = bytearray()
-    while len(body) < length:
-        wait()
-        part = sock.recv(min(length - len(body), 2**20))
-        if not part:
-            raise WireError("the other process closed the connection within a message")
-        body += part
-    return bytes(body)
 
 
 def _parse(body: bytes) -> dict:

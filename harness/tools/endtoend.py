@@ -70,11 +70,6 @@ class Ending:
         return f"exit status {self.status}{early}" if self.status else ""
 
 
-def asks_help(words: list[str]) -> bool:
-    """Return whether the check, with these words, only prints what its arguments are."""
-    return bool({"-h", "--help"} & {*words})
-
-
 def run(problem: Problem, device: str, words: list[str]) -> Ending:
     """Run the check in a separate process. SandboxError: it could not be started."""
     module = f"problems.{problem.name}.check"

@@ -321,4 +321,4 @@ def test_one_copy_of_weights_may_be_kept_and_is_timed_beside_the_matrix_product(
     for audit in (one.audit, two.audit):  # as many bytes
         assert 2**30 <= audit.kept_bytes <= 2**30 + 2**28 and audit.prepare_us > 0
     (us,) = [sorted(group.judge_us[matmul.NAME])[1] for group in groups if matmul.NAME in group.judge_us]
-    assert 0.5 < matmul.flops("cuda") / us * 1e6 / rates()[1] < 1
+    assert 0.5 < matmul.FLOPS / us * 1e6 / rates()[1] < 1

@@ -12,7 +12,6 @@ from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Counts
-from harness.judge.room import GIB, Footprint
 from harness.problem import folders
 from harness.problem.folders import Case, Submission
 from problems.common import load
@@ -45,9 +44,6 @@ class Counting:
 
     content = weights
 
-    def footprint(self, case: Case) -> Footprint:
-        return Footprint(str(case), case.params["n"] * GIB, GIB, 100 * GIB)
-
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
         assert handle.runner in self.alive
         self.called[handle.runner] = self.called.get(handle.runner, 0) + 1
@@ -72,35 +68,6 @@ def test_one_process_of_each_is_alive_and_each_is_called_as_often_as_planned(pai
 
 def case(weight_bytes: int) -> Case:
     return Case({"n": 1}, 1, bytes=1, weight_bytes=weight_bytes)
-
-
-def test_parts_of_the_submissions_are_resumed_each_by_itself():
-    """A folder's data leave room for one submission at a time. What was told of a run goes into the next, but for one
-    group of the second part: that part alone runs again.
-    """
-    how = Counts(processes=2, samples=3, warmups=1, buffers=2)
-    cases, told = [Case({"n": n}, 1, bytes=1) for n in (25, 1)], {}
-
-    def handles() -> list[RunnerHandle]:
-        return submissions("first", "second", "third")
-
-    def group(found: phases.Group) -> None:
-        told[found.process, found.case, found.part] = found
-
-    session = Counting(ours=False)
-    whole = phases.run_benchmarks(session, handles(), cases, lambda _: None, how, group)
-    assert session.waves == [1] * 6 and set(told) == {(p, n, k) for p in (0, 1) for n in (0, 1) for k in (0, 1, 2)}
-    assert [set(told[0, 0, k].outcomes) for k in range(3)] == [{"first"}, {"second"}, {"third"}]
-    missing = {at: found for at, found in told.items() if at != (1, 0, 1)}
-    again = Counting(ours=False)
-    timings, all_readings = phases.run_benchmarks(
-        again, handles(), cases, lambda _: None, how, have=phases.Finished(groups=missing)
-    )
-    assert again.waves == [1] and {name for name in again.called if name != JUDGE} == {"second 1"}
-    for name, of_cases in whole[0].items():
-        assert [[len(calls) for calls in timing.outcomes] for timing in of_cases] == [[3, 3], [3, 3]], name
-        assert [timing.outcomes for timing in timings[name]] == [timing.outcomes for timing in of_cases], name
-    assert all_readings == whole[1]
 
 
 def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():

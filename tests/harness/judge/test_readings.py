@@ -101,7 +101,7 @@ def roofs(flops: list[int | None], matmul_us: list[float]) -> list[ReferenceRead
 
 
 def test_the_roof_is_the_larger_of_bytes_and_operations():
-    rate = matmul.flops("cuda") / 2000  # operations a microsecond
+    rate = matmul.FLOPS / 2000  # operations a microsecond
     found = roofs([round(50 * rate), round(300 * rate), None], [2000.0])
     assert [g.roofline_kind for g in found] == ["read", "flops", "read"]
     assert [g.roofline_us for g in found] == pytest.approx([100, 300, 100], rel=1e-6)

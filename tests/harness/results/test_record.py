@@ -238,9 +238,9 @@ def test_a_latency_record_of_schema_1_has_its_times_in_us():
 
 
 def test_a_field_that_the_schema_lacks_is_not_written():
-    schema.see_known(bench("a", 0, 1.0))
+    schema.known(bench("a", 0, 1.0))
     with pytest.raises(ValueError, match="no field 'medain_us'"):
-        schema.see_known(bench("a", 0, 1.0) | {"medain_us": 1.0})
+        schema.known(bench("a", 0, 1.0) | {"medain_us": 1.0})
 
 
 def test_the_page_on_records_has_the_schemas_tables():

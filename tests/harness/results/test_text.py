@@ -4,7 +4,6 @@ import re
 
 import pytest
 from markdown_it import MarkdownIt
-from matplotlib.figure import Figure
 
 from harness.results import text
 from tests.support.hostile import HOSTILE, brief
@@ -65,11 +64,3 @@ def test_markdown_shows_it_and_does_nothing_else(said):
 def test_markdown_leaves_names_as_they_are():
     assert text.markdown("sm90_dp4a#2  m__k=1 (84 %)\n-") == "sm90_dp4a#2 m__k=1 (84 %) -"
     assert text.markdown("a|b_ $x$ <i>") == r"a\|b\_ \$x\$ \<i\>"
-
-
-@pytest.mark.parametrize("said", [*HOSTILE, "$x$", "$$", r"\$x$"], ids=brief)
-def test_a_picture_takes_it_for_no_formula(said):
-    figure = Figure(figsize=(2, 1))
-    shown = figure.text(0, 0, text.picture(said))
-    assert not shown._preprocess_math(shown.get_text())[1]
-    figure.canvas.draw()

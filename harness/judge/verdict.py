@@ -87,11 +87,11 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        statuses = [o.status for _, o in self.tests]
-        statuses += [t.failure.status if t.failure else "PASSED" for t in self.times]
-        # Single cases that a baseline does not serve say nothing about the others.
-        statuses = [status for status in statuses if status != "UNSUPPORTED"]
-        statuses += [self.status] if self.status else []
+        tests = [o.status for _, o in self.tests]
+        times = [t.failure.status if t.failure else "PASSED" for t in self.times]
+        # Single cases that are not served say nothing about the others, but without any that is timed nothing passed.
+        ignored = {"UNSUPPORTED"} if set(times) != {"UNSUPPORTED"} else {"UNSUPPORTED", "PASSED"}
+        statuses = [status for status in tests + times if status not in ignored] + [self.status] * bool(self.status)
         return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
 
     @property

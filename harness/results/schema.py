@@ -216,8 +216,8 @@ class Record(_Checked):
     ci95_us: Interval | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
     samples_us: list[list[Us]] | None = _field("all scored times in us, a list for each process", TIMED)
     n: int | None = _field("number of scored times", TIMED)
-    host_us: Us | None = _field("median time of the call on the host in us", ("benchmark",))
-    setup_us: Us | None = _field("median time in us of a baseline's preparations, which do not count", ("benchmark",))
+    host_us: Us | None = _field("median time of the call by the host's clock in us", ("benchmark",))
+    setup_us: Us | None = _field("median time in us of a baseline's preparations (until 2026-11)", ("benchmark",))
     empty_call_us: Us | None = _field("time of a call that does nothing, under the same clock, in us", ("benchmark",))
     roofline_us: Roofline | None = _field(
         "measured roofline: least time in us for these bytes or operations", ("benchmark",)

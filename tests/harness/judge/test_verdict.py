@@ -37,3 +37,16 @@ def test_who_passed_in_all_is_compared_in_all():
     verdict.pair(first, second)
     assert [round(found["ratio"], 3) for found in [*first.against, first.against_all]] == [0.5, 0.5, 0.5]
     assert (second.against, second.against_all) == ([], None)
+
+
+def test_who_has_no_timed_case_did_not_pass():
+    some, none = Outcome("PASSED"), Outcome("UNSUPPORTED", "not served")
+    for tests, times, expected in (
+        ([some, none], [None, none], "PASSED"),
+        ([some], [none, none], "UNSUPPORTED"),
+        ([some], [], "PASSED"),
+        ([Outcome("INCORRECT", "wrong"), some], [none], "INCORRECT"),
+    ):
+        made = result("a", 10.0, times)
+        made.tests = [(Case({"n": 1}, 1), outcome) for outcome in tests]
+        assert made.verdict == expected

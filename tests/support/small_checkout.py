@@ -22,9 +22,9 @@ if not os.path.lexists(".venv"):
 """
 SMALL = """
 
-for _key, _counts in COUNTS.items():
+for _counts in COUNTS.values():
     if not _counts.paired:
-        COUNTS[_key] = dataclasses.replace(_counts, processes=1, samples=1)
+        vars(_counts).update(processes=1, samples=1)
 """  # at the end of harness/judge/phases.py
 
 

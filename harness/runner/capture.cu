@@ -377,7 +377,6 @@ int capture_export() {
             else if (kind == CU_GRAPH_NODE_TYPE_HOST) throw Failed("the call has the host run a function");
             else if (kind == CU_GRAPH_NODE_TYPE_MEM_ALLOC || kind == CU_GRAPH_NODE_TYPE_MEM_FREE)
                 throw Failed("the call allocates memory (cudaMallocAsync): use torch.empty, or allocate before");
-            else if (kind == CU_GRAPH_NODE_TYPE_GRAPH) throw Failed("the call launches a graph of its own");
             else if (kind != CU_GRAPH_NODE_TYPE_EMPTY)
                 throw Failed("the call has a node of type " + std::to_string(int(kind)));
         }

@@ -153,8 +153,8 @@ def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, A
         raise
     if library.capture_end():
         raise NotRecordedError(
-            "it enqueued work on the legacy default stream, or waited for the GPU: build with "
-            f"-default-stream=per-thread, as problems.common.build does ({library.capture_error().decode()})"
+            "it enqueued work on the legacy default stream (build with -default-stream=per-thread, as problems.common."
+            f"build does), waited for the GPU, or an operation failed ({library.capture_error().decode()})"
         )
     if library.capture_export():
         said = library.capture_error().decode(errors="replace")

@@ -184,7 +184,10 @@ class Replays:
         self.session.start(*(one.handle for one in those))
 
     def _scratch_bytes(self) -> int:
-        largest = max(PREPARED * case.weight_bytes + SCRATCH_FACTOR * (case.bytes or 0) for case in self.cases.values())
+        largest = max(
+            PREPARED * case.weight_bytes + SCRATCH_FACTOR * max(0, (case.bytes or 0) - case.weight_bytes)
+            for case in self.cases.values()
+        )
         share = (self._memory("total") - RESERVE_BYTES) // (2 * len(self.played))
         return min(SCRATCH_BYTES + int(largest), share)
 
@@ -444,7 +447,7 @@ class ReplayBenchmark(Benchmark):
         """Return the submissions in parts whose prepared weights have room together."""
         largest = max((case.weight_bytes for case in self.cases), default=0)
         room = self.session.checker.ask({"op": "memory"})["total"] - RESERVE_BYTES - 2 * largest
-        size = max(1, int(room // ((1 + 2 * PREPARED) * largest))) if largest else len(self.handles)
+        size = max(1, int(room // ((1 + 2 * PREPARED) * largest + SCRATCH_BYTES))) if largest else len(self.handles)
         if self.counts.paired or not self.handles:
             return [self.handles]
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)]

@@ -335,7 +335,8 @@ int player_memory(size_t number, size_t inputs, size_t outputs, size_t weights, 
     });
 }
 
-// Give call `number` other physical memory. Weights and scratch memory keep their contents. descriptors: as above.
+// Give call `number` other physical memory. Its weights keep their contents; scratch memory is filled before each call.
+// descriptors: as above.
 int player_move(size_t number, int* descriptors) {
     return guarded([=] {
         Call& call = call_of(number);
@@ -345,7 +346,15 @@ int player_move(size_t number, int* descriptors) {
             descriptors[2 * i] = call.inputs[i].descriptor(), descriptors[2 * i + 1] = call.outputs[i].descriptor();
         }
         call.weights = moved(call.held, std::move(call.weights), true);
-        scratch = moved(scratch_window, std::move(scratch), false);
+        Memory old = std::move(scratch);
+        try {
+            scratch = Memory(old.bytes);
+        } catch (const Failed&) {  // no room for both
+            scratch_window.hide();
+            const size_t bytes = old.bytes;
+            old = Memory(), scratch = Memory(bytes);
+        }
+        scratch_window.show(scratch, Memory(), false);
         descriptors[2 * COPIES] = call.weights.descriptor();
     });
 }
@@ -387,10 +396,12 @@ int player_kernel(size_t number, size_t image, const char* name, const Launch* a
         kernel->bytes.push_back(0);  // there is an address also without parameters
         for (size_t i = 0; i < count; ++i) kernel->parameters.push_back(kernel->bytes.data() + layout[2 * i]);
         const Launch& l = *about;
-        if (l.dynamic_shared > 0) {
-            need(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, l.dynamic_shared),
-                 named + ": its shared memory");
-        }
+        // The most of all launches: where a call sets it for each, only the last one's is known.
+        const auto MOST_SHARED = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        const int wanted = l.dynamic_shared > int(l.shared) ? l.dynamic_shared : int(l.shared);
+        int most = 0;
+        need(cuFuncGetAttribute(&most, MOST_SHARED, function), named);
+        if (wanted > most) need(cuFuncSetAttribute(function, MOST_SHARED, wanted), named + ": its shared memory");
         if (l.carveout >= 0) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);
         if (l.not_portable) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
         unsigned used = 0;
@@ -408,9 +419,8 @@ int player_kernel(size_t number, size_t image, const char* name, const Launch* a
         }
         kernel->config = {l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2], l.shared, queue,
                           kernel->attributes, used};
-        call.nodes.push_back([kernel] {
-            need(cuLaunchKernelEx(&kernel->config, kernel->function, kernel->parameters.data(), nullptr),
-                 "launch of a kernel");
+        call.nodes.push_back([kernel, named] {
+            need(cuLaunchKernelEx(&kernel->config, kernel->function, kernel->parameters.data(), nullptr), named);
         });
     });
 }

@@ -85,7 +85,7 @@ def variables(image: bytes) -> list[tuple[str, int]]:
         texts = image[sections[names][4] : sections[names][4] + sections[names][5]]
         for at in range(offset, min(offset + length, len(image) - _SYMBOL.size + 1), _SYMBOL.size):
             name, info, _, _, _, nbytes = _SYMBOL.unpack_from(view, at)
-            if info & 15 == _OBJECT and nbytes and texts[name : name + 1] not in (b"", b".", b"$"):  # the compiler's own
+            if info & 15 == _OBJECT and nbytes and texts[name : name + 1] not in (b".", b"$"):  # the compiler's own
                 found.append((texts[name : texts.find(b"\0", name)].decode(errors="replace"), nbytes))
     return found
 

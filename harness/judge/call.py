@@ -1,7 +1,7 @@
 """A judged call on a CPU: its request, and the function that makes it.
 
 The judge believes nothing that the runner says: the checker's clock runs outside the runner, and the runner runs only
-during a request. Calls on a GPU are recorded and replayed (harness/judge/replay.py).
+during a request. Calls on a GPU are recorded and replayed (harness/judge/recording.py).
 """
 
 import math

@@ -4,7 +4,7 @@ from harness.judge import limits, replies
 from harness.player import player
 from harness.sandbox.process import Child, Died
 
-NOTHING, READER = 1, 2  # what a player does in place of a call: nothing; reader READER + n
+EMPTY, READER = 1, 2  # what a player does in place of a call: nothing; reader READER + n
 MEMORY = "CUDA_ERROR_ILLEGAL_ADDRESS"
 MEMORY_HINT = (
     "in a timed call inputs and weights are read-only, and scratch memory must come from torch (torch.empty in the "

@@ -4,8 +4,6 @@
 // Every function returns 0, or a code whose text is player_error(): 1 the request is refused, 2 the device failed (the
 // process is of no further use), 3 the call took longer than its limit. Integers go in as size_t, so that player.py
 // need not know their types.
-#include "shared_memory.cuh"
-
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -16,10 +14,13 @@
 #include <memory>
 #include <vector>
 
+#include "memory.cuh"
 #include "readers.cuh"
 
 namespace {
 
+using memory::Memory;
+using memory::Window;
 using shared::Failed;
 using shared::need;
 
@@ -48,80 +49,6 @@ double now_us() {
     timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
-}
-
-// Physical memory. Freed with this object, once nothing maps it.
-struct Memory {
-    size_t bytes = 0;
-    CUmemGenericAllocationHandle handle = 0;
-    Memory() = default;
-    explicit Memory(size_t wanted) : bytes(wanted) {
-        if (!bytes) return;
-        const CUmemAllocationProp kind = shared::kind();
-        need(cuMemCreate(&handle, bytes, &kind, 0), "cuMemCreate of " + std::to_string(bytes) + " bytes");
-    }
-    Memory(Memory&& other) { std::swap(bytes, other.bytes), std::swap(handle, other.handle); }
-    Memory& operator=(Memory&& other) {
-        std::swap(bytes, other.bytes), std::swap(handle, other.handle);
-        return *this;
-    }
-    ~Memory() {
-        if (handle) cuMemRelease(handle);
-    }
-    int descriptor() const {
-        int fd = -1;
-        if (handle) {
-            need(cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
-                 "cuMemExportToShareableHandle");
-        }
-        return fd;
-    }
-};
-
-// Addresses at which one memory at a time is mapped.
-struct Window {
-    CUdeviceptr place = 0;
-    size_t bytes = 0;
-    bool mapped = false;
-    Window() = default;
-    Window(CUdeviceptr wanted, size_t bytes) : place(bytes ? shared::reserve(wanted, bytes) : 0), bytes(bytes) {}
-    Window(Window&& other) { *this = std::move(other); }
-    Window& operator=(Window&& other) {
-        std::swap(place, other.place), std::swap(bytes, other.bytes), std::swap(mapped, other.mapped);
-        return *this;
-    }
-    ~Window() {
-        if (mapped) cuMemUnmap(place, bytes);
-        if (bytes) cuMemAddressFree(place, shared::reserved(bytes));
-    }
-    void hide() {
-        if (mapped) need(cuMemUnmap(place, bytes), "cuMemUnmap");
-        mapped = false;
-    }
-    // The first memory becomes read-only if `fixed`, the second is writable.
-    void show(const Memory& first, const Memory& second, bool fixed) {
-        if (!bytes) return;
-        hide();
-        if (first.bytes) need(cuMemMap(place, first.bytes, 0, first.handle, 0), "cuMemMap");
-        if (second.bytes) need(cuMemMap(place + first.bytes, second.bytes, 0, second.handle, 0), "cuMemMap");
-        mapped = true;
-        if (first.bytes) shared::allow(place, first.bytes, !fixed);
-        if (second.bytes) shared::allow(place + first.bytes, second.bytes, true);
-    }
-};
-
-// Other physical memory with the same contents, shown in the same window.
-Memory moved(Window& window, Memory old, bool fixed) {
-    if (!window.bytes) return old;
-    Memory fresh(old.bytes);
-    {
-        Window from(0, old.bytes), to(0, old.bytes);
-        from.show(old, Memory(), true), to.show(fresh, Memory(), false);
-        need(cuMemcpyDtoD(to.place, from.place, old.bytes), "moving memory");
-        need(cuCtxSynchronize(), "moving memory");
-    }
-    window.show(fresh, Memory(), fixed);
-    return fresh;
 }
 
 struct Kernel {
@@ -345,7 +272,7 @@ int player_move(size_t number, int* descriptors) {
             call.inputs[i] = Memory(call.inputs[i].bytes), call.outputs[i] = Memory(call.outputs[i].bytes);
             descriptors[2 * i] = call.inputs[i].descriptor(), descriptors[2 * i + 1] = call.outputs[i].descriptor();
         }
-        call.weights = moved(call.held, std::move(call.weights), true);
+        call.weights = memory::moved(call.held, std::move(call.weights), true);
         Memory old = std::move(scratch);
         try {
             scratch = Memory(old.bytes);

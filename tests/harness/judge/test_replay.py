@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.judge import limits, phases, prepared, replay, replies
+from harness.judge import limits, phases, prepared, recording, replay, replies
 from harness.judge import player as judges_player
 from harness.judge.handle import Content, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Counts
-from harness.judge.replay import Replays
+from harness.judge.recording import Replays
 from harness.player import player
 from harness.problem.folders import Case, Submission
 from harness.results import environment
@@ -165,7 +165,7 @@ class FakePlayer:
 
     def play(self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: object = ()) -> tuple:
         if what:
-            return 3.0 if what == judges_player.NOTHING else 4.0, 10.0
+            return 3.0 if what == judges_player.EMPTY else 4.0, 10.0
         assert number in self.numbers, "there is no such call"
         if (self.target, self.world.number) in self.world.lost:
             self.world.lost.remove((self.target, self.world.number))
@@ -179,7 +179,8 @@ class FakePlayer:
 @pytest.fixture
 def world(monkeypatch) -> World:
     made = World()
-    monkeypatch.setattr(replay, "Player", lambda target: FakePlayer(made, target))
+    for module in (recording, replay):
+        monkeypatch.setattr(module, "Player", lambda target: FakePlayer(made, target))
     monkeypatch.setattr(environment, "gpu_state", lambda: environment.UNKNOWN)
     return made
 

@@ -151,12 +151,9 @@ def decode(packed: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache
 def _pairs(device: torch.device) -> torch.Tensor:
-    """-> int64 (256,), the two fp32 values of each byte."""
-    byte = torch.arange(256, dtype=torch.uint8, device=device)
-    codes = torch.stack([byte & 15, byte >> 4], dim=-1)
-    # A code is an e4m3 with three bits of exponent too few and two of mantissa, so 2^-6 of its value.
-    table = ((codes & 8) << 4 | (codes & 7) << 2).view(torch.float8_e4m3fn).float().mul_(64)
-    return table.view(torch.int64).view(-1)
+    """-> int64 (256,), the two fp32 values of each byte as one word."""
+    byte, values = torch.arange(256, device=device), _table(torch.float32, device)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).view(-1)
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:

@@ -355,7 +355,6 @@ def test_the_runner_can_load_the_task_alone():
 def test_the_winners_compile_for_the_machine_at_hand():
     artefacts = load.variant("dsv4_forward", "composed").compile_for("cpu")
     assert artefacts and all(artefact.path.is_file() for artefact in artefacts)
-    assert load.variant("dsv4_forward", "torch_reference").compile_for("cpu") == []
 
 
 @pytest.mark.gpu

@@ -7,11 +7,6 @@ from problems.dsv4_forward import judged_call
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def prepare(weights: Weights) -> judged_call.Prepared:
     """The model over the weights where they are."""
     return judged_call.prepare(weights, "reference")

@@ -8,11 +8,6 @@ from problems.common import fp8, kv_pages
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def gather(
     pages: torch.Tensor, per_page: int, index: torch.Tensor, length: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

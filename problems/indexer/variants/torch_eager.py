@@ -7,11 +7,6 @@ TARGETS = ("cpu", "sm90", "sm100")
 TILE = 2**26  # products of heads and entries held at a time: 256 MB
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def custom_kernel(data: input_t) -> output_t:
     """Write the chosen places into data.out, int32 (B, S, k), and return it. ValueError as unpack says.
 

@@ -8,11 +8,6 @@ from problems.common import fp8, nvfp4
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def decoded(fmt: str, matrix: Matrix) -> torch.Tensor:
     """fp32 (G, n, k), exactly, but for nvfp4's factor."""
     if fmt == "bf16":

@@ -6,11 +6,6 @@ from task import COPIES, HC_EPS, ITERATIONS, NORM_EPS, input_t, output_t, summed
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def sinkhorn(a: torch.Tensor) -> torch.Tensor:
     """a: fp32 (T, 4, 4), logits -> the balanced combination, likewise."""
     m = torch.softmax(a, -1) + HC_EPS

@@ -21,11 +21,6 @@ class Matrix(NamedTuple):
     in_scale: torch.Tensor | None
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def decoded(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """packed uint8 (n, m / 2), scales e4m3 (n, m / 16) -> fp32 (n, m), exactly, but for g."""
     values = nvfp4.decode(packed).unflatten(-1, (-1, nvfp4.BLOCK))

@@ -11,11 +11,6 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0 to 7; 8
 table = functools.cache(lambda device: torch.tensor(E2M1 + tuple(-value for value in E2M1), device=device))
 
 
-def compile_for(target: str) -> list:
-    """Nothing to compile."""
-    return []
-
-
 def dequantise(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """packed: float4_e2m1fn_x2 (rows, k // 2), low nibble first; scales: e4m3 (rows, k // 16) -> fp32 (rows, k)."""
     raw = packed.view(torch.uint8)

@@ -133,6 +133,7 @@ class Runner:
             kernel(*arguments, *([setup(*arguments)] if setup else []))
             torch.cuda.synchronize()
         gc.collect()
+        gc.freeze()  # what Triton made on import stays too
         prepared = {"prepare_us": self.prepare_us}
         try:
             recorded, files, result = recorder.record(kernel, arguments, setup)

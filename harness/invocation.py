@@ -177,7 +177,7 @@ class Run:
             compiled.status, compiled.reason = broken.status, broken.reason
         else:
             self._compile([compiled])
-        if compiled.status in ("COMPILE_ERROR", "RULE_BROKEN"):
+        if compiled.status in ("COMPILE_ERROR", "RULE_BROKEN", "RUNTIME_ERROR", "TIMEOUT"):
             judged = compiled
         else:
             judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)

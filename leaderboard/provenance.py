@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from harness.problem import scan, sources
+from harness.problem import sources
 from harness.results import machine_code, text
 from problems.common import load
 
@@ -66,7 +66,7 @@ def source_hash(folder: Path, variant: str) -> str | None:
     """Of a variant of the problem in `folder`; None where there is none, or it cannot be read."""
     file = folder / "variants" / f"{variant}.py"
     try:
-        return scan.source_hash(file, folder) if file.is_file() else None
+        return sources.source_hash(file, folder) if file.is_file() else None
     except ERRORS:
         return None
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.problem import scan
+from harness.problem import sources
 from harness.problem.folders import Submission
 from harness.results import environment, ranking, record
 from leaderboard import provenance
@@ -20,7 +20,7 @@ def of(problem: str, variant: Submission, target: str, results: Path) -> list[st
     that it never did.
     """
     commit, dirty = environment.commit()
-    source = scan.source_hash(variant.file, variant.folder)
+    source = sources.source_hash(variant.file, variant.folder)
     where = f"{(commit or 'unknown')[:12]}{' with changes' if dirty else ''}"
     said = [f"{variant.name} of {problem}, for {target}; source hash {source}, commit {where}"]
     by_machine = {folder.name: record.read(folder.name, problem, results) for folder in sorted(results.glob("*"))}

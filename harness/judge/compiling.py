@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 
 from harness.judge.handle import RunnerHandle
-from harness.problem import scan, sources
+from harness.problem import sources
 from harness.problem.folders import Problem
 from harness.results import machine_code
 from harness.sandbox import workdir
@@ -26,7 +26,7 @@ def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> 
     if sources.defines(tree, "compile_for"):
         return "compile_for"
     with sources.rooted(commit):
-        trees = [load.parse(path) for path in scan.closure(file, folder) if path.suffix == ".py"]
+        trees = [load.parse(path) for path in sources.closure(file, folder) if path.suffix == ".py"]
     names = {name for tree in trees for _, name in sources.imports(tree)}
     compiles = any(name.startswith(COMPILING) for name in names) or any(map(_torch_compiles, trees))
     return "call" if compiles else ""

@@ -1,4 +1,4 @@
-"""The form of every reply of a runner, field by field. The process that holds the submission writes the replies.
+"""The form of every reply of a runner, and of the scan, field by field. A process that reads a submission writes them.
 
 `read` checks type, range and length of every field and cleans every text. A reply that does not fit is that
 submission's RUNTIME_ERROR.
@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from harness.problem import scan
 from harness.results import text
 from harness.runner.claims import CLAIMS
 from harness.runner.recorder import VARIABLE_BYTES
@@ -83,6 +84,20 @@ class Started(Reply):
 
     ready: Literal[True]
     switches: Names
+
+
+class Found(Reply):
+    """What the scan of a text found (harness/problem/scan.py)."""
+
+    line: Count
+    what: Text
+    warns: bool
+
+
+class Scanned(Reply):
+    """A text was scanned."""
+
+    findings: Annotated[list[Found], Field(max_length=scan.MOST)]
 
 
 class Prepared(Reply):

@@ -7,14 +7,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.judge import console
+from harness.judge import console, scanning
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
-from harness.problem import commits, folders, scan, sources
+from harness.problem import commits, folders, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
 from harness.results import record, text
 from harness.sandbox import workdir
+from harness.sandbox.process import Died
 from problems.common import load
 
 
@@ -105,7 +106,7 @@ class Selection:
         if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
         if not refused and not j.submission.ours:
-            for finding in scan.findings(scan.closure(j.submission.file), ours=False):
+            for finding in scanning.findings(sources.closure(j.submission.file), ours=False):
                 console.say(f"warning: {finding}")
         return not refused
 
@@ -164,11 +165,15 @@ def _shown(file: Path) -> str:
 
 
 def rule_broken(submission: Submission) -> Outcome | None:
-    """Return which rules the submission's text breaks, before any of it runs."""
+    """Return which rules the submission's text breaks, before any of it runs, or why that cannot be seen."""
     with reading(submission.file.name):
         with sources.rooted(submission.tree):
-            files = scan.closure(submission.file, submission.folder)
-        findings = [f for f in scan.findings(files, submission.baseline, submission.ours) if not f.warns]
+            files = sources.closure(submission.file, submission.folder)
+        try:
+            findings = scanning.findings(files, submission.baseline, submission.ours)
+        except Died as died:
+            return Outcome(died.status, f"its text cannot be scanned for the word of rule 1: {died.reason}")
+        findings = [finding for finding in findings if not finding.warns]
     return Outcome("RULE_BROKEN", "\n".join(map(str, findings))) if findings else None
 
 

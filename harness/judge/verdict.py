@@ -12,7 +12,7 @@ from harness.judge import compiling
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.player import player
-from harness.problem import scan, sources
+from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, ranking, record, schema, stats
 from harness.runner import flush
@@ -106,7 +106,7 @@ class Result:
 def source_hash(submission: Submission) -> str:
     """Of the submission, what it is made of and what it uses of problems/common, as it is now."""
     with sources.rooted(submission.tree):
-        return scan.source_hash(submission.file, submission.folder)
+        return sources.source_hash(submission.file, submission.folder)
 
 
 def exit_code(judged: list[Result], everything: bool) -> int:

@@ -8,12 +8,18 @@ show, and nothing relies on it: on a GPU a call that uses another stream cannot 
 A text is read twice: as it is written, and as its compiler takes it. Python's own compiler gives the names and the
 constants of a file, where escapes, forms of letters and sums of constants are gone; of C++ lines that go on, letters by
 number and neighbouring strings are joined.
+
+Python's compiler may need any time and memory for a small text. So the judge has a text scanned by this file as a
+program, `python -m harness.problem.scan FD`, in a jail (harness/judge/scanning.py). It starts once a run, and needs
+little of the project.
 """
 
 import ast
-import functools
 import io
 import re
+import resource
+import socket
+import sys
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -22,14 +28,19 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from harness.problem import sources
-from problems.common import build, load
+from harness.runner import wire
 
 WORD = re.compile("stream", re.IGNORECASE)
 # The identifier, or the plain word, that holds it. From its begin alone: else a long word is read from each letter on.
 _AROUND = re.compile(r"(?<!\w)\w*stream\w*", re.IGNORECASE)
-_CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)  # also of CUDA sources within a Python file
-_SHOWN = 60  # characters of a line in a message
+_CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LINE_COMMENT = re.compile(r"//[^\n]*")
+_NEVER_CLOSED = "\n*/"  # behind a text: closes a comment that the text does not
+_SHOWN = 60  # characters of a line, or of a word, in a message
+MOST = 200  # findings in a file; of more, those that break a rule come first
+MEMORY = 2 * 2**30  # bytes that the program may take; a file of 1 MiB with the largest tree takes 1 GiB
+# Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
+HIDDEN = ("reference", "check", "wrong", "variants")
 _CALLS = {"exec", "eval", "__import__", "compile"}  # builtins that make code out of text
 # Values of torch.compile that make it capture graphs, and what to do instead.
 _GRAPH_MODES = {
@@ -75,38 +86,21 @@ class Finding:
         return f"{self.file.name}:{self.line}: {self.what}"
 
 
-def closure(file: Path, folder: Path | None = None) -> list[Path]:
-    """All that the submission `file` to the problem `folder` is made of (harness/problem/sources.py); without a folder
-    its own sources alone. ValueError, SyntaxError: one of them cannot be read (harness/problem/folders.py says so
-    beforehand).
-    """
-    return sources.files_of(file) + (sources.brought(file, folder) if folder else [])
-
-
-def source_hash(file: Path, folder: Path | None = None) -> str:
-    """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
-    files = closure(file, folder)
-    return sources.hash_of((*files, *sources.shared(files)))
-
-
-def findings(files: list[Path], baseline: bool = False, ours: bool = True) -> list[Finding]:
-    """Return what breaks the rules in these files, in order. A baseline may not name the word either; what it calls
-    may. ours: the problem has our format; in a comment of a submission to another the word is a warning.
-    """
+def findings(file: Path, content: bytes, baseline: bool, ours: bool) -> list[Finding]:
+    """Return what breaks the rules in a file with this content, see harness/judge/scanning.py."""
+    python = file.suffix == ".py"
+    text = content.decode("utf-8-sig" if python else "utf-8", errors="replace")
+    lines = text.split("\n")
     found: list[Finding] = []
-    for file in files:
-        text = build.read(file).decode(errors="replace")
-        comments = set() if ours else _comments(file, text)
-        written: set[str] = set()
-        for number, line in enumerate(text.splitlines(), 1):
-            matches = list(_AROUND.finditer(line))
-            written |= {match[0] for match in matches if (number, match.start()) not in comments}
-            if matches:
-                found.append(_named(file, number, line, matches[0], {(number, m.start()) for m in matches} <= comments))
-        if file.suffix == ".py" and not baseline:
-            found += _ways_around(file, load.text(file))
-        found += _disguised(file, text, written, ours)
-    return found
+    written: set[str] = set()
+    for number, line, code in zip(range(1, len(lines) + 1), lines, lines if ours else _code(text, python), strict=True):
+        written.update(_AROUND.findall(code))
+        if match := _AROUND.search(line):
+            found.append(_named(file, number, line, match, not _AROUND.search(code)))
+    if python and not baseline:
+        found += _ways_around(file, text)
+    found += _disguised(file, text, written, ours)
+    return found if len(found) <= MOST else sorted(found, key=lambda finding: finding.warns)[:MOST]
 
 
 def _disguised(file: Path, text: str, written: set[str], ours: bool) -> list[Finding]:
@@ -115,20 +109,19 @@ def _disguised(file: Path, text: str, written: set[str], ours: bool) -> list[Fin
     """
     found: dict[str, int] = {}
     for line, said in _read_by_compiler(text, file.suffix == ".py"):
-        for word in _AROUND.findall(said if ours else _CPP_COMMENT.sub(" ", said)):
+        for word in _AROUND.findall(said if ours else _uncommented(said)):
             if word not in written:
                 found.setdefault(word, line)
     return [
-        Finding(file, line, f'"{word}" is put together in the code from here on, and holds the word of rule 1')
+        Finding(file, line, f'"{_short(word)}" is put together in the code from here on, and holds the word of rule 1')
         for word, line in found.items()
     ]
 
 
-@functools.lru_cache(maxsize=4096)  # a composition's files are read for each of its submissions
-def _read_by_compiler(text: str, python: bool) -> tuple[tuple[int, str], ...]:
-    """Return (line, what is taken for code from there on) of those pieces of a source that hold the word."""
+def _read_by_compiler(text: str, python: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, what is taken for code from there on) of those pieces of a source that hold the word."""
     pieces = _read_by_python(text) if python else [(1, _read_by_cpp(text))]
-    return tuple((line, said) for line, said in pieces if WORD.search(said))
+    return ((line, said) for line, said in pieces if WORD.search(said))
 
 
 def _read_by_cpp(text: str) -> str:
@@ -144,7 +137,7 @@ def _read_by_python(text: str) -> Iterator[tuple[int, str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the source: a literal in a comparison, say
             todo = [compile(text, "submission", "exec", dont_inherit=True)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what is no Python is said elsewhere
+    except (SyntaxError, ValueError, RecursionError):  # what is no Python is said elsewhere
         return
     while todo:
         code = todo.pop()
@@ -163,54 +156,83 @@ def _read_by_python(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _named(file: Path, number: int, line: str, match: re.Match, in_comment: bool) -> Finding:
-    shown = line.strip() if len(line.strip()) <= _SHOWN else f"{line.strip()[: _SHOWN - 3]}..."
     holds = "is" if WORD.fullmatch(match[0]) else "contains"
     return Finding(
         file,
         number,
-        f'"{match[0]}" {holds} the reserved word "stream" (rule 1: default stream only; it counts inside other words, '
-        f"comments and strings too). Rename it, or leave it out: {shown}",
+        f'"{_short(match[0])}" {holds} the reserved word "stream" (rule 1: default stream only; it counts inside other '
+        f"words, comments and strings too). Rename it, or leave it out: {_short(line.strip())}",
         in_comment,
     )
 
 
-def _comments(file: Path, text: str) -> set[tuple[int, int]]:
-    """Return (line, column) of each word that holds the reserved one and is in a comment: of Python, or of C++ in a
-    source or in a string of several lines.
-    """
-    if file.suffix != ".py":
-        return _within(text, 1, 0)
-    found: set[tuple[int, int]] = set()
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _code(text: str, python: bool) -> list[str]:
+    """Return the lines of a text without comments: of Python, or of C++ in a source or in a string of several lines."""
+    if not python:
+        return _uncommented(text).split("\n")
+    lines = text.split("\n")
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            (row, column), said = token.start, token.string
+            (row, column), (last, end), said = token.start, token.end, token.string
             if token.type == tokenize.COMMENT:
-                found |= {(row, column + match.start()) for match in _AROUND.finditer(said)}
+                lines[row - 1] = lines[row - 1][:column]
             elif token.type == tokenize.STRING and "\n" in said:
-                found |= _within(said, row, column)
+                whole = lines[row - 1][:column] + _uncommented(said) + lines[last - 1][end:]
+                lines[row - 1 : last] = whole.split("\n")
     except (tokenize.TokenError, IndentationError):  # what is no Python is said elsewhere
         pass
-    return found
+    return lines
 
 
-def _within(text: str, row: int, column: int) -> set[tuple[int, int]]:
-    """Return (line, column) of such words in C++ comments of a text that begins at a place."""
-    found = set()
-    for comment in _CPP_COMMENT.finditer(text):
-        for match in _AROUND.finditer(comment[0]):
-            before = text[: comment.start() + match.start()]
-            line = before.count("\n")
-            found.add((row + line, len(before) - before.rfind("\n") - 1 + (0 if line else column)))
-    return found
+def _uncommented(text: str) -> str:
+    """Return a text, or CUDA source within a Python file, with blanks for its C++ comments. One that is never closed is
+    none, and is looked at once: it hides no comments of a line behind it.
+    """
+    pieces, at = [], 0
+    for comment in _CPP_COMMENT.finditer(text + _NEVER_CLOSED):
+        if comment.end() > len(text):
+            return "".join(pieces) + _LINE_COMMENT.sub(_blank, text[at:])
+        pieces += [text[at : comment.start()], _blank(comment)]
+        at = comment.end()
+    return "".join((*pieces, text[at:]))
 
 
-@functools.lru_cache(maxsize=4096)  # as for _read_by_compiler
-def _ways_around(file: Path, _: str) -> tuple[Finding, ...]:
-    tree = load.parse(file)
+def _blank(comment: re.Match) -> str:
+    return re.sub(r"[^\n]", " ", comment[0])
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every absolute import, those in functions too; `from a import b` counts as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node.func).endswith("import_module"):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def _called(function: ast.expr) -> str:
+    """The last name of what is called, "" if it has none."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def hidden(name: str) -> bool:
+    """Whether the module of that dotted name is one of a problem's that no runner gets to see."""
+    parts = name.split(".")
+    return len(parts) > 2 and parts[0] == "problems" and parts[1] != "common" and parts[2] in HIDDEN
+
+
+def _ways_around(file: Path, text: str) -> list[Finding]:
+    tree = ast.parse(text)
     found = [
         Finding(file, line, f"imports {name}, which no submission gets to see")
-        for line, name in sources.imported(file)
-        if sources.hidden(name)
+        for line, name in imports(tree)
+        if hidden(name)
     ]
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
@@ -229,7 +251,7 @@ def _ways_around(file: Path, _: str) -> tuple[Finding, ...]:
         found += [Finding(file, line, f"imports {name}: code must be readable") for name in sorted(names & _MODULES)]
         if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _rooted(node, "cuda"):
             found.append(Finding(file, line, "captures a graph, which needs a separate stream (rule 1)"))
-    return (*found, *_graph_modes(file, tree))
+    return found + _graph_modes(file, tree)
 
 
 def _graph_modes(file: Path, tree: ast.Module) -> list[Finding]:
@@ -255,3 +277,24 @@ def _rooted(node: ast.Attribute, name: str) -> bool:
     return (isinstance(inner, ast.Attribute) and inner.attr == name) or (
         isinstance(inner, ast.Name) and inner.id == name
     )
+
+
+def main() -> None:
+    """Answer each message of the judge, which comes with a file's content, with the findings in it."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    judge = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        try:
+            message, (descriptor,) = wire.receive(judge)
+        except wire.WireError:
+            return  # the judge is done
+        with open(descriptor, "rb") as content:
+            try:
+                found = findings(Path(message["name"]), content.read(), message["baseline"], message["ours"])
+            except MemoryError:
+                sys.exit(f"to read {message['name']} takes more than {MEMORY / 2**30:g} GiB of memory")
+        wire.send(judge, {"findings": [{"line": f.line, "what": f.what, "warns": f.warns} for f in found]})
+
+
+if __name__ == "__main__":
+    main()

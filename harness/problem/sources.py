@@ -11,21 +11,24 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from harness.problem.scan import hidden, imports
 from harness.results import record
 from problems.common import build, load
 
 SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
-# Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
-HIDDEN = ("reference", "check", "wrong", "variants")
 # What task.py says of sm100 only. It is no part of problem_hash, or records of other targets would seem to be of
 # another problem; a record names its case.
 _LATER = {"BENCHMARKS_SM100", "ONLY_BY_TARGET"}
+_LONGEST = 14_000  # bits of an integer that Python writes in decimal
+_NOTHING = object()
+_NAME_LIMIT = 4096  # characters of a module's dotted name
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -41,6 +44,19 @@ def rooted(tree: Path | None) -> Iterator[None]:
         yield
     finally:
         build.COMMON, load.PROBLEMS = before
+
+
+def closure(file: Path, folder: Path | None = None) -> list[Path]:
+    """All that the submission `file` to the problem `folder` is made of; without a folder its own sources alone.
+    ValueError, SyntaxError: one of them cannot be read (harness/problem/folders.py says so beforehand).
+    """
+    return files_of(file) + (brought(file, folder) if folder else [])
+
+
+def source_hash(file: Path, folder: Path | None = None) -> str:
+    """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
+    files = closure(file, folder)
+    return hash_of((*files, *shared(files)))
 
 
 def files_of(file: Path) -> list[Path]:
@@ -138,20 +154,34 @@ def content(path: Path, docstrings: bool = True) -> bytes:
 
 
 def _targets(node: ast.Assign) -> set[str]:
-    return {ast.unparse(target) for target in node.targets}
+    return {target.id for target in node.targets if isinstance(target, ast.Name)}
 
 
-def _dump(node: Any, docstrings: bool) -> str:
-    """A syntax tree as text, equal for every version of Python: `ast.dump` differs in what it shows of empty fields."""
-    if isinstance(node, list):
-        return f"[{','.join(_dump(one, docstrings) for one in node)}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    if not docstrings and isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-        fields["body"] = fields["body"][1:]
-    parts = [f"{name}={_dump(value, docstrings)}" for name, value in fields.items() if value not in (None, [])]
-    return f"{type(node).__name__}({','.join(parts)})"
+def _dump(tree: ast.AST, docstrings: bool) -> str:
+    """A syntax tree as text, equal for every version of Python: `ast.dump` differs in what it shows of empty fields.
+    A tree of any depth, and a number of any length, has one.
+    """
+    parts: list[str] = []
+    todo: list[tuple[str, Any]] = [("", tree)]  # texts, and what comes behind each; the last one is the next
+    while todo:
+        label, node = todo.pop()
+        parts.append(label)
+        if isinstance(node, ast.AST):
+            fields = dict(ast.iter_fields(node))
+            if not docstrings and isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                fields["body"] = fields["body"][1:]
+            inner = [(f"{name}=", value) for name, value in fields.items() if value not in (None, [])]
+            opening, closing = f"{type(node).__name__}(", ")"
+        elif isinstance(node, list):
+            inner, opening, closing = [("", each) for each in node], "[", "]"
+        else:
+            is_long = isinstance(node, int) and node.bit_length() > _LONGEST
+            parts += [] if node is _NOTHING else [hex(node) if is_long else repr(node)]
+            continue
+        parts.append(opening)
+        todo.append((closing, _NOTHING))
+        todo += [(f",{label}" if number else label, value) for number, (label, value) in enumerate(inner)][::-1]
+    return "".join(parts)
 
 
 def is_composition(folder: Path) -> bool:
@@ -198,7 +228,7 @@ def imported(path: Path) -> tuple[tuple[int, str], ...]:
     return _imported(path, load.text(path))
 
 
-@functools.lru_cache(maxsize=4096)  # a run reads the files of a composition for the scan and for each hash
+@functools.lru_cache(maxsize=4096)  # a run reads the files of a composition for each hash
 def _imported(path: Path, _: str) -> tuple[tuple[int, str], ...]:
     return tuple(imports(load.parse(path)))
 
@@ -209,28 +239,6 @@ def defines(tree: ast.Module, name: str) -> bool:
     return name in set().union(*made)
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every absolute import, those in functions too; `from a import b` counts as a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and _called(node.func).endswith("import_module"):
-            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
-
-
-def _called(function: ast.expr) -> str:
-    """The last name of what is called, "" if it has none."""
-    return getattr(function, "attr", getattr(function, "id", ""))
-
-
-def hidden(name: str) -> bool:
-    """Whether the module of that dotted name is one of a problem's that no runner gets to see."""
-    parts = name.split(".")
-    return len(parts) > 2 and parts[0] == "problems" and parts[1] != "common" and parts[2] in HIDDEN
-
-
 def _module(name: str, folder: Path) -> Path | None:
     """Return the file of the module of that dotted name, or of the one that defines the name; None: not in `folder`."""
     return None if hidden(name) else _found(name, folder, f"problems.{folder.name}")
@@ -238,11 +246,11 @@ def _module(name: str, folder: Path) -> Path | None:
 
 def _found(name: str, folder: Path, package: str) -> Path | None:
     """Return the file of the module `name` of the package `package`, which is `folder`; None: it has no such module."""
-    if not name.startswith(f"{package}."):
+    if not name.startswith(f"{package}.") or len(name) > _NAME_LIMIT:
         return None
     path = folder
     for part in name.removeprefix(f"{package}.").split("."):
-        if (path / f"{part}.py").is_file():
+        if os.path.isfile(path / f"{part}.py"):  # no error for a name that no file can have
             return (path / f"{part}.py").resolve()
         path = path / part
     return None

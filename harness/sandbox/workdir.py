@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.problem import scan, sources
+from harness.problem import sources
 from harness.problem.folders import Problem
 from harness.runner import gate, native, recorder
 from harness.sandbox import policy, reaper
@@ -178,7 +178,7 @@ def key(file: Path, problem: Problem, target: str, tree: Path | None = None) -> 
     digest = hashlib.sha256(repr((target, _versions(target))).encode())
     with sources.rooted(tree):
         common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
-        files = [(path, build.read(path)) for path in scan.closure(file, _home(problem, tree))]
+        files = [(path, build.read(path)) for path in sources.closure(file, _home(problem, tree))]
     ours = [*_task(problem), *problem.files.values(), *common]
     for path, content in files + [(path, path.read_bytes()) for path in ours]:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.checker.checker import Checker
-from harness.problem import folders, scan
+from harness.problem import folders, sources
 from harness.runner import claims, tree
 from problems.common import load
 from problems.dsv4_forward import judged_call
@@ -338,7 +338,7 @@ def test_the_harness_knows_it_as_a_composition():
 )
 def test_what_nobody_gets_to_see_is_not_in_a_submissions_closure(file):
     """Winners are. That all of it obeys the rules is shown in tests/harness/problem/test_scan.py."""
-    files = scan.closure(FOLDER / file, FOLDER)
+    files = sources.closure(FOLDER / file, FOLDER)
     names = {str(path.relative_to(load.PROBLEMS)) for path in files}
     assert {"dsv4_forward/judged_call.py", "dsv4_forward/model.py"} <= names
     assert not names & {f"dsv4_forward/{hidden}.py" for hidden in ("reference", "check", "task")}

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from harness import run
-from harness.problem import folders, scan
+from harness.judge import scanning
+from harness.problem import folders, sources
 from leaderboard import gpu_mode_pack, pack
 from problems.common import build, load
 from tests.support import SUPPORT, forked, popcorn
@@ -113,7 +114,7 @@ def test_packed_winner_is_taken_by_service_and_scan(tmp_path, problem, name, tar
     file = packed(tmp_path, problem, "--variant", name)
     gpus = {"cpu": (), "sm90": ("H100",)}[target]
     assert popcorn.read(file) == popcorn.Request(problem, gpus)
-    assert "from problems" not in file.read_text() and scan.findings([file]) == []
+    assert "from problems" not in file.read_text() and scanning.findings([file]) == []
 
 
 @needs_nvcc
@@ -149,7 +150,7 @@ def test_header_says_where_variant_ran(tmp_path, capsys):
     assert "# IT NEVER RAN ON ITS TARGET, cpu: no record says that it passed there." in head("cpu_portable")
     assert "IT NEVER RAN ON ITS TARGET, cpu" in capsys.readouterr().out
     found = folders.find("nvfp4_gemv").variant("cpu_portable")
-    own = {"target": "cpu", "source_hash": scan.source_hash(found.file, found.folder), "run": "r5"}
+    own = {"target": "cpu", "source_hash": sources.source_hash(found.file, found.folder), "run": "r5"}
     write(results, "cpu-box", full("cpu_portable", 3.0, **own))
     assert "# It ran on cpu-box (2026-01-02), with these sources: geomean" in head("cpu_portable")
 

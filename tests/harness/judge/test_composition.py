@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge import compiling, verdict
-from harness.problem import folders, scan
+from harness.judge import compiling, scanning, verdict
+from harness.problem import folders, sources
 from harness.problem.folders import UsageError
 from harness.results import record
 from harness.sandbox import process, reaper, workdir
@@ -82,10 +82,10 @@ def add(file: Path, text: str) -> None:
 
 def test_a_composition_brings_modules_and_winners(problems):
     submission = winner()
-    files = scan.closure(submission.file, submission.folder)
+    files = sources.closure(submission.file, submission.folder)
     assert names(files, problems) == OWN | MODULES | WINNERS
     assert len(files) == len(set(files)) and files[0] == submission.file
-    assert scan.closure(submission.file) == [submission.file], "without its folder, a file is what stands beside it"
+    assert sources.closure(submission.file) == [submission.file], "without its folder, a file is what stands beside it"
 
 
 def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):
@@ -107,7 +107,7 @@ def test_modules_are_found_at_any_distance_and_however_they_are_imported(problem
     (folder / "e.cpp").write_text('#include "e_tools.h"\n')
     (folder / "e_tools.h").write_text("\n")
     (folder / "submission.py").write_text("from problems.composed import a\n")
-    files = names(scan.closure(folder / "submission.py", folder), folder)
+    files = names(sources.closure(folder / "submission.py", folder), folder)
     inner = {f"inner/{name}.py" for name in ("g", "deep/h", "deep/k")}
     assert files == {"submission.py", *(f"{name}.py" for name in "abcdef"), "e.cpp", "e_tools.h", *inner}
 
@@ -117,7 +117,7 @@ def test_another_problem_brings_nothing(problems):
     add(problems / "composed" / "task.py", "\nCOMPOSITION = False\n")
     (problems / "composed" / "submission.py").write_text("from problems.composed import model\n")
     submission = winner()
-    assert scan.closure(submission.file, submission.folder) == [submission.file]
+    assert sources.closure(submission.file, submission.folder) == [submission.file]
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_one_folder_of_ours_at_most_is_a_composition():
 @pytest.mark.parametrize("name", sorted(OWN | MODULES | WINNERS))
 def test_the_scan_reads_all_of_it(problems, name):
     submission = winner()
-    assert scan.findings(scan.closure(submission.file, submission.folder)) == []
+    assert scanning.findings(sources.closure(submission.file, submission.folder)) == []
     lines = len((problems / name).read_text().splitlines())
     add(problems / name, f"# up{WORD}\n" if name.endswith(".py") else f"// up{WORD}\n")
-    (found,) = scan.findings(scan.closure(submission.file, submission.folder))
+    (found,) = scanning.findings(sources.closure(submission.file, submission.folder))
     assert (found.file, found.line) == (problems / name, lines + 1)
 
 
@@ -189,8 +189,8 @@ def test_what_nobody_gets_to_see_is_not_imported(problems, line):
     file = problems / "composed" / "model.py"
     add(file, line + "\n")
     submission = winner()
-    files = scan.closure(submission.file, submission.folder)
-    (found,) = scan.findings(files)
+    files = sources.closure(submission.file, submission.folder)
+    (found,) = scanning.findings(files)
     assert found.file == file and "which no submission gets to see" in found.what
     assert names(files, problems) == OWN | MODULES | WINNERS
 

@@ -12,7 +12,7 @@ from harness.judge import compiling, console, verdict
 from harness.judge.events import Step
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
-from harness.problem import folders, scan, sources
+from harness.problem import folders, sources
 from harness.problem.folders import Case
 from harness.results import output, record, text
 from tests.support.hostile import HOSTILE, brief
@@ -179,7 +179,7 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         judged.tests += [(Case({"m": m}, 1), Outcome("PASSED")) for m in (1, 2)]
         lines = verdict.Recorder(MOE, "cuda").lines(judged)
         assert len(lines) == 3 and {line["code_hash"] for line in lines} == {code}
-        assert {line["source_hash"] for line in lines} == {scan.source_hash(submission.file, MOE.folder)}
+        assert {line["source_hash"] for line in lines} == {sources.source_hash(submission.file, MOE.folder)}
         assert {line["problem_hash"] for line in lines} == {sources.problem_hash(MOE.folder)}
     assert asked == [tmp_path]
 

@@ -58,6 +58,8 @@ RIGHT = {
     replies.Ready: {"ready": True},
     replies.Failed: {"failed": "call", "type": "ValueError", "memory": False, "text": "Traceback"},
     replies.Started: {"ready": True, "switches": ["grad"]},
+    replies.Found: {"line": 3, "what": "calls exec()", "warns": False},
+    replies.Scanned: {"findings": [{"line": 3, "what": "calls exec()", "warns": False}]},
     replies.Prepared: {"prepared": True},
     replies.Claim: CLAIM,
     replies.Called: {"claims": [CLAIM, {"type": "NoneType"}], "switches": ["gradients"]},

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness import run
-from harness.judge import compiling
-from harness.problem import folders, scan, sources
+from harness.judge import compiling, scanning
+from harness.problem import folders, sources
 from harness.problem.folders import UsageError
 from harness.results import record
 from problems.common import build, load
@@ -56,7 +56,10 @@ def test_a_python_file_that_cannot_be_read_is_a_usage_error(tmp_path, what):
 
 
 def test_a_deep_call_is_still_searched_for_imports(tmp_path):
-    file = written(tmp_path, b"import importlib\nx = importlib.import_module('triton')\ny = a" + b".b()" * 400)
+    """Nor does a deep sum, a long number, or a name that no file can have, end a run that asks for hash and kind."""
+    deep = b"+1" * 900 + b"\nz[1" + b"+1" * 400 + b"] = 0x1" + b"0" * 5000 + b"\nimport problems.common." + b"a" * 300
+    file = written(tmp_path, b"import importlib\nx = importlib.import_module('triton')\ny = a" + b".b()" * 400 + deep)
+    assert len(sources.source_hash(file)) == 16
     assert ("triton" in {name for _, name in sources.imports(load.parse(file))}) and compiling.kind(file) == "call"
 
 
@@ -98,8 +101,8 @@ def test_a_source_may_hold_any_bytes(tmp_path):
     file = written(tmp_path)
     (tmp_path / "sub.cu").write_bytes(bytes(range(256)) + b'\n#include "a\0b.h"\n// upstr' + b"eam\n")
     submission = folders.submission(VECTOR_ADD, file)
-    (found,) = scan.findings(scan.closure(submission.file, submission.folder))
-    assert found.file.name == "sub.cu" and record.source_hash(scan.closure(submission.file, submission.folder))
+    (found,) = scanning.findings(sources.closure(submission.file, submission.folder))
+    assert found.file.name == "sub.cu" and record.source_hash(sources.closure(submission.file, submission.folder))
 
 
 def test_a_linked_submission_is_the_file_that_it_leads_to(tmp_path):

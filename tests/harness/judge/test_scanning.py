@@ -1,0 +1,48 @@
+"""A text that the scan cannot read costs its own submission, in a child with limits, and no other one."""
+
+import os
+import resource
+
+import pytest
+
+from harness.judge import limits, scanning
+from harness.judge.selection import refusal
+from harness.problem import folders
+from tests.harness.problem.test_sources import VECTOR_ADD
+
+# Of each `finally` the compiler makes two copies.
+NESTED = "".join(f"{' ' * n}try:\n{' ' * n} pass\n{' ' * n}finally:\n" for n in range(20)) + " " * 20 + "pass\n"
+
+
+@pytest.fixture
+def submissions(tmp_path):
+    texts = {"nested": NESTED, "named": f"up{'str'}eam = 1\n", "good": "x = 1\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return [folders.submission(VECTOR_ADD, tmp_path / f"{name}.py") for name in texts]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "status", "said"),
+    [
+        pytest.param(60, "RUNTIME_ERROR", "more than 2 GiB of memory", marks=pytest.mark.slow),
+        (2, "TIMEOUT", "no answer within"),
+    ],
+)
+def test_what_cannot_be_scanned_costs_its_own_submission(monkeypatch, submissions, limit_s, status, said):
+    monkeypatch.setattr(limits, "SCAN_LIMIT_S", limit_s)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    nested, named, good = (refusal(submission, "cpu", "cpu") for submission in submissions)
+    assert nested.status == status and "cannot be scanned" in nested.reason and said in nested.reason
+    assert named.status == "RULE_BROKEN" and named.reason.startswith("named.py:1: ") and good is None
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert taken < 2**17, "KiB that the judge itself took"
+
+
+def test_a_fork_asks_no_child_of_its_parent(monkeypatch, submissions):
+    monkeypatch.setattr(scanning, "_found", {})
+    assert len(scanning.findings([submissions[1].file])) == 1
+    if not (pid := os.fork()):
+        os._exit(len(scanning.findings([submissions[1].file], ours=False)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert scanning.findings([submissions[2].file]) == []

@@ -183,10 +183,10 @@ class Checker:
             },
         }
 
-    def narrow(self, message: dict, _: list[int]) -> dict:
-        """Return "narrow": whether contents lose their variety with seeds of 63 bits (harness/checker/foreign.py)."""
+    def seeds(self, message: dict, _: list[int]) -> dict:
+        """Return "bits": how many bits seeds may have (harness/checker/foreign.py)."""
         self.pristine = self.want = None
-        return {"narrow": foreign.is_narrow(self.reference, message["case"], message["seed"])}
+        return {"bits": foreign.seed_bits(self.reference, message["case"], message["seed"])}
 
     def _held(self) -> int:
         """Return the bytes of inputs and outputs, each once: a buffer for an answer is both."""

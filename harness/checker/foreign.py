@@ -13,7 +13,7 @@ from harness.checker import forms, inputs, memory
 from harness.runner import claims, failure, objects, tree
 from harness.runner.failure import RefusedError
 
-LARGE_SEED = 2**62
+SEED_BITS = (63, 53, 32, 31, 24)  # what 64 bits, fp64, numpy's seed, C's int and fp32 hold, the largest first
 LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
 
 
@@ -23,16 +23,20 @@ def see_complete(reference: ModuleType) -> None:
         raise RefusedError(f"reference.py must define {', '.join(objects.JUDGES)}, found no {', '.join(missing)}")
 
 
-def is_narrow(reference: ModuleType, case: dict, seed: int) -> bool:
-    """Return whether contents of a case lose variety, or cannot be made, with a seed of 63 bits. A folder that adds
-    the seed to numbers of fp32 makes constants of them. seed: the case's own.
+def seed_bits(reference: ModuleType, case: dict, seed: int) -> int:
+    """Return the most of SEED_BITS that a seed may have so that contents of a case can be made and keep their variety;
+    0: none. A folder that adds a large seed to numbers of fp32 makes constants of them. seed: the case's own.
     """
     before = memory.variety(inputs.of_folder(reference, {**case, "seed": seed}))
-    try:
-        data = inputs.of_folder(reference, {**case, "seed": seed + LARGE_SEED})
-    except Exception:  # whatever a folder's code raises that was not made for such seeds
-        return True
-    return any(b < LEAST_VARIETY * a for a, b in zip(before, memory.variety(data), strict=False))
+    for bits in SEED_BITS:
+        half = 2 ** (bits - 1)
+        try:
+            data = inputs.of_folder(reference, {**case, "seed": half + seed % half})
+        except Exception:  # whatever a folder's code raises that was not made for such seeds
+            continue
+        if all(b >= LEAST_VARIETY * a for a, b in zip(before, memory.variety(data), strict=False)):
+            return bits
+    return 0
 
 
 def see_answer(answer: object, device: str) -> None:

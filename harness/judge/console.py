@@ -150,6 +150,7 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
     for j in sorted(judged, key=_order):
         limits = f"; {j.submission.limits}" if j.submission.only and not j.reason else ""
         kind = f" (baseline, unranked{limits})" if j.submission.baseline else ""
+        kind += f"; {j.remark}" if j.remark and j.verdict == "PASSED" else ""
         if j.metric:
             value, lo, hi = j.metric
             roofline = stats.geomean([t.readings.roofline_us / t.median for t in j.times])

@@ -62,6 +62,7 @@ class Judging:
             for j in (*judged, *self.opponents):
                 handle = self.handles.get(j.submission.name)
                 j.audit = dataclasses.asdict(handle.audit) if handle else self._noted_audit(j.submission.name)
+                j.remark = session.remark
             self.recorder.warnings += session.notes
 
     def _test(self, session: Session, cases: list[Case]) -> None:

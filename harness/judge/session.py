@@ -21,6 +21,7 @@ from harness.sandbox.process import Died
 
 CLOSED_AT_ONCE = 16  # processes
 LEAST_SEED_BITS = 16  # of a secret seed
+STORABLE_BITS = 31  # with fewer, answers to all seeds can be stored
 SWITCHES_SHOWN = 4  # of those that a submission changed
 
 
@@ -41,7 +42,8 @@ class Session:
         self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self.present: Content  # from the first `content` on
-        self._seeds_below: int | None = None  # bound of secret seeds; None: not known yet
+        self._seed_bits: int | None = None  # of secret seeds; None: not known yet
+        self.remark = ""  # what a verdict PASSED of this session does not show
         self._weights = 0  # number of the present weights
         self._split = False  # whether the problem has weights apart from inputs
         self.weights_bytes = 0  # of the present weights' memory on a GPU
@@ -79,16 +81,18 @@ class Session:
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:
-        """Return a seed that nobody knows, of 63 bits, or of the cases' own size where contents need such ones."""
-        if self._seeds_below is None:
-            self._seeds_below = 2**63
-            message = {"op": "narrow", "case": case.params, "seed": case.seed}
-            if not self.problem.ours and self.checker.ask(message)["narrow"]:
-                self._seeds_below = 2 ** max(LEAST_SEED_BITS, case.seed.bit_length())
-                self.notes.append(
-                    f"seeds below {self._seeds_below}: with larger ones this folder's contents lose their variety"
-                )
-        return secrets.randbelow(self._seeds_below)
+        """Return a seed that nobody knows, of 63 bits, or of as many as a folder's contents bear (`foreign.seed_bits`);
+        of the cases' own size where that is none.
+        """
+        if self._seed_bits is None:
+            message = {"op": "seeds", "case": case.params, "seed": case.seed}
+            most = 63 if self.problem.ours else self.checker.ask(message)["bits"]
+            bits = self._seed_bits = most or max(LEAST_SEED_BITS, case.seed.bit_length())
+            if bits < 63:
+                self.notes.append(f"seeds of {bits} bits: with larger ones this folder's contents lose their variety")
+            if bits < STORABLE_BITS:
+                self.remark = f"contents have seeds of only {bits} bits, so answers to all of them can be stored"
+        return secrets.randbits(self._seed_bits)
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""

@@ -57,7 +57,7 @@ class Result:
     ranking_by: the problem's. attempt: how many runs timed a variant of this name on this machine, this one included;
     None for a run that does not count. confirms: of times that confirm a first place, the leader that they were taken
     against. before: the submission as it stood at each earlier measurement of this run; those times are superseded.
-    audit: the session's, as in the record.
+    audit: the session's, as in the record. remark: what the verdict PASSED does not show, in words.
     """
 
     submission: Submission
@@ -76,6 +76,7 @@ class Result:
     confirms: dict | None = None  # {variant, run_id, source_hash, paired}
     before: list[Result] = field(default_factory=list)
     audit: dict | None = None
+    remark: str = ""
 
     def __post_init__(self) -> None:
         self.source_hash = self.source_hash or source_hash(self.submission)
@@ -283,7 +284,7 @@ class Recorder:
         return {
             **self.base(judged, "test", case.params),
             "status": outcome.status,
-            "reason": outcome.reason,
+            "reason": judged.remark if outcome.status == "PASSED" else outcome.reason,
             "error": outcome.error,
             "seeds": [str(case.seed)],
         }
@@ -294,7 +295,7 @@ class Recorder:
         line = {
             **self.base(judged, "benchmark", time.case.params),
             "status": time.failure.status if time.failure else "PASSED",
-            "reason": time.failure.reason if time.failure else "",
+            "reason": time.failure.reason if time.failure else judged.remark,
             "roofline_us": readings.roofline_us,
             "roofline_kind": readings.roofline_kind,
             "roofline_config": readings.roofline_config,

@@ -40,6 +40,7 @@ class Stop(Exception):
 
 class FakeSession(contextlib.AbstractContextManager):
     notes: tuple[str, ...] = ()
+    remark = ""
 
     def __init__(self, *_: object) -> None:
         pass

@@ -21,7 +21,7 @@ from harness.results import environment, ranking, record
 from harness.results.run_file import RunFile
 from harness.sandbox import freezer
 from tests.support import SUPPORT
-from tests.support.recorded import SOURCE, Stop, files, first, judge, records, unfinished
+from tests.support.recorded import SOURCE, FakeSession, Stop, files, first, judge, records, unfinished
 from tests.support.records import run_line
 
 GPU_MODE = SUPPORT / "gpu_mode" / "vectoradd"
@@ -39,7 +39,8 @@ def events(file) -> list[str]:
     return [json.loads(line)["event"] for line in file.read_text().splitlines()]
 
 
-def test_a_whole_run_is_one_file(world, folder, capsys):
+def test_a_whole_run_is_one_file(world, folder, monkeypatch, capsys):
+    monkeypatch.setattr(FakeSession, "remark", "can be stored")
     assert judge(folder, "--all") == 0
     (file,) = files()
     assert file.ended and file.records == records() and len(records()) == 2 * (3 + 2)
@@ -48,7 +49,8 @@ def test_a_whole_run_is_one_file(world, folder, capsys):
     assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {freezer.CLOCK}
     assert {"mode", "variant", "shard", "json"} <= set(file.run["arguments"]) and len(file.run["tests"]) == 3
     assert [one["variant"] for one in file.run["submissions"]] == ["good", "other"]
-    assert first()[0] == "good" and "attempt 1" in capsys.readouterr().out
+    assert {r["reason"] for r in records()} == {"can be stored"}
+    assert first()[0] == "good" and "attempt 1; can be stored" in capsys.readouterr().out
     for line in file.path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 

@@ -1,8 +1,12 @@
 """Folders with the traits of other people's problems: a right and a wrong submission of each are told apart."""
 
+from types import SimpleNamespace
+
+import numpy
 import pytest
 import torch
 
+from harness.checker import foreign
 from harness.checker.checker import Caught, Checker
 from harness.judge import limits, phases, replay, replies
 from harness.judge.handle import RunnerHandle
@@ -70,8 +74,24 @@ def test_seeds_are_of_a_size_that_the_contents_bear(tmp_path):
         cases = list(found.benchmarks["cpu"])
         times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, HOW["cpu"])
     assert [time.failure.status for time in times["wrong"]] == ["INCORRECT"]
-    assert any("lose their variety" in note for note in session.notes)
+    assert any("lose their variety" in note for note in session.notes) and "can be stored" in session.remark
     assert all(0 <= int(seed) < 2**17 for group in readings for seed in group.seeds)
+
+
+@pytest.mark.parametrize(
+    ("bits", "make"),
+    [
+        (63, lambda n, seed: torch.rand(n, generator=torch.Generator().manual_seed(seed))),
+        (53, lambda n, seed: torch.arange(n, dtype=torch.float64) + float(seed)),
+        (32, lambda n, seed: torch.from_numpy(numpy.random.RandomState(seed).rand(n))),
+        (31, lambda n, seed: torch.arange(n, dtype=torch.int32) + torch.tensor(seed, dtype=torch.int32)),
+        (24, lambda n, seed: torch.arange(n, dtype=torch.float32) + seed),
+        (0, lambda n, seed: torch.rand(n) + torch.tensor(float(seed))),
+    ],
+)
+def test_the_most_bits_that_seeds_may_have(bits, make):
+    reference = SimpleNamespace(generate_input=lambda n, seed: make(n, seed))
+    assert foreign.seed_bits(reference, {"n": 64}, 5) == bits
 
 
 def outcomes(tmp_path, made: Folder, files: tuple = ("submission",), twice: bool = False) -> dict[str, list[Outcome]]:

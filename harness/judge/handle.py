@@ -244,7 +244,8 @@ class RunnerProcess:
 
     def remove(self) -> None:
         if self.workdir:
-            self.workdir.remove()
+            with contextlib.suppress(OSError):  # what cannot be removed now goes with the judge's own folder
+                self.workdir.remove()
             self.workdir = None
 
 
@@ -301,7 +302,9 @@ class RunnerHandle:
     def start(
         self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]
     ) -> None:
-        """Start its process and send it what to import. `RunnerProcess.receive` has the answer."""
+        """Start its process and send it what to import. `RunnerProcess.receive` has the answer. Died: its files cannot
+        be laid out.
+        """
         problem, device = checker.problem, "cpu" if compile_only else checker.device
         arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
         stoppable = checker.device == "cpu" and not compile_only

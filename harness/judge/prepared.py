@@ -31,7 +31,7 @@ def measure(handle: RunnerHandle, heap: bool = False) -> int | None:
     except Died as died:
         handle.lose(process.failure(died))
         return None
-    return process.child.private_bytes() + process.workdir.bytes_written()
+    return process.child.private_bytes() + process.workdir.jail.taken()
 
 
 def measure_counted(handle: RunnerHandle) -> int | None:

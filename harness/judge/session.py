@@ -101,13 +101,17 @@ class Session:
             self.build(*fresh)
         for handle in fresh:
             handle.broken = handle.broken or self._breaks.get(handle.name)
-        fresh = [handle for handle in fresh if not handle.broken]
-        for handle in fresh:
-            handle.start(self.checker, compile_only, self.call_limit_s, functools.partial(self._switches_of, handle))
+            if handle.broken:
+                continue
+            switched = functools.partial(self._switches_of, handle)
+            try:
+                handle.start(self.checker, compile_only, self.call_limit_s, switched)
+            except Died as died:
+                self._break(handle, Outcome(died.status, died.reason))
             if handle not in self.handles:
                 self.handles.append(handle)
         deadline = time.monotonic() + self.import_limit_s  # for all of them together
-        for handle in fresh:
+        for handle in [handle for handle in fresh if handle.process]:
             try:
                 reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
                 handle.running.child.pause()

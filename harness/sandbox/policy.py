@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.sandbox import confine, syscalls
+from harness.sandbox import confine, reaper, syscalls
 
 ROOT = Path(__file__).resolve().parents[2]
 UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a user or a service
@@ -79,6 +79,18 @@ class Jail:
             "write": [str(self.home), str(self.tmp), str(self.cache)],
             "devices": [str(path) for name in DEVICES for path in Path("/dev").glob(name)],
         }
+
+    def taken(self, option: str = "-B1") -> int:
+        """Return the bytes of disk that home/, tmp/ and cache/ take now, with "--inodes" the number of what is in them,
+        however long the paths and whatever the rights there are.
+        """
+        folders = list(map(str, dict.fromkeys((self.home, self.tmp, self.cache))))
+        for _ in range(2):
+            status, counts = reaper.run_tool("du", "-s", option, "--", *folders)
+            if status == 0:
+                break
+            reaper.run_tool("chmod", "-R", "u+rwx", "--", *folders)  # or something went while it was counted
+        return sum(int(line.split()[0]) for line in counts.splitlines())
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
         """Return the whole environment of the process. extra: what the judge adds."""

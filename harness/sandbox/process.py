@@ -33,6 +33,8 @@ REAPER_LIMIT_S = 30  # until the reaper has started the child; and beyond its ow
 SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
 CLOSE_S = 0.1  # for a child to end by itself; what a torch process does beyond that is of no use to anybody
 MEMORY_SHARE = 0.6  # of the memory that is available when a child starts; beyond that it is killed
+# What the files of a jailed child may take, or half of what is free when it starts.
+FILES_LIMIT = {"-B1": 4 * 2**30, "--inodes": 200_000}
 
 
 class Died(RuntimeError):
@@ -150,7 +152,9 @@ class Child:
             theirs.close()
         self._stoppable, self._resting = stoppable, False
         self._process = self._guarded.process
-        self._jailed = jail is not None
+        self._jail = jail
+        self._room = _free(jail)  # on disk: what was free when its files were last counted, and these
+        self._most = {option: min(most, self._room[option] // 2) or most for option, most in FILES_LIMIT.items()}
         self._memory_limit = int(MEMORY_SHARE * available_memory())
         self.excess = ""  # why it was killed while another child was waited for
         self._given: set[tuple[int, int]] = set()  # (device, inode) of what came with messages
@@ -223,7 +227,7 @@ class Child:
             raise Died("TIMEOUT", f"no answer within {timeout_s:g} s; it and all it had started were killed") from None
         except (wire.WireError, OSError) as error:  # a reset is one: it died with a message unread
             raise self._died(str(error)) from None
-        if self._jailed and fds and not descriptors:
+        if self._jail and fds and not descriptors:
             for fd in fds:
                 os.close(fd)
             self.kill()
@@ -254,6 +258,17 @@ class Child:
                 f"out of memory: took {resident / 2**30:.1f} GiB of host memory, the limit is "
                 f"{self._memory_limit / 2**30:.1f} GiB"
             )
+        return self._overfilled(self._jail) if self._jail else ""
+
+    def _overfilled(self, jail: Jail) -> str:
+        """What its files take too much, in words. They are counted only where so much less is free than before."""
+        for option, free in _free(jail).items():
+            if self._room[option] - free > self._most[option]:
+                taken = jail.taken(option) + (self._held()[1] if option == "-B1" else 0)
+                if taken > self._most[option]:
+                    unit = "bytes of files" if option == "-B1" else "files"
+                    return f"out of disk: has {taken:,} {unit}, the limit is {self._most[option]:,}"
+                self._room[option] = free + taken
         return ""
 
     def request(self, message: dict, timeout_s: float, fds: tuple[int, ...] = ()) -> tuple[dict, list[int]]:
@@ -270,12 +285,16 @@ class Child:
         What came with messages (its buffers) and what it maps of files that have a name do not count; memory that a
         driver pins for it is not to be seen.
         """
+        return sum(self._held())
+
+    def _held(self) -> tuple[int, int]:
+        """-> (bytes of memory, bytes of files that have no name any more) as of `private_bytes`."""
         total, nameless = 0, {}
         for pid in (self.pid, *reaper.descendants(self.pid)):
             own, files = _private(pid)
             total += own
             nameless |= {key: max(size, nameless.get(key, 0)) for key, size in files.items()}
-        return total + sum(size for key, size in nameless.items() if key not in self._given)
+        return total, sum(size for key, size in nameless.items() if key not in self._given)
 
     def close(self) -> None:
         """Ask it to end by closing the socket; kill what is left after a moment."""
@@ -343,6 +362,12 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _free(jail: Jail | None) -> dict[str, int]:
+    """What is free where a jailed child writes, by option of FILES_LIMIT: bytes, and how many files."""
+    found = os.statvfs(jail.tmp if jail else "/")
+    return {"-B1": found.f_bavail * found.f_frsize, "--inodes": found.f_ffree}
 
 
 def _environment(extra: dict[str, str] | None) -> dict[str, str]:

@@ -138,21 +138,25 @@ def _watch(control: int, pid: int) -> int | None:
             return None
 
 
+def run_tool(*argv: str) -> "tuple[int, str]":
+    """Run a program of coreutils, also where the user's PATH has none. -> (exit status, output)."""
+    import subprocess  # takes milliseconds, and most reapers run nothing
+
+    env = {"PATH": f"{os.defpath}:{os.environ.get('PATH', '')}"}
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+    return done.returncode, done.stdout.decode(errors="replace")
+
+
 def remove_tree(path: str) -> None:
     """Delete a folder with all that is in it, also where a process made it unreadable or deeper than any path.
 
     OSError: something is still there after a while.
     """
-    import subprocess  # takes milliseconds, and most reapers remove nothing
-
-    # Also where the user's PATH has no such programs.
-    env = {"PATH": f"{os.defpath}:{os.environ.get('PATH', '')}"}
     for _ in range(50):
-        subprocess.run(["rm", "-rf", "--one-file-system", "--", path], stderr=subprocess.DEVNULL, env=env)
+        run_tool("rm", "-rf", "--one-file-system", "--", path)
         if not os.path.lexists(path):
             return
-        # Of folders that their owner may not enter.
-        subprocess.run(["chmod", "-R", "u+rwx", "--", path], stderr=subprocess.DEVNULL, env=env)
+        run_tool("chmod", "-R", "u+rwx", "--", path)  # of folders that their owner may not enter
         time.sleep(0.05)  # a process that is about to be killed may still write there
     raise OSError(f"could not remove {path}")
 

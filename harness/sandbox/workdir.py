@@ -12,6 +12,7 @@ No reference, no wrong/, no other variant, no results.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -28,12 +29,14 @@ from harness.problem import sources
 from harness.problem.folders import Problem
 from harness.runner import gate, native, recorder
 from harness.sandbox import policy, reaper
+from harness.sandbox.process import Died
 from problems.common import build, load
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_LIMIT = 2 * 2**30  # bytes of one compile step's caches
 CACHE_FILES = 50_000  # files and folders of them
-CACHE_DEPTH = 40  # folders within folders
+CACHE_PATH = 600  # letters of a path within them: it has to fit behind that of another folder
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EROFS)  # the machine is
 HALF_FILLED_S = 24 * 3600  # after which a folder that is still being filled is one that a killed process left
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
 OUTSIDE = "submission"  # folder of a submission that does not lie in its problem's
@@ -79,7 +82,7 @@ class Workdir:
     ) -> "Workdir":
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
         is made; tree: a copy of another commit's files, in which `file` lies. BuildError: the judge's own code does not
-        compile here. ValueError: its closure cannot be read, or laid out.
+        compile here. ValueError: its closure cannot be read, or laid out. Died: a path is too long here, or the like.
         """
         with contextlib.ExitStack() as stack:
             uid = stack.enter_context(policy.user())
@@ -101,8 +104,14 @@ class Workdir:
                     if copied.setdefault(private, path) != path:
                         raise ValueError(f"{path} would take the place of {copied[private]} in the runner's folder")
             for private, path in copied.items():
-                private.parent.mkdir(parents=True, exist_ok=True)
-                private.write_bytes(build.read(path))
+                try:
+                    private.parent.mkdir(parents=True, exist_ok=True)
+                    private.write_bytes(build.read(path))
+                except OSError as error:
+                    if error.errno in FULL:
+                        raise
+                    why = f"the runner cannot have a copy of {path.name}: {error.strerror}"
+                    raise Died("RUNTIME_ERROR", why) from None
             files = {name: str(folder / name) for name in problem.files}
             if built:
                 copy_tree(built, cache)
@@ -130,21 +139,11 @@ class Workdir:
             text = text.replace(private, path)
         return text
 
-    def bytes_written(self) -> int:
-        """Bytes of disk that home/, tmp/ and cache/ take now."""
-        total = 0
-        for top in (self.jail.home, self.jail.tmp, self.jail.cache):
-            for folder, folders, files in os.walk(top):
-                for name in folders + files:
-                    with contextlib.suppress(OSError):
-                        total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
-        return total
-
     def publish(self, key: str, tree: Path | None = None) -> Path:
         """Keep cache/, less the judge's own code, for the next runners of this closure. -> the folder that holds it.
 
         Only once the runner has ended. What has this key already stays as it is. CacheError: see CACHE_LIMIT,
-        CACHE_FILES, CACHE_DEPTH. Links and special files are left out. tree: as for make.
+        CACHE_FILES, CACHE_PATH. Links and special files are left out. tree: as for make.
         """
         closures = _closures(tree)
         target = closures / key
@@ -157,7 +156,10 @@ class Workdir:
         with tempfile.TemporaryDirectory(prefix="tmp-", dir=closures) as scratch:
             made = Path(scratch, "made")
             made.mkdir()
-            copy_tree(self.jail.cache, made)
+            try:
+                copy_tree(self.jail.cache, made)
+            except OSError as error:
+                raise CacheError(f"a file cannot be copied: {error.strerror}") from None
             with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
                 made.rename(target)
         return target
@@ -198,22 +200,22 @@ def copy_tree(source: Path, target: Path) -> None:
     """The plain files and folders of `source`, but for OURS, into `target`, which exists. Nothing else: a link could
     lead anywhere. Files keep only whether they are executable. CacheError: too much.
     """
-    todo = [(source, target, 0)]
+    todo = [(source, target)]
     size = count = 0
     while todo:
-        here, there, depth = todo.pop()
-        if depth > CACHE_DEPTH:
-            raise CacheError(f"caches may be {CACHE_DEPTH} folders deep: {here.name}")
+        here, there = todo.pop()
         with os.scandir(here) as entries:
             for entry in entries:
                 count += 1
+                if len(entry.path) - len(str(source)) > CACHE_PATH:
+                    raise CacheError(f"paths within caches may have {CACHE_PATH} letters")
                 if count > CACHE_FILES:
                     raise CacheError(f"caches may hold {CACHE_FILES} files, these hold more")
                 if entry.name.startswith(OURS):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     (there / entry.name).mkdir(mode=0o755)
-                    todo.append((Path(entry.path), there / entry.name, depth + 1))
+                    todo.append((Path(entry.path), there / entry.name))
                 elif entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
                     size += status.st_size

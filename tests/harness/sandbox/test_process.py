@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness.sandbox import policy, process
+from harness.sandbox import policy, process, reaper
 from harness.sandbox.process import Child, Died
 from tests.support.jails import (
     LIMIT_S,
@@ -39,6 +39,39 @@ def test_memory_of_everything_it_started_counts(tmp_path, monkeypatch):
     with pytest.raises(Died, match="out of memory") as died:
         ask(child, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hoard!r}])")
     assert died.value.status == "RUNTIME_ERROR"
+
+
+WRITES = """
+folder, kept = os.open(os.environ["TMPDIR"], os.O_RDONLY), []
+for _ in range(depth):
+    os.mkdir("n" * 250, 0o300, dir_fd=folder)
+    folder = os.open("n" * 250, os.O_PATH, dir_fd=folder)
+for n in range(10**7):
+    with open(os.open(str(n), os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
+        file.write(bytes(size))
+        if nameless:
+            os.unlink(str(n), dir_fd=folder)
+            kept.append(os.dup(file.fileno()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("depth, size, nameless = 0, 2**22, False", "bytes of files, the limit is 134,217,728"),
+        ("depth, size, nameless = 0, 2**22, True", "bytes of files, the limit is 134,217,728"),
+        ("depth, size, nameless = 1200, 2**22, False", "bytes of files, the limit is 134,217,728"),
+        ("depth, size, nameless = 0, 0, False", "files, the limit is 3,000"),
+    ],
+    ids=["files", "without a name", "deep and closed to its owner", "many"],
+)
+def test_files_have_a_limit_in_sum(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr(process, "FILES_LIMIT", {"-B1": 2**27, "--inodes": 3000})
+    child = Child("jailed", jail=jail_in(tmp_path))
+    with pytest.raises(Died, match=f"out of disk: has .* {said}") as died:
+        ask(child, f"import os\n{words}\n{WRITES}")
+    assert died.value.status == "RUNTIME_ERROR" and not alive(child.pid)
+    reaper.remove_tree(str(tmp_path / "tmp"))
 
 
 def test_a_child_cannot_fill_the_judge_with_descriptors(tmp_path):

@@ -1,5 +1,6 @@
 """A runner's private folder: what is in it and what is not, what is kept of it, and that nothing else stays."""
 
+import errno
 import os
 import shutil
 import signal
@@ -251,19 +252,24 @@ def test_links_and_special_files_are_not_kept(builds, box, tmp_path):
     assert not any(path.is_symlink() for path in (builds / "closures").rglob("*"))
 
 
+def unreadable(*_: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
 @pytest.mark.parametrize(
     ("limit", "value", "said"),
     [
         ("CACHE_LIMIT", 1000, "GiB"),
         ("CACHE_FILES", 5, "files"),
-        ("CACHE_DEPTH", 3, "deep"),
+        ("CACHE_PATH", 9, "letters"),
+        ("shutil.copyfile", unreadable, "cannot be copied: Permission denied"),
     ],
 )
 def test_a_cache_that_is_too_much_is_refused_whole(builds, box, monkeypatch, limit, value, said):
     deep = box.jail.cache / "a" / "b" / "c" / "d" / "e"
     deep.mkdir(parents=True)
     (deep / "large").write_bytes(bytes(2000))
-    monkeypatch.setattr(workdir, limit, value)
+    monkeypatch.setattr(f"harness.sandbox.workdir.{limit}", value)
     with pytest.raises(CacheError, match=said):
         box.publish("k")
     assert not list((builds / "closures").iterdir())
@@ -339,10 +345,10 @@ def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):
 
 
 def test_what_it_wrote_is_counted(box):
-    before = box.bytes_written()
+    before = box.jail.taken()
     (box.jail.cache / "xdg").mkdir()
     (box.jail.cache / "xdg" / "hidden").write_bytes(os.urandom(2**20))
-    assert 2**20 <= box.bytes_written() - before < 2**20 + 2**15
+    assert 2**20 <= box.jail.taken() - before < 2**20 + 2**15
 
 
 SCRIPT = """

@@ -16,30 +16,8 @@ from harness.results import record, text
 from harness.sandbox.policy import SandboxError
 from problems.common import build
 
-_ERRORS = {
-    errno.EACCES,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.ELOOP,
-    errno.EMFILE,
-    errno.ENAMETOOLONG,
-    errno.ENFILE,
-    errno.ENODEV,
-    errno.ENOEXEC,
-    errno.ENOLCK,
-    errno.ENOMEM,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.ENXIO,
-    errno.EOPNOTSUPP,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ESTALE,
-    errno.ETXTBSY,
-}
+# What only a bug of the judge brings. A missing file may be the user's, see below.
+_BUGS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.EISDIR, errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST}
 _SAID = 500  # characters
 
 
@@ -68,6 +46,6 @@ def _of_system(error: OSError) -> str | None:
     ]
     # A missing file is a bug of the judge, except in folders that the user chose, or where tempfile finds none.
     missing = error.errno in (errno.ENOENT, errno.EEXIST) and (helps or path is None)
-    if error.errno is not None and error.errno not in _ERRORS and not missing:
+    if error.errno in _BUGS and not missing:
         return None
     return "; ".join([record.said_of(error), *helps[:1]])

@@ -48,7 +48,7 @@ def images(data: bytes) -> Iterator[tuple[memoryview, list[memoryview]]]:
         contents, end = _contents(view[start:])
         if contents:
             yield view[start : start + _length(view[start:])], contents
-        start = data.find(_MAGIC, start + end)  # cubins do not overlap, so each byte is looked at once
+        start = data.find(_MAGIC, start + max(end, 1))  # cubins do not overlap: each byte is looked at once
 
 
 def _contents(elf: memoryview) -> tuple[list[memoryview], int]:

@@ -57,6 +57,7 @@ def test_other_code_and_other_constants_have_another(tmp_path):
     "data",
     [
         b"",
+        cubins._HEADER.pack(cubins._MAGIC, 2, 190, 1, 0, 0, 0, 0, 64, 0, 0, 64, 0, 0),
         cubins._MAGIC,
         ONE[:70],
         ONE[:-1],
@@ -68,7 +69,7 @@ def test_other_code_and_other_constants_have_another(tmp_path):
         cubins._MAGIC * 100_000,
         cubin(*[(TEXT, b"")] * 5000),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_is_no_cubin_has_no_code(tmp_path, data):
     assert hashed(tmp_path, a_cubin=data) is None

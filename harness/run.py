@@ -8,6 +8,7 @@ from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import re
 import sys
@@ -17,15 +18,11 @@ from typing import TextIO
 # The repository, not harness/, is where imports start.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from harness.judge.options import Options, given  # noqa: E402
+from harness.judge.options import Options, given, spelled  # noqa: E402
 from harness.results import output  # noqa: E402
 from problems.common import venv  # noqa: E402
 
 NAME = "harness/run.py"
-MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
-# The options that --device model refuses.
-NOT_MODELLED = ("all", "against", "resume", "shard", "check_only", "lint", "sanitize")
-INTERRUPTED_EXIT = 130  # as shells say it
 SHARD = re.compile(r"(\d{1,4})/(\d{1,4})")
 # The options that have an effect in a run of each kind, besides ALWAYS; others are refused. The first kind whose option
 # is given counts, else that of the mode.
@@ -34,6 +31,7 @@ CHOSEN = "variant submission all case"
 EFFECTIVE = {
     "--print-completion": "print_completion",
     "--list": "list problem events",
+    "--device model": f"mode variant submission case seed timeout json {ALWAYS}",
     "--lint": f"lint {ALWAYS}",
     "--check-only": f"check_only {ALWAYS}",
     "--sanitize": f"sanitize {CHOSEN} {ALWAYS}",
@@ -50,78 +48,9 @@ options that are not listed here; PROBLEM comes before them."""
 
 
 def parser() -> argparse.ArgumentParser:
-    about = "Check and time kernels of a problem."
-    p = output.Parser(NAME, description=about, epilog=CHECK_HELP)
-    p.add_argument("problem", nargs="?", metavar="PROBLEM", help="a name in problems/, or a folder (GPU MODE's too)")
-    p.add_argument(
-        "--mode",
-        choices=MODES,
-        help="leaderboard: test, benchmark, record; latency: a model's decode step",
-    )
-    p.add_argument("--variant", metavar="NAME", help="a file of variants/ instead of the winner")
-    p.add_argument("--submission", metavar="FILE", help="a file of your own")
-    p.add_argument(
-        "--against",
-        metavar="VARIANT_OR_FILE",
-        help="interleaved pairs; ratio with its 95 %% interval; REV:VARIANT is the variant as it was at a commit",
-    )
-    p.add_argument(
-        "--processes", type=output.Value(int, "2 to 1000"), metavar="N", help="2 to 1000 of each: more tell more"
-    )
-    p.add_argument(
-        "--fail-on-regression",
-        type=output.Value(float, "0 or more, in percent"),
-        metavar="PERCENT",
-        help="with --against: exit code 8 if the 99 %% interval of a case, or of all together, is over 1 + PERCENT %%",
-    )
-    p.add_argument(
-        "--all", action="store_true", help="every variant that this machine can run, baselines too, in one run"
-    )
-    p.add_argument(
-        "--device",
-        metavar="{cpu,cuda,cuda:N,model}",
-        help="default: cuda, the first visible GPU, where there is one; model executes a GPU variant's PTX on the CPU",
-    )
-    p.add_argument(
-        "--case", metavar="TEXT", help="only cases with all these words, such as k=64 or 'tokens=4096 router=uniform'"
-    )
-    p.add_argument(
-        "--seed", type=output.Value(int, "0 to 2^63 - 1"), help="seed of the test cases (timed calls have secret seeds)"
-    )
-    p.add_argument(
-        "--timeout",
-        type=output.Value(float, "positive and finite, in seconds"),
-        metavar="S",
-        help="seconds a call may take (default 30, the first 120)",
-    )
-    p.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the records of this run to FILE as well, in place of what it holds; -: to standard output, and all "
-        "else to standard error",
-    )
-    p.add_argument("--events", metavar="FILE", help="append a JSON line to FILE for each phase, verdict and mismatch")
-    p.add_argument("--quiet", action="store_true", help="print the verdicts only")
-    p.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN_ID",
-        help="go on with a run that was killed, by default the newest unfinished one, with its options; --json and "
-        "--events may be given again",
-    )
-    p.add_argument("--on", metavar="HOST", help="judge on another machine, over ssh and rsync (docs/remote.md)")
-    p.add_argument("--shard", metavar="I/N", help="part I of N of the cases, as 2/4: a run on each of several devices")
-    p.add_argument(
-        "--ray", metavar="ADDRESS", help="a job for each problem (commas between) and variant on a Ray cluster"
-    )
-    p.add_argument("--check-only", action="store_true", help="the problem's own end-to-end check (check.py), then stop")
-    p.add_argument("--lint", action="store_true", help="check the problem itself: what must fail fails, then stop")
-    p.add_argument("--sanitize", action="store_true", help="run small cases under compute-sanitizer, then stop")
-    p.add_argument("--new", metavar="NAME", help="write problems/NAME/, a new problem that works, then stop")
-    p.add_argument("--new-variant", metavar="NAME", help="write a new variant of PROBLEM that works, then stop")
-    p.add_argument("--list", action="store_true", help="list problems, or the variants of PROBLEM")
-    p.add_argument("--print-completion", choices=("bash", "zsh"), help="print a script that completes words, then stop")
+    p = output.Parser(NAME, description="Check and time kernels of a problem.", epilog=CHECK_HELP)
+    for field in dataclasses.fields(Options):
+        p.add_argument("problem" if field.name == "problem" else spelled(field.name), **field.metadata)
     return p
 
 
@@ -175,7 +104,7 @@ def _guarded(args: Options, further: list[str], stdout: TextIO) -> int:
         code = output.CLOSED_EXIT
     except KeyboardInterrupt:
         stopped("interrupted")
-        code = INTERRUPTED_EXIT
+        code = output.INTERRUPTED_EXIT
     except Exception as error:
         from harness.judge import machine
 
@@ -201,7 +130,7 @@ def _without_torch(args: Options, further: list[str]) -> int | None:
 
     for name in ("variant", "submission", "against", "case", "json", "device", "shard", "on", "ray", "problem"):
         if getattr(args, name) == "":
-            raise UsageError(f"{'PROBLEM' if name == 'problem' else f'--{name}'} must not be empty, got ''")
+            raise UsageError(f"{spelled(name)} must not be empty, got ''")
     if args.print_completion:
         _see_effect(args)
         return _print_completion(args.print_completion, folders.problem_names())
@@ -210,9 +139,13 @@ def _without_torch(args: Options, further: list[str]) -> int | None:
 
         return scaffold.run(args, further)
     if args.list or not args.problem:
-        _see_only_listed(args, further)
+        if further:
+            raise UsageError(output.unrecognized(further))
         if args.list:
             _see_effect(args)
+        elif others := [spelled(name) for name in given(args)]:
+            known = ", ".join(folders.problem_names())
+            raise UsageError(f"{', '.join(others)}: give PROBLEM too, one of {known}, or a folder; --list only lists")
         return _list(args.problem)
     for problem in args.problem.split(",") if args.ray else [args.problem]:
         _see_problem(args, further, folders.place(problem))
@@ -220,15 +153,10 @@ def _without_torch(args: Options, further: list[str]) -> int | None:
         raise UsageError(f"--device must be cpu, cuda, cuda:N or model, got {args.device!r}")
     if args.device == "model" and args.mode not in ("test", "leaderboard"):
         raise UsageError(f"--device model takes no times: give it --mode test, or no --mode to record, got {args.mode}")
-    refused = [f"--{name.replace('_', '-')}" for name in NOT_MODELLED if getattr(args, name) not in (None, False)]
-    if args.device == "model" and refused:
-        raise UsageError(f"--device model checks one variant, without {', '.join(refused)}")
     if args.timeout is not None and not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
     if args.processes is not None and not 2 <= args.processes <= limits.MOST_PROCESSES:
         raise UsageError(f"--processes must be 2 to {limits.MOST_PROCESSES}, got {args.processes}")
-    if args.against and (other := _takes_no_times(args)):
-        raise UsageError(f"--against compares times, and {other} takes none: leave one of the two out")
     _see_effect(args)
     if args.fail_on_regression is not None and not args.against and args.resume is None:
         raise UsageError("--fail-on-regression goes with --against: give the variant or file to compare with")
@@ -247,26 +175,15 @@ def _see_effect(args: Options) -> None:
     from harness.problem.folders import UsageError
 
     stops = ("print_completion", "list", "lint", "check_only", "sanitize")
-    kind = next((_option(args, name) for name in stops if getattr(args, name)), f"--mode {args.mode}")
+    kind = next((spelled(name) for name in stops if getattr(args, name)), f"--mode {args.mode}")
+    kind = "--device model" if args.device == "model" and not args.list else kind
     # Of --json - all else than records goes to standard error, whatever there is; a list has nothing else.
     passing = () if args.list or args.print_completion else ("json", "-")
     effective = EFFECTIVE[kind].split()
     odd = [name for name in given(args) if name not in effective and (name, getattr(args, name)) != passing]
     if odd:
-        raise UsageError(output.apart(kind, [_option(args, name) for name in odd]))
-
-
-def _option(args: Options, name: str) -> str:
-    """Return an option as the user writes it, --mode with its value."""
-    if name == "problem":
-        return "PROBLEM"
-    return f"--mode {args.mode}" if name == "mode" else f"--{name.replace('_', '-')}"
-
-
-def _takes_no_times(args: Options) -> str:
-    """Return the option for which a run takes no times that could be compared, "" if there is none."""
-    stops = [_option(args, name) for name in ("lint", "check_only", "sanitize") if getattr(args, name)]
-    return stops[0] if stops else f"--mode {args.mode}" if args.mode not in ("benchmark", "leaderboard") else ""
+        words = [f"--mode {args.mode}" if name == "mode" else spelled(name) for name in odd]
+        raise UsageError(output.apart(kind, words))
 
 
 def _see_problem(args: Options, further: list[str], folder: Path) -> None:
@@ -282,20 +199,6 @@ def _see_problem(args: Options, further: list[str], folder: Path) -> None:
             folders.variant_file(folder, args.against, "--against")
     if further and not (folder / "check.py").is_file():
         raise folders.UsageError(output.unrecognized(further))
-
-
-def _see_only_listed(args: Options, further: list[str]) -> None:
-    """Raise UsageError if there are options that no list takes."""
-    from harness.problem import folders
-
-    if further:
-        raise folders.UsageError(output.unrecognized(further))
-    others = [name for name in given(args) if name != "problem"]
-    if others and not args.list:
-        known, words = ", ".join(folders.problem_names()), [f"--{name.replace('_', '-')}" for name in others]
-        raise folders.UsageError(
-            f"{', '.join(words)}: give PROBLEM too, one of {known}, or a folder; --list only lists"
-        )
 
 
 def _list(problem: str | None) -> int:

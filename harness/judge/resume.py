@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.judge import work
 from harness.judge.events import see_outputs
-from harness.judge.options import Options
+from harness.judge.options import Options, spelled
 from harness.problem.folders import UsageError
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
@@ -101,8 +101,8 @@ def adopt(file: RunFile, arguments: Options) -> None:
     for name in OPTIONS:
         given, before = _absolute(getattr(arguments, name)), began[name]
         if given != getattr(Options, name) and given != before:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--resume goes on with the options of that run: {option} was {before!r}, got {given!r}")
+            said = f"{spelled(name)} was {before!r}, got {given!r}"
+            raise UsageError(f"--resume goes on with the options of that run: {said}")
         setattr(arguments, name, before)
     last = file.lines("resumed")[-1] if file.lines("resumed") else began
     for name in OUTPUTS:

@@ -19,6 +19,7 @@ from problems.common import terminal
 
 USAGE_EXIT = terminal.USAGE_EXIT  # bad use, the problem's own code, or the machine: nothing about the submission
 CRASH_EXIT = 70  # a bug of ours, EX_SOFTWARE of sysexits.h
+INTERRUPTED_EXIT = 130  # as shells say of a program that was stopped at the keyboard
 CLOSED_EXIT = 141  # as shells say of a program that ends when the reader of its pipe does
 Parser, Value = terminal.Parser, terminal.Value  # for the leaderboard, which imports little of problems/common
 

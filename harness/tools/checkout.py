@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.judge.options import Options
+from harness.judge.options import Options, spelled
 from harness.problem import folders, sources
 from harness.problem.folders import UsageError
 from harness.results import environment
@@ -53,8 +53,7 @@ def request(args: Options, further: list[str]) -> Request:
     arguments = [values.pop("problem"), *further]
     for name, value in values.items():
         if name not in ("on", "ray") and value != getattr(Options, name):
-            option = f"--{name.replace('_', '-')}"
-            arguments.append(option if value is True or value == "" else f"{option}={value}")
+            arguments.append(spelled(name) if value is True or value == "" else f"{spelled(name)}={value}")
     return Request(arguments, files)
 
 

@@ -20,7 +20,6 @@ NAME = "harness.tools.remote"
 ON_HOST = Path(__file__).with_name("on_host.sh")
 # A dead connection is noticed after 45 s.
 SSH_OPTIONS = "-T -o ConnectTimeout=20 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
-INTERRUPTED_EXIT = 130
 
 
 class Host:
@@ -78,7 +77,7 @@ def start(args: Options, further: list[str], stdout: TextIO) -> int:
         host.call("follow", out=sys.stdout)
     except KeyboardInterrupt:
         output.complain(f"the run goes on on {host.name}: the same command follows it, {end}")
-        return INTERRUPTED_EXIT
+        return output.INTERRUPTED_EXIT
     code = _fetch(host)
     if args.json and (said := host.call("made", "json")):
         output.deliver(args.json, said, stdout)

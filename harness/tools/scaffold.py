@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from harness.judge import console
-from harness.judge.options import Options, given
+from harness.judge.options import Options, given, spelled
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
 from harness.results import output, record
@@ -21,10 +21,8 @@ def run(args: Options, further: list[str]) -> int:
     """Do what --new or --new-variant says, print what was written and how to go on. Return the exit code."""
     option = "--new" if args.new is not None else "--new-variant"
     allowed = {"new"} if option == "--new" else {"new_variant", "problem"}
-    others = [name for name in given(args) if name not in allowed]
-    if others or further:
-        more = ["PROBLEM" if name == "problem" else f"--{name.replace('_', '-')}" for name in others]
-        raise UsageError(output.apart(option, [*more, *further]))
+    if others := [spelled(name) for name in given(args) if name not in allowed] + further:
+        raise UsageError(output.apart(option, others))
     if option == "--new":
         files, how = new_problem(args.new), f"{args.new} --mode test"
     elif args.problem is None:

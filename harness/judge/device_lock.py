@@ -5,17 +5,14 @@ inherit it. Only `users` sees judges of other users.
 """
 
 import contextlib
-import csv
 import fcntl
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 
+from harness.results import gpu
 from harness.sandbox import policy
 
-SMI_LIMIT_S = 30
 _FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
 
@@ -40,32 +37,14 @@ def hold(device: str, say: Callable[[str], object] = print) -> Iterator[None]:
         os.close(fd)
 
 
-def users(gpu: str) -> list[str]:
-    """Return the compute processes on the GPU of uuid `gpu`, each as one line. A driver shows a container only what the
-    container may see. RuntimeError: nvidia-smi does not answer.
+def users(gpu_uuid: str) -> list[str]:
+    """Return the compute processes on a GPU, each as one line. A driver shows a container only what the container may
+    see. RuntimeError: nvidia-smi does not answer.
     """
-    if not shutil.which("nvidia-smi"):
-        raise RuntimeError("there is no nvidia-smi to ask which processes use the GPU")
-    command = ["nvidia-smi", f"--query-compute-apps={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"nvidia-smi gave no answer within {SMI_LIMIT_S} s") from None
-    if result.returncode:
-        raise RuntimeError(f"nvidia-smi failed with {result.returncode}: {(result.stderr or result.stdout).strip()}")
-    return [
-        f"process {pid} ({name})" + (f", {nbytes / 2**20:.0f} MiB" if nbytes else "")
-        for pid, name, nbytes in parse_smi(result.stdout, gpu)
-    ]
-
-
-def parse_smi(text: str, gpu: str) -> list[tuple[int, str, int | None]]:
-    """Return (pid, name, bytes or None) of the lines about `gpu` in nvidia-smi's table of compute processes."""
-    found = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+    lines = []
+    for row in gpu.asked("compute-apps", _FIELDS):
         # A process name may hold commas; the other fields do not.
-        if len(row) >= len(_FIELDS) and row[0].strip() == gpu and row[1].strip().isdigit():
-            memory = row[-1].strip()
-            nbytes = int(memory) * 2**20 if memory.isdigit() else None
-            found.append((int(row[1]), ",".join(row[2:-1]).strip(), nbytes))
-    return found
+        if len(row) >= len(_FIELDS) and row[0] == gpu_uuid and row[1].isdigit():
+            memory = f", {row[-1]} MiB" if row[-1].isdigit() else ""
+            lines.append(f"process {row[1]} ({','.join(row[2:-1])}){memory}")
+    return lines

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.problem.folders import UsageError
-from harness.results import output, text
+from harness.results import output, record
 
 PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
 _MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
@@ -58,9 +58,9 @@ class Events:
             self._fd = None
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one line. Texts are cleaned, and a number that JSON does not have is null."""
+        """Append one line. Its texts and numbers are as `record.plain` makes them."""
         if self._fd is not None:
-            said = _plain({"event": event, "time": round(time.time(), 3), **fields})
+            said = record.plain({"event": event, "time": round(time.time(), 3), **fields})
             try:
                 os.write(self._fd, json.dumps(said, allow_nan=False).encode() + b"\n")
             except OSError as error:  # a full disk, or a named pipe without a reader: the run goes on
@@ -123,13 +123,3 @@ def _number(said: str | None) -> float | str | None:
     except ValueError:
         return said
     return value if math.isfinite(value) else said
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, str):
-        return text.clean(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {text.line(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -65,8 +65,8 @@ def finished(lines: list[dict], phase: str = "benchmark") -> Finished:
 
 def of_outcome(outcome: Outcome) -> dict:
     """Return the fields of an outcome that are not at their defaults."""
-    values = ((each.name, getattr(outcome, each.name), each.default) for each in dataclasses.fields(outcome))
-    return {name: value for name, value, default in values if value is not default and value != default}
+    fields: dict = _OUTCOME.dump_python(outcome, exclude_defaults=True)
+    return fields
 
 
 def of_group(group: Group) -> dict:
@@ -89,7 +89,7 @@ def check(line: dict) -> None:
         raise ValueError(schema.said_of(error)) from None
 
 
-_GROUP = TypeAdapter(Group)
+_OUTCOME, _GROUP = TypeAdapter(Outcome), TypeAdapter(Group)
 # By kind the fields that are read of such a line.
 _FIELDS: dict[str, dict[str, Any]] = {
     "outcome": {"submission": str, "case": int, "outcome": Outcome},

@@ -87,9 +87,9 @@ def gpu_state() -> GpuState:
     except (pynvml.NVMLError, RuntimeError):
         return UNKNOWN
     prefix = "nvmlClocksThrottleReason"
-    names = [n.removeprefix(prefix) for n in dir(pynvml) if n.startswith(prefix) and n not in (f"{prefix}None",)]
-    idle = {"All", "GpuIdle", "ApplicationsClocksSetting", "UserDefinedClocks"}
-    return GpuState(mhz, sorted(n for n in names if n not in idle and mask & getattr(pynvml, prefix + n)))
+    idle = {"None", "All", "GpuIdle", "ApplicationsClocksSetting", "UserDefinedClocks"}
+    names = {name.removeprefix(prefix) for name in dir(pynvml) if name.startswith(prefix)} - idle
+    return GpuState(mhz, sorted(name for name in names if mask & getattr(pynvml, prefix + name)))
 
 
 @functools.cache

@@ -28,22 +28,29 @@ class Gpu:
     capability: str
 
 
-@functools.cache
-def present() -> tuple[Gpu, ...]:
-    """Return the GPUs of this machine in nvidia-smi's order; () without a driver."""
+def asked(what: str, fields: tuple[str, ...]) -> list[list[str]]:
+    """Return the cells of nvidia-smi's table of `what`, "gpu" or "compute-apps", a row for each. RuntimeError: there is
+    no nvidia-smi, or it does not answer.
+    """
     if not shutil.which("nvidia-smi"):
-        return ()
-    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader"]
+        raise RuntimeError("there is no nvidia-smi to ask")
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
+        raise RuntimeError(f"nvidia-smi gave no answer within {LIMIT_S} s") from None
+    if result.returncode:
+        raise RuntimeError(f"nvidia-smi failed with {result.returncode}: {(result.stderr or result.stdout).strip()}")
+    return [[cell.strip() for cell in row] for row in csv.reader(result.stdout.splitlines(), skipinitialspace=True)]
+
+
+@functools.cache
+def present() -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine in nvidia-smi's order; () without a driver."""
+    try:
+        rows = asked("gpu", _FIELDS)
+    except RuntimeError:
         return ()
-    return parse(result.stdout) if result.returncode == 0 else ()
-
-
-def parse(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of nvidia-smi's table of `_FIELDS`, without its header."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), skipinitialspace=True)]
     return tuple(Gpu(int(row[0]), *row[1:]) for row in rows if len(row) == len(_FIELDS) and row[0].isdigit())
 
 

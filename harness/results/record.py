@@ -200,17 +200,10 @@ def records_of(found: Iterable[Contents]) -> list[dict]:
 
 
 def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
-    """Return the records of a problem on a machine, oldest first; malformed lines are left out."""
-    return reading(machine, problem, results)[0]
-
-
-def reading(machine: str, problem: str, results: Path | None = None) -> tuple[list[dict], list[str]]:
-    """Return (the records of a problem on a machine, oldest first; complaints about malformed lines).
-
-    StorageError: a file is there and cannot be read.
+    """Return the records of a problem on a machine, oldest first; malformed lines are left out. StorageError: a file is
+    there and cannot be read.
     """
-    found = contents(machine, problem, results)
-    return records_of(found), [said for one in found for said in one.complaints]
+    return records_of(contents(machine, problem, results))
 
 
 def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:

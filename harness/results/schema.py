@@ -79,20 +79,12 @@ def _ascending(pair: list[float]) -> list[float]:
     return pair
 
 
-def _clock(clock: dict[str, Any]) -> dict[str, Any]:
-    said = clock.get("warnings")
-    if said is not None and not (isinstance(said, list) and all(isinstance(one, str) for one in said)):
-        raise ValueError("warnings must be a list of texts")
-    return clock
-
-
 Name = Annotated[str, AfterValidator(name)]
 Time = Annotated[str, AfterValidator(_time)]
 Us = Annotated[float, AfterValidator(_us)]
 Roofline = Annotated[Us, Field(gt=0)]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 Interval = Annotated[Pair, AfterValidator(_ascending)]
-Clock = Annotated[dict[str, Any], AfterValidator(_clock)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[float, Field(ge=0)]
 Numbers = dict[str, float | None]
@@ -108,6 +100,12 @@ class _Checked(BaseModel):
     """Fields of their very types: no text becomes a number. Unknown keys are allowed, and kept by who reads."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Clock(_Checked):
+    """How times were taken, in texts."""
+
+    warnings: list[str] | None = None
 
 
 class Against(_Checked):

@@ -114,7 +114,7 @@ def test_run_survives_dropped_connection_killed_client_and_ctrl_c(place, server,
     assert {(one["commit"], one["dirty"]) for one in records} == {(head.strip(), True)}  # "wait" is not committed
     results = place.checkout / "leaderboard" / "results"
     (machine,) = {file.relative_to(results).parts[0] for file in results.rglob("*.jsonl")}
-    assert record.reading(machine, "tiny", results) == (records, [])
+    assert record.read(machine, "tiny", results) == records
 
 
 def test_stop_ends_a_hung_run_with_all_its_processes(place, tmp_path):

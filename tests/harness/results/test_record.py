@@ -131,7 +131,7 @@ def test_hostile_text_is_text(said):
 def test_unknown_keys_are_kept_and_no_lines_are_no_records(tmp_path):
     records, _ = record.parse(json.dumps(line("test", "a", novelty=[1])), "f")
     assert records[0]["novelty"] == [1]
-    assert record.parse("\n\n", "f") == ([], []) and record.reading("box", "nothing", tmp_path) == ([], [])
+    assert record.parse("\n\n", "f") == ([], []) and record.read("box", "nothing", tmp_path) == []
 
 
 def test_every_committed_record_is_one_of_todays_schema():

@@ -57,7 +57,7 @@ def test_results_come_back_as_the_records_that_they_were():
     mine[1]["dirty"] = True
     assert record.read("box", "p") == [] and found.resumable
     found.finish(mine, 0)
-    assert record.reading("box", "p") == (mine, []) and not found.resumable
+    assert record.read("box", "p") == mine and not found.resumable
     lines = [json.loads(line) for line in found.contents.path.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["run"] + ["outcome"] * 3 + ["benchmark"] * 6 + ["end"]
     assert lines[-1]["exit_code"] == 0 and lines[4]["clock"] == {"name": "another clock", "warnings": ["late"]}
@@ -80,13 +80,13 @@ def test_it_can_be_cut_anywhere_and_goes_on():
     path, whole = source.contents.path, source.contents.path.read_bytes()
     for cut in range(whole.index(b"\n") + 1, len(whole) - 1, 13):
         path.write_bytes(whole[:cut])
-        assert record.reading("box", "p") == ([], []), "it has not ended"
+        assert record.read("box", "p") == [], "it has not ended"
         again = reopened(path)
         again.write("resumed")
         work = again.contents.work
         assert work[:-1] == source.contents.work[: whole[:cut].count(b"\n") - 1] and work[-1]["kind"] == "resumed"
         again.finish(records(reason="again"), 0)
-        assert record.reading("box", "p") == (records(reason="again"), []), "each result once"
+        assert record.read("box", "p") == records(reason="again"), "each result once"
         assert path.read_bytes().startswith(whole[: whole[:cut].rfind(b"\n") + 1])
 
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_leaves_nothing_of_its_line(monkeypatch, results,
             begun("20260101T000000-00000002").write("outcome")
     assert path.read_bytes() == before and [*results.rglob("*.jsonl")] == [path]
     found.finish(records(), 0)
-    assert record.reading("box", "p") == (records(), [])
+    assert record.read("box", "p") == records()
 
 
 def test_a_limit_on_file_sizes_is_an_error_with_help():
@@ -197,7 +197,7 @@ count = len(found.contents.work)
 assert count > 1 and len(record.contents("box", "p")[0].work) == count
 mount("remount,size=1m")
 found.finish(records(), 0)
-assert record.reading("box", "p") == (records(), [])
+assert record.read("box", "p") == records()
 mount("ro")
 for what in (lambda: record.see_writable("box"), lambda: begun("20260101T000000-00000002").write("outcome")):
     try:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_is_an_error(monkeypatch, tmp_path, place):
     monkeypatch.setattr(record, "RESULTS", tmp_path / place)
     with pytest.raises(record.StorageError, match=str(tmp_path / place)):
         begun().write("outcome")
-    assert record.reading("box", "p") == ([], [])
+    assert record.read("box", "p") == []
     if place.startswith("file"):
         with pytest.raises(record.StorageError, match=r"Not a directory: .*/file \(a folder is wanted"):
             record.see_writable("box")

@@ -188,11 +188,11 @@ class Run:
             right = judged.verdict == "MODEL_CHECKED"
             console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
         if args.mode == "leaderboard":
-            self._begin([judged], cases, []).finish(lines, verdict.exit_code([judged], False))
+            self._begin([judged], cases, []).finish(lines, verdict.exit_code([judged.verdict], False))
             self._say_recorded()
         self._write_json([judged])
         self._tell([judged])
-        return verdict.exit_code([judged], False)
+        return verdict.exit_code([judged.verdict], False)
 
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""
@@ -226,7 +226,7 @@ class Run:
         if args.sanitize:
             if not runnable:
                 self._print(judged)
-                return verdict.exit_code(judged, args.all)
+                return verdict.exit_code([j.verdict for j in judged], args.all)
             return self._sanitize([j for j in runnable if not j.submission.baseline])
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             reason = f"{missing[-1].submission.name}: {missing[-1].reason}"
@@ -245,7 +245,7 @@ class Run:
         self._see_unchanged(judged)
         percent = args.fail_on_regression
         slower = [] if percent is None else [where for j in judged for where in verdict.regressions(j, percent)]
-        code = verdict.exit_code(judged, args.all) or (verdict.REGRESSION_EXIT if slower else 0)
+        code = verdict.exit_code([j.verdict for j in judged], args.all) or (verdict.REGRESSION_EXIT if slower else 0)
         self._record(judged, code)
         try:
             self._write_json(judged)
@@ -416,13 +416,13 @@ class Run:
                 fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
         finally:  # interrupted too: each case counts by itself
             if self.lines and not args.case:
-                code = verdict.code_of([line["status"] for line in self.lines], everything=True)
+                code = verdict.exit_code([line["status"] for line in self.lines], everything=True)
                 self._begin([judged], [], []).finish(self.lines, code)
                 self._say_recorded()
         self._write_json([])
         if fault:
             raise ProblemError(fault)
-        return verdict.code_of([line["status"] for line in self.lines], everything=True)
+        return verdict.exit_code([line["status"] for line in self.lines], everything=True)
 
     def _sanitize(self, judged: list[Result]) -> int:
         if self.device != "cuda":

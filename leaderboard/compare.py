@@ -70,7 +70,7 @@ def _compare(options: argparse.Namespace) -> int:
     if not found:
         output.say(f"no regression of more than {percent:g} % is shown")
     failed = [status for pair in pairs for status in pair.failed]
-    return (verdict.code_of(failed, everything=True) if failed else 0) or (verdict.REGRESSION_EXIT if found else 0)
+    return (verdict.exit_code(failed, everything=True) if failed else 0) or (verdict.REGRESSION_EXIT if found else 0)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 from harness.checker import foreign, forms, inputs, memory
 from harness.checker.guards import Guards
-from harness.runner import claims, failure, flush, gate, native, objects, recorder, tree, wire
+from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
 from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
@@ -308,7 +308,7 @@ class Checker:
         """
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
         if own_memory or not native.forget(buffer.memory):
-            self.flush = flush.memory(self.flush_bytes) if self.flush is None else self.flush
+            self.flush = torch.ones(self.flush_bytes, dtype=torch.uint8) if self.flush is None else self.flush
             native.evict(self.flush)
 
     def _written(self, buffer: Shared) -> list[tuple[int, int]]:

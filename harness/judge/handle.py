@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from harness.judge import limits, outcome, replies
 from harness.judge.outcome import Audit, Outcome
 from harness.problem.folders import Case, Problem, ProblemError, Submission
-from harness.runner import failure, flush, gate
+from harness.runner import failure, gate, native
 from harness.sandbox import freezer, workdir
 from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
@@ -87,9 +87,8 @@ class CheckerHandle:
         self.problem, self.device = problem, device
         # Threads of its pool that spin for long when their work is done would slow the calls that follow.
         self.child = Child(module, {"GOMP_SPINCOUNT": "1000"})
-        flush_bytes = flush.nbytes() if device == "cpu" else 0
-        if device == "cpu":
-            self.child.lend(flush_bytes)
+        flush_bytes = native.flush_bytes() if device == "cpu" else 0
+        self.child.lend(flush_bytes)
         files = {name: str(path) for name, path in problem.files.items()}
         start = {"folder": str(problem.folder), "ours": problem.ours, "device": device, "files": files}
         self.ask(start | {"flush": flush_bytes})

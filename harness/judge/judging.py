@@ -1,4 +1,12 @@
-"""The judgement of one run: the test cases, the timed calls, and the confirmation of a new first place."""
+"""The judgement of one run: the test cases, the timed calls, and the confirmation of a new first place.
+
+Of many runs of one variant the luckiest would lead. So a time that would lead only causes a second measurement: in
+fresh processes, in interleaved pairs with the present leader if its file is in variants/. Only the second measurement
+ranks. The records of the first one are kept as superseded.
+
+Two cases need no confirmation. An empty board has no leader. In a run of `--all` with the leader's present source, all
+variants are measured anew, so no old time is compared with a new one.
+"""
 
 import contextlib
 import dataclasses
@@ -7,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness.judge import confirm, console, device_lock, phases, replay, verdict, work
+from harness.judge import console, device_lock, phases, replay, verdict, work
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Audit, Outcome
@@ -16,7 +24,27 @@ from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Submission, UsageError
 from harness.results import environment, ranking, record
+from harness.results.ranking import Leader
 from harness.results.run_file import RunFile
+
+
+def challenger(judged: list[Result], leader: Leader, everything: bool) -> Result | None:
+    """Return the submission of this run that would take the lead and is not confirmed yet; None if there is none. It
+    leads the run, and its whole interval is below the leader's. everything: this is a run of --all.
+    """
+    timed = [
+        (j.metric, j)
+        for j in judged
+        if j.verdict == "PASSED" and not j.submission.baseline and not ranking.is_repeat(j.submission.name) and j.metric
+    ]
+    if not timed or (everything and any(_is_leader(j, leader) for _, j in timed)):
+        return None
+    metric, first = min(timed, key=lambda pair: pair[0][0])
+    return None if first.confirms or _is_leader(first, leader) or not metric[2] < leader.lo else first
+
+
+def _is_leader(j: Result, leader: Leader) -> bool:
+    return (j.submission.name, j.source_hash) == (leader.variant, leader.source_hash)
 
 
 @dataclass
@@ -125,7 +153,7 @@ class Judging:
             verdict.pair(*judged)
 
     def _confirm(self, session: Session, file: RunFile) -> None:
-        """Time the submission that would take the lead once more (harness/judge/confirm.py), until none would."""
+        """Time the submission that would take the lead once more, until none would."""
         decided = file.lines("confirm")  # by the run that is resumed
         while decision := decided.pop(0) if decided else self._challenge(file):
             leader, name = decision["leader"], decision["challenger"]
@@ -157,10 +185,11 @@ class Judging:
         """Return the next confirmation, and write it: challenger, leader, opponent (its source hash or None)."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
-        leader = confirm.present_leader(records, self.selection.target, wanted, self.problem.ranking_by)
-        j = confirm.challenger(self.judged, leader, self.args.all)
-        if j is None or leader is None:
+        of_board = [one for one in records if one["target"] == self.selection.target]
+        leaders = ranking.leaders(of_board, wanted, self.problem.ranking_by)
+        if not leaders or (j := challenger(self.judged, leaders[-1], self.args.all)) is None:
             return None
+        leader = leaders[-1]
         opponent = None if leader.variant == j.submission.name else self._opponent(leader.variant)
         source_hash = opponent.source_hash if opponent else None
         decision = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader), "opponent": source_hash}

@@ -15,18 +15,8 @@ from harness.results.record import Contents
 from harness.results.run_file import RunFile
 
 # Options that say what a run judges, and how. The others choose what is printed or are refused in a recorded run.
-OPTIONS = (
-    "mode",
-    "variant",
-    "submission",
-    "against",
-    "processes",
-    "fail_on_regression",
-    "all",
-    "seed",
-    "timeout",
-    "shard",
-)
+SUBMISSIONS = ("variant", "submission", "against", "all")
+OPTIONS = ("mode", *SUBMISSIONS, "processes", "fail_on_regression", "seed", "timeout", "shard")
 OUTPUTS = ("json", "events")  # what a run writes besides its file; others may be given with --resume
 # A file that only the process itself knows by this name; /dev/stdout means something in another one too.
 _DESCRIPTOR = re.compile(r"/dev/fd/\d+|/proc/[^/]+/fd/\d+")

@@ -15,7 +15,7 @@ from harness.player import player
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, ranking, record, schema, stats
-from harness.runner import flush
+from harness.runner import native
 from harness.sandbox import freezer, policy
 
 EXIT_CODES = {
@@ -110,13 +110,8 @@ def source_hash(submission: Submission) -> str:
         return sources.source_hash(submission.file, submission.folder)
 
 
-def exit_code(judged: list[Result], everything: bool) -> int:
-    """The single submission's code; for --all, that of the gravest verdict, variants of other machines aside."""
-    return code_of([j.verdict for j in judged], everything)
-
-
-def code_of(verdicts: list[str], everything: bool) -> int:
-    """The same, of verdicts."""
+def exit_code(verdicts: list[str], everything: bool) -> int:
+    """The single verdict's code; for --all, that of the gravest one, variants of other machines aside."""
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
     return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
@@ -161,19 +156,14 @@ def regressions(j: Result, percent: float) -> list[str]:
 
 
 def _against(other: Result, ratio: stats.Ratio) -> dict:
-    word = ratio.word()
-    fields = {
-        "variant": other.submission.name,
-        "ratio": ratio.ratio,
-        "ci95": list(ratio.ci95),
-        "ci99": list(ratio.ci99),
-        "word": word,
-        "processes": ratio.processes,
-        "same_within": stats.SAME_WITHIN,
-    } | ({"commit": other.submission.commit} if other.submission.commit else {})
-    if word != "UNDECIDED":
-        return fields
-    return {**fields, "needed": ratio.needed(), "needed_range": list(ratio.needed_range())}
+    """Return `against` of a record."""
+    fields = {"variant": other.submission.name, **dataclasses.asdict(ratio), "word": ratio.word()}
+    fields["same_within"] = stats.SAME_WITHIN
+    if other.submission.commit:
+        fields["commit"] = other.submission.commit
+    if fields["word"] == "UNDECIDED":
+        fields |= {"needed": ratio.needed(), "needed_range": list(ratio.needed_range())}
+    return fields
 
 
 class Recorder:
@@ -333,7 +323,7 @@ class Recorder:
             delivery = "memory that no process of the submission maps any more"
         else:
             name, delivery = freezer.CLOCK, "memory files, filled while everything of the runner is stopped"
-            large = f"a read of {flush.FLUSH_FACTOR}x the last-level cache by every processor"
+            large = f"a read of {native.FLUSH_FACTOR}x the last-level cache by every processor"
             cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
         return {"name": name, "cold": cold, "delivery": delivery}
 

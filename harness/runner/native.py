@@ -9,6 +9,7 @@ import torch
 from problems.common import build
 
 _HERE = Path(__file__).resolve().parent
+FLUSH_FACTOR = 3  # times the last-level cache: what is read to make all caches cold
 
 
 @functools.cache
@@ -35,8 +36,26 @@ def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
     _check(reader(buffer.data_ptr(), nbytes, config, 0, _sink().data_ptr()))
 
 
+def last_level_cache() -> int:
+    """Return the bytes of the largest cache that the kernel reports for CPU 0; 32 MiB if it reports none."""
+    sizes = [32 * 2**20]
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = index.read_text().strip()
+        sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[text[-1]])
+    return max(sizes)
+
+
+def flush_bytes() -> int:
+    """Return the bytes of the memory that `evict` reads. Some machines report a cache of half a gigabyte, so only the
+    checker holds such memory, for all runners.
+    """
+    return FLUSH_FACTOR * last_level_cache()
+
+
 def evict(flush: torch.Tensor) -> None:
-    """Leave nothing but `flush` (uint8, several times the last-level cache) in the caches of all processors."""
+    """Leave nothing but `flush` in the caches of all processors, of which each reads a share. flush: `flush_bytes`
+    bytes (uint8) that were written, since pages that were only read would be one page.
+    """
     evictor = library().function("judge_evict", c_void_p, c_size_t, c_void_p)
     _check(evictor(flush.data_ptr(), flush.numel(), _sink().data_ptr()))
 

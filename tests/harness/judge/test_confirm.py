@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from harness.judge import confirm, phases
+from harness.judge import judging, phases
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Submission
@@ -77,7 +77,7 @@ def test_the_whole_interval_must_be_below_the_leaders(monkeypatch, high, leads):
     passed = [(Case({"n": 1}, 1), Outcome("PASSED"))]
     made = Result(Submission("better", None, ("cpu",)), "cpu", tests=passed, source_hash="new")
     leader = Leader("good", "old", "r1", 10.5, 10.0, 11.0)
-    assert confirm.challenger([made], leader, False) is (made if leads else None)
+    assert judging.challenger([made], leader, False) is (made if leads else None)
 
 
 def test_a_run_of_all_with_the_leader_in_it_needs_none(world, folder):

@@ -30,9 +30,7 @@ READY_LIMIT_S = 10  # for a runner that has said that it is ready to wait for "g
 
 @dataclasses.dataclass
 class Caught:
-    """What a call on a CPU left, taken while the runner was stopped. fault: what is wrong besides the outputs; outputs:
-    their bytes, None if they cannot be read.
-    """
+    """What a call on a CPU left. fault: what is wrong besides the outputs; outputs: their bytes, None if unreadable."""
 
     fault: str
     outputs: list[torch.Tensor | None]
@@ -56,7 +54,7 @@ class Checker:
             foreign.see_complete(self.reference)
         self.split: bool = self.ours and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
-        self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ())) if self.ours else ()
+        self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ()))
         self.buffers: dict[str, list[Shared]] = {}
         self.held: dict[str, Shared] = {}  # the weights' memory, by runner
         self.guards: WeakKeyDictionary[Shared, Guards] = WeakKeyDictionary()
@@ -158,9 +156,8 @@ class Checker:
         if self.device == "cuda" in devices != {"cuda"}:
             raise failure.RefusedError("a call's data must be on one device: make all tensors on the GPU")
         parts = {"inputs": 0, "outputs": 0}
-        if (
-            self.device == "cuda"
-        ):  # a folder's answer is copied to where the judge looks; on a CPU the checker fetches it
+        # A folder's answer is copied to where the judge looks; on a CPU the checker fetches it.
+        if self.device == "cuda":
             parts["inputs"], layout = tree.rearrange(self.spec, {*self.outputs, *self.inout}, PAGE)
             for spec in () if self.ours else self.captures:
                 spec["offset"] = layout.place(spec["most"])
@@ -191,9 +188,8 @@ class Checker:
     def _held(self) -> int:
         """Return the bytes of inputs and outputs, each once: a buffer for an answer is both."""
         given = [(leaf["shape"], leaf["dtype"]) for leaf in tree.leaves(self.spec)]
-        fresh = (
-            [] if self.ours else [c for c in self.captures if all((c["shape"], d) not in given for d in c["dtypes"])]
-        )
+        fresh = [] if self.ours else self.captures
+        fresh = [one for one in fresh if all((one["shape"], dtype) not in given for dtype in one["dtypes"])]
         return sum(leaf["nbytes"] for leaf in [*tree.leaves(self.spec), *fresh])
 
     def _bytes(self, case: dict) -> int | None:
@@ -216,9 +212,7 @@ class Checker:
         return {"fds": [self.pages[runner].fd, *(fd for buffer in made for fd in buffer.fds())]}
 
     def attach(self, message: dict, fds: list[int]) -> dict:
-        """Map the memory of a call on a GPU: `copies` times its inputs and outputs, and its weights, which are filled.
-        Return the specification of the weights, None without such.
-        """
+        """Map a GPU call's memory: `copies` of inputs and outputs, and weights, filled. Return their specification."""
         runner, sizes = message["runner"], message["sizes"]
         self.release({"op": "release", "runner": runner}, [])
         torch.cuda.empty_cache()
@@ -320,9 +314,7 @@ class Checker:
         return [(region.data_ptr(), region.numel()) for region in regions if region.numel()]
 
     def _catch(self, runner: str, buffer: Shared, pid: int, noted: list[tuple[int, int]]) -> Caught:
-        """Copy the outputs that a call left, and compare its inputs with the originals. noted: (address, bytes) of each
-        output in the runner's memory, in a GPU MODE folder.
-        """
+        """Return what a call left. noted: (address, bytes) of outputs in the runner's memory, in a GPU MODE folder."""
         if self.ours:
             fault, leaves = self._changed(runner, buffer), tree.leaves(self.spec)
             return Caught(fault, [memory.region(leaves[i], buffer).clone() for i in self.outputs])
@@ -346,11 +338,9 @@ class Checker:
         runner, said = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
         self._sync()
-        caught = (
-            self.caught.pop(runner, None)
-            if self.device == "cpu"
-            else Caught(self._changed(runner, buffer, message["fixed"]), [])
-        )
+        caught = self.caught.pop(runner, None)
+        if self.device == "cuda":
+            caught = Caught(self._changed(runner, buffer, message["fixed"]), [])
         if caught is None:
             raise RuntimeError(f"{runner} has made no call that could be judged")
         if caught.fault:
@@ -373,9 +363,7 @@ class Checker:
         return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
 
     def _judge_any(self, taken: list[torch.Tensor | None], claim: dict, buffer: Shared) -> dict:
-        """Return the verdict of a GPU MODE folder's own check. claim: what the runner says that came back; taken: the
-        tensors' bytes on a CPU.
-        """
+        """Return the verdict of a GPU MODE folder's own check. claim: of what came back; taken: its bytes on a CPU."""
         returned = tree.leaves(claim)
         if fault := forms.returned_fault(returned, self.captures, self.ours):
             kinds = [form["type"] for form in returned]
@@ -400,9 +388,7 @@ class Checker:
         return _verdict("PASSED" if ok else "INCORRECT", said)
 
     def _changed(self, runner: str, buffer: Shared, fixed: bool = False) -> str:
-        """Return what a call changed without permission, "" if nothing. Put INOUT's tensors back. fixed: inputs and
-        weights were read-only.
-        """
+        """Put INOUT's tensors back. Return what else a call changed, "" if nothing. fixed: all was read-only in it."""
         leaves, names = tree.leaves(self.spec), _fields(self.spec)
         for i, (leaf, source) in enumerate(zip(leaves, tree.tensors(self._delivered()), strict=True)):
             if i in self.inout:  # as before the call again: the next call to fetch code finds what a call does

@@ -55,9 +55,7 @@ def see_answer(answer: object, device: str) -> None:
 
 
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
-    """Return whether the folder's check finds an answer right, and why not. RefusedError: it finds the reference's own
-    answer wrong too, as that would come from a submission.
-    """
+    """Return whether the folder's check finds an answer right, and why not. RefusedError: it refuses its own too."""
     right, text = _asked(reference, data, answer)
     if right:
         return True, ""

@@ -28,9 +28,7 @@ def make(reference: ModuleType, task: Any, case: dict, device: str, ours: bool, 
 
 
 def of_folder(reference: ModuleType, case: dict) -> Any:
-    """Return the data of a call to a folder in GPU MODE's format. All global generators are seeded too: what a folder
-    draws from them, a disclosed seed gives again.
-    """
+    """Return the data of a call to a GPU MODE folder. All global generators are seeded: a seed gives the data again."""
     torch.manual_seed(case["seed"] % 2**63)
     numpy.random.seed(case["seed"] % 2**32)
     random.seed(case["seed"])

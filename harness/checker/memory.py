@@ -82,12 +82,9 @@ def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
 
 def variety(data: object) -> list[float]:
     """Return of each tensor in `data` the share of distinct values in its first SAMPLED elements."""
-    firsts = [tensor.flatten()[:SAMPLED].double() for tensor in tree.tensors(data) if not _is_odd(tensor)]
+    plain = [one for one in tree.tensors(data) if one.dtype.itemsize > 1 and not one.is_complex()]
+    firsts = [tensor.flatten()[:SAMPLED].double() for tensor in plain]
     return [len(first.unique()) / max(1, len(first)) for first in firsts]
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.itemsize < 2 or tensor.is_complex()
 
 
 def poison(tensors: list[torch.Tensor], which: list[int]) -> None:

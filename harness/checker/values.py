@@ -45,9 +45,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp64 values in another type, saturated at its largest finite value; infinities and NaN stay if it has
-    them. Packed e2m1 takes whole numbers as its bytes.
-    """
+    """Return fp64 values in another type, saturated but for infinities and NaN; of packed e2m1, the bytes' values."""
     _see_real(dtype)
     if dtype == torch.bool:
         return values != 0

@@ -69,8 +69,6 @@ def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
 
 
 def code_hash(problem: Problem, file: Path, target: str, tree: Path | None = None) -> str | None:
-    """Return the hash of the GPU code that a compile step of the submission `file` has left; None: there is none. tree:
-    as of workdir.build_folder.
-    """
+    """Return the hash of the GPU code that the compile step of `file` has left, or None. tree: as of build_folder."""
     built = workdir.build_folder(file, problem, target, tree) if target in build.ARCH else None
     return machine_code.hash_of(built) if built else None

@@ -76,9 +76,7 @@ class Events:
         self._phase, self._n = step.phase, step.n
 
     def failed(self, variant: str, case: dict, status: str, reason: str) -> None:
-        """Write the first failure of a submission. index, expected, got: of its first mismatch, where the reason has
-        one.
-        """
+        """Write a submission's first failure. index, expected, got: of the first mismatch that the reason has."""
         if variant in self._failed:
             return
         self._failed.add(variant)

@@ -351,9 +351,7 @@ class RunnerHandle:
         return failure
 
     def look(self) -> Outcome | None:
-        """Return the fault of processes that the submission started and that live after its call. They get a moment to
-        end.
-        """
+        """Return the fault of processes that live after the submission's call, once they have had time to end."""
         if self.process is None or self.baseline:
             return None
         child = self.process.child

@@ -121,9 +121,7 @@ class Judging:
                 console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
 
     def _twice(self, cases: list[Case]) -> tuple[Case, ...]:
-        """Return the test cases that a recorded run also judges on secret contents: all but those that it times, whose
-        contents are secret anyway.
-        """
+        """Return the test cases to be judged on secret contents too, by a recorded run: all but those that it times."""
         if not self.file or self.args.seed is not None:
             return ()
         timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]

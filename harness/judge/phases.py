@@ -318,9 +318,7 @@ class Benchmark:
         return rotated if number % 2 == 0 else rotated[::-1]
 
     def _failures(self) -> dict[str, Outcome]:
-        """Return the failures in a case by submission, but for one that does not serve it: that says nothing of the
-        other one, which is timed without it.
-        """
+        """Return the failures in a case by submission, but for one that does not serve it: the other one is timed."""
         failures = {handle.name: self._timing(handle.name).failure for handle in self.living}
         return {name: failure for name, failure in failures.items() if failure and failure.status != "UNSUPPORTED"}
 
@@ -396,9 +394,7 @@ class Budget:
         self.spent_s: dict[str, float] = {}  # by submission, over all its processes
 
     def call(self, handle: RunnerHandle, make: Callable[[float], Outcome]) -> Outcome:
-        """Make a call within the time that is left, which `make` gets, in seconds. TIMEOUT, without a call: none is
-        left.
-        """
+        """Make a call within the seconds that are left, which `make` gets. TIMEOUT, without a call: none are left."""
         spent_s = self.spent_s.get(handle.name, 0.0)
         if spent_s >= self.limit_s:
             return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")

@@ -45,9 +45,7 @@ def start(handle: RunnerHandle) -> None:
 
 
 def begin(handle: RunnerHandle) -> Outcome | None:
-    """Count from now on what a runner keeps. Return the fault of what it has kept since its start, or how it was
-    lost.
-    """
+    """Count from now on what a runner keeps. Return the fault of what it has kept so far, or how it was lost."""
     size = measure(handle, heap=True)
     if size is None:
         return handle.loss
@@ -59,9 +57,7 @@ def begin(handle: RunnerHandle) -> Outcome | None:
 
 
 def hold(handle: RunnerHandle, number: int) -> Outcome | None:
-    """Give a runner the present weights, which have this number, to prepare if it likes. Return the fault of what it
-    kept, or of how it was lost.
-    """
+    """Give a runner the present weights, of this number, to prepare. Return the fault of what it kept, or its loss."""
     process = handle.running
     process.end_series()
     before = measure_counted(handle)

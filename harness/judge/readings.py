@@ -116,9 +116,8 @@ def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_u
 
 
 def _take_off_cost(judge_us: dict[str, list[float]], timings: list[Timing], reads: list[str]) -> tuple[float, float]:
-    """Take what the clock itself costs off all times of a case on a CPU. Return (that cost, the resolution), in us.
-
-    Both are of the judge's empty calls, in a runner without a submission.
+    """Take the clock's cost off all times of a case on a CPU. Return (that cost, the resolution), in us, both of the
+    judge's empty calls.
     """
     empty = judge_us["empty"]
     cost = min(stats.median(empty), COST_LIMIT_US)

@@ -51,9 +51,8 @@ Names = Annotated[list[Name], Field(max_length=LISTED)]
 
 
 class Reply(BaseModel):
-    """Any reply: its own fields and no others, and no value turned into another type.
-
-    most_values: of objects, lists and what is in them. Each may be a fault, and pydantic lists all faults.
+    """Any reply: its own fields and no others, no value turned into another type. most_values: of objects, lists and
+    what is in them. Each may be a fault, and pydantic lists all faults.
     """
 
     most_values: ClassVar[int] = 10_000
@@ -107,9 +106,8 @@ class Prepared(Reply):
 
 
 class Claim(Reply):
-    """One object that a call returned. same: it is the tensor that the judge handed out.
-
-    In a GPU MODE folder a container has `items`, their `keys`, and its class as `value`; a plain value has it as JSON.
+    """One object that a call returned. same: it is the judge's own tensor. In a GPU MODE folder a container has
+    `items`, their `keys`, and its class as `value`; a plain value has it as JSON.
     """
 
     type: Name
@@ -159,9 +157,7 @@ Address = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class KernelNode(Reply):
-    """A kernel of a recorded call. early: it may begin before what is ahead of it has ended. layout: offset and size of
-    each parameter; values: of all of them.
-    """
+    """A kernel. early: it may begin before what is ahead has ended. layout: each parameter's offset and size."""
 
     kind: Literal["kernel"]
     early: bool
@@ -219,9 +215,8 @@ Nodes = Annotated[
 
 
 class Recorded(Reply):
-    """A recorded call. before: what a baseline's setup enqueues; used: the offset and size of each range of scratch
-    memory that is in use; unrecorded: why there is no recorded call; branches: since its work is in no single
-    order.
+    """A recorded call. before: a baseline's setup; used: offset and size of each range of scratch memory in use;
+    unrecorded: why there is none; branches: its work is in no single order.
     """
 
     most_values: ClassVar[int] = 1_000_000

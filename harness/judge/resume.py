@@ -50,10 +50,8 @@ def outputs(arguments: Options) -> dict[str, str | None]:
 
 
 def chosen(files: Iterable[Contents], run_id: str, where: str) -> RunFile:
-    """Return the file of the run `run_id`, or if that is "" of the newest unfinished one that no process holds.
-
-    files: of the problem on this machine, oldest first; where: what these are. UsageError: there is no such run, or a
-    living process holds it.
+    """Return the file of the run `run_id`; of "": the newest unfinished one that no process holds. files: oldest first;
+    where: what these are. UsageError: there is no such run, or a living process holds it.
     """
     unfinished = [file for file in files if file.unfinished]
     busy = []
@@ -81,9 +79,8 @@ def left(files: Iterable[Contents]) -> list[str]:
 
 
 def adopt(file: RunFile, arguments: Options) -> None:
-    """Give `arguments` the options that the run began with, and of its outputs what the user does not give anew.
-
-    UsageError: an option is given that the run did not have, or its outputs can no longer be written.
+    """Give `arguments` the options that the run began with, and its outputs where no others are given. UsageError:
+    another option is given, or an output cannot be written.
     """
     began = file.run.get("arguments") or {}
     if missing := [name for name in OPTIONS if name not in began]:
@@ -101,9 +98,7 @@ def adopt(file: RunFile, arguments: Options) -> None:
 
 
 def see_unchanged(file: RunFile, now: dict) -> None:
-    """Raise ChangedError, which says what changed, unless `now`, the first line of a new run with the same options,
-    says the same as that of the run.
-    """
+    """Raise ChangedError, which says what changed, unless `now`, a new run's first line, says the same as the run's."""
     was, now = file.run, json.loads(json.dumps(now))
     changed = [words for key, words in _DEPENDS_ON.items() if was.get(key) != now[key]]
     before, after = ({j.get("variant"): j.get("source_hash") for j in run["submissions"]} for run in (was, now))

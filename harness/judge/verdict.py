@@ -130,9 +130,7 @@ def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
 
 
 def pair(first: Result, second: Result) -> None:
-    """Give `first` the ratios of its times to the second's, on equal contents, in the cases that both serve; none
-    where one of them failed.
-    """
+    """Give `first` the ratios of its times to the second's, in the cases that both serve; none where one failed."""
     if any(t.failure and t.failure.status != "UNSUPPORTED" for j in (first, second) for t in j.times):
         return
     both = zip(first.times, second.times, strict=True)
@@ -143,9 +141,7 @@ def pair(first: Result, second: Result) -> None:
 
 
 def regressions(j: Result, percent: float) -> list[str]:
-    """Return where `j` is slower than what it was paired with by more than `percent` %, in words: single cases, and
-    all of them together.
-    """
+    """Return where `j` is slower than its opponent by more than `percent` %, in words: cases, and all together."""
     cases = [(str(t.case), pair) for t, pair in zip(j.times, j.against, strict=True)] if j.against else []
     slower = []
     for name, pair in [*cases, ("all cases together", j.against_all)]:
@@ -167,10 +163,7 @@ def _against(other: Result, ratio: stats.Ratio) -> dict:
 
 
 class Recorder:
-    """Makes the records of one run, and the first line of its file. `run_id` is common to all of them.
-
-    warnings: limits of all times of the run, in words.
-    """
+    """Makes the records of one run, and the first line of its file. warnings: limits of all its times, in words."""
 
     def __init__(self, problem: Problem, device: str, run_id: str | None = None) -> None:
         self.problem, self.device = problem, device
@@ -208,7 +201,7 @@ class Recorder:
     @functools.cached_property
     def problem_hash(self) -> str:
         with reading(self.problem.name):
-            return sources.problem_hash(self.problem.folder, self.problem.others)
+            return sources.problem_hash(self.problem.folder, self.problem.files.values())
 
     @functools.cached_property
     def harness_hash(self) -> str:
@@ -223,11 +216,7 @@ class Recorder:
         return self._code_hashes[key]
 
     def lines(self, judged: Result) -> list[dict]:
-        """The records of `judged`, plain JSON with clean text: one per case, and one for a verdict on the whole
-        submission.
-
-        Benchmark records that a confirmation superseded stand before those of the confirmation.
-        """
+        """The records of `judged`, as plain JSON: of its cases, superseded times first, and of a verdict on it all."""
         lines = [self._test(judged, case, outcome) for case, outcome in judged.tests]
         for earlier in judged.before:
             lines += [self._benchmark(earlier, i) | {"superseded": True} for i in range(len(earlier.times))]

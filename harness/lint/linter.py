@@ -124,9 +124,7 @@ def small(problem: Problem) -> list[Case]:
 def survey(
     ask: Callable[[dict], dict], cases: list[Case], progress: Progress = lambda _: None
 ) -> tuple[list[Row], list[str]]:
-    """Put every candidate to the check in every case. ask: a message to harness/lint/trivial.py and its reply. Return
-    the rows, and what is wrong with cases.
-    """
+    """Put every candidate to the check in every case, by messages to `ask`. Return rows, and faults of cases."""
     rows: dict[str, Row] = {}
     faults: list[str] = []
     for number, case in enumerate(cases):
@@ -139,9 +137,7 @@ def survey(
 
 
 def left_out(rows: list[Row]) -> list[str]:
-    """Return the inputs that the reference reads and that no case needs: zero or constant wherever it looks. If zeros
-    could not be tried in a case, nothing is shown.
-    """
+    """Return the inputs that the reference reads and no case needs: zero or constant in all, where that was tried."""
     by_name = {row.name: row for row in rows}
     found = []
     for row in rows:

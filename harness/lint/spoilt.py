@@ -56,9 +56,7 @@ def scaled(exact: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def rolled(exact: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-    """Return the answer with each element one place further along an axis; None: in the order of all elements, which no
-    order of rows or columns has.
-    """
+    """Return the answer with each element one place further along an axis; None: in the order of all elements."""
     bits = values.bits(exact).contiguous()
     made = bits.roll(1) if axis is None else bits.roll(1, axis)
     same = [bits.sort(a).values.equal(made.sort(a).values) for a in range(bits.dim() if axis is None else 0)]

@@ -154,9 +154,7 @@ class Trivial(Checker):
     # ---------------------------------------------------------------- candidates
 
     def _candidates(self, case: dict, seed: int) -> Candidates:
-        """Return the candidates of a case, and make it the present one. Of several outputs each is spoilt beside the
-        right others: one's check must not cover for another.
-        """
+        """Make a case the present one, and return its candidates: each output spoilt beside the right other ones."""
         self._make(case, seed + OTHER_SEED, seed)
         self.before, self.unweighted = self.exact, []
         if self.split:
@@ -230,9 +228,7 @@ class Trivial(Checker):
         return values.like(form, values.cast(full, form.dtype))
 
     def _admitted(self, *dtypes: torch.dtype) -> int:
-        """Bits that a kernel must keep where values of these types meet: those of the narrowest, or of task.py's
-        PRECISION if that is narrower.
-        """
+        """Bits that a kernel must keep where values of these types meet: the narrowest's, or PRECISION's if fewer."""
         # Of a folder from elsewhere the judge takes fp32 where the reference gives fp64.
         named = getattr(self.task, "PRECISION", "fp64") if self.ours else "fp32"
         if named not in LADDER:
@@ -258,9 +254,7 @@ class Trivial(Checker):
         return self._answer_to(f"narrowed for {out}", self.inputs, narrowed)[j]
 
     def _answer_to(self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> list:
-        """The answer to the inputs of which those in `which` went through `change`. What is OPAQUE stays as it is. Each
-        output takes its part of one answer.
-        """
+        """The answer to inputs of which those in `which` went through `change`, but OPAQUE ones. It is made once."""
         if what in self.derived:
             return self.derived[what]
         data = tree.clone(self.pristine)

@@ -21,9 +21,7 @@ def split(words: str) -> tuple[str, str] | None:
 
 
 def find(folder: Path, rev: str, variant: str) -> str:
-    """Return the hash of the commit `rev`, which has that variant of the problem `folder`. UsageError: there is no git
-    checkout, commit, problem or variant.
-    """
+    """Return the hash of commit `rev`, which has that variant of `folder`. UsageError: one of them is not there."""
     if folder.parent != load.PROBLEMS:
         raise UsageError(f"--against REV:VARIANT is for the problems in {load.PROBLEMS}, got {folder}")
     commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev}^{{commit}}").strip()
@@ -59,7 +57,7 @@ def has_changed(problem: Problem, submission: Submission) -> bool:
     """Whether the problem is another one than at the submission's commit: its cases, tolerances, task or reference."""
     with sources.rooted(submission.tree):
         then = sources.problem_hash(submission.folder or problem.folder)
-    return then != sources.problem_hash(problem.folder, problem.others)
+    return then != sources.problem_hash(problem.folder, problem.files.values())
 
 
 def _git(*arguments: str) -> str:

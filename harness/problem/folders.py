@@ -20,17 +20,13 @@ _NAMED, _LOOKED_AT = 5, 20  # problem folders in a message; files that tell what
 
 
 class UsageError(ValueError):
-    """Bad input of a user: it names the argument, what was wanted and what came. resumable: a run that had begun can go
-    on.
-    """
+    """Bad use: the argument, what was wanted and what came. resumable: a run that had begun can go on."""
 
     resumable = True
 
 
 class ProblemError(RuntimeError):
-    """The problem's own code failed: generator, reference or checker. resumable: as of UsageError; what its code raises
-    would be raised again.
-    """
+    """The problem's own code failed, and would again. resumable: as of UsageError."""
 
     resumable = False
 
@@ -119,15 +115,6 @@ class Problem:
     timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
 
-    @property
-    def reference(self) -> Path:
-        return self.folder / "reference.py"
-
-    @property
-    def others(self) -> list[Path]:
-        """Return the files that define a problem in GPU MODE's format besides those that every folder has."""
-        return list(self.files.values())
-
     def timed(self, target: str) -> tuple[Case, ...]:
         """Return the cases that submissions for `target` are timed on."""
         return self.benchmarks.get(target, self.benchmarks["cpu" if target == "cpu" else "cuda"])
@@ -151,9 +138,7 @@ class Problem:
             raise UsageError(f"{self.name}: {error}: name a --variant") from None
 
     def variant(self, name: str, option: str = "--variant") -> Submission:
-        """Return the file of that name in variants/, which `option` names. UsageError: there is none; a path is no
-        name.
-        """
+        """Return the file of that name in variants/, which `option` names. UsageError: there is none."""
         return submission(self, variant_file(self.folder, name, option))
 
 
@@ -204,9 +189,7 @@ def variant_file(folder: Path, name: str, option: str) -> Path:
 
 
 def listing(folder: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """(name, targets, summary) of every file in variants/, by name; no file is run, and none of the problem is read.
-    UsageError: a file is no submission.
-    """
+    """(name, targets, summary) of every file in variants/, by name; none is run. UsageError: one is no submission."""
     for file in sorted((folder / "variants").glob("*.py")):
         if not record.can_name(file.stem):
             raise UsageError(f"a submission's file must have a plain name, got {file.stem!r}: rename it")
@@ -233,23 +216,18 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
         raise UsageError(
             f"{option}: {file.name} has the name of a module of {problem.name}, which it would hide: rename the file"
         )
-    with reading(file.name):
-        return _entry(problem, file)
-
-
-def _entry(problem: Problem, file: Path) -> Submission:
-    with _python(file):
+    with reading(file.name), _python(file):
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
         for path in (*sources.files_of(file), *sources.brought(file, problem.folder)):
             if path.suffix == ".py":
                 load.parse(path)
-    requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
-    targets = _targets(file, said)
-    baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-    only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
-    if problem.ours and not baseline:
-        _see_no_setup(file)
+        requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
+        targets = _targets(file, said)
+        baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
+        only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
+        if problem.ours and not baseline:
+            _see_no_setup(file)
     return Submission(
         file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.ours
     )

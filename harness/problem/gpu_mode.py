@@ -19,9 +19,7 @@ _DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
 
 
 def _passed(case: dict) -> dict:
-    """Return a case as GPU MODE's judge passes it to generate_input: from a line of text, in which only numbers, and
-    lists of them, are more than words.
-    """
+    """Return a case as GPU MODE passes it, in a line of text: only numbers, and lists of them, are no words."""
     for name, value in case.items():
         if not isinstance(value, bool | int | float | str | list | None):
             raise ValueError(f"{name}: wanted a number, a text, true, false or a list")

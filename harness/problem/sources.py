@@ -114,9 +114,7 @@ def shared(files: Iterable[Path]) -> list[Path]:
 
 
 def of_problem(folder: Path, others: Iterable[Path] = ()) -> list[Path]:
-    """What defines the problem `folder`: task, reference and cases, and the Python modules that these import. others:
-    the further files of a folder in GPU MODE's format.
-    """
+    """The files that define a problem, with what they import. others: further ones of a GPU MODE folder."""
     files = [folder / name for name in ("task.py", "reference.py")] + list(others)
     files = [file.resolve() for file in files if file.is_file()]
     if is_composition(folder):  # whose reference is made of the folder's modules
@@ -131,12 +129,9 @@ def hash_of(files: Iterable[Path]) -> str:
 
 
 def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
-    """Hash of what defines the problem `folder`: the names of its files, and what they say. ValueError, SyntaxError,
-    yaml.YAMLError: one of them cannot be read.
-    """
-    return record.content_hash(
-        (path.name, content(path, docstrings=False)) for path in sorted(of_problem(folder, others))
-    )
+    """Hash of what defines a problem: names and contents. ValueError, SyntaxError, YAMLError: one is unreadable."""
+    files = sorted(of_problem(folder, others))
+    return record.content_hash((path.name, content(path, docstrings=False)) for path in files)
 
 
 def content(path: Path, docstrings: bool = True) -> bytes:
@@ -216,7 +211,7 @@ def modules(file: Path, folder: Path) -> list[Path]:
     while todo:
         path = todo.pop(0)
         for _, name in imported(path):
-            module = _module(name, folder)
+            module = None if hidden(name) else _found(name, folder, f"problems.{folder.name}")
             if module and module not in found and module != file.resolve():
                 found[module] = None
                 todo.append(module)
@@ -237,11 +232,6 @@ def defines(tree: ast.Module, name: str) -> bool:
     """Return whether a module defines `name`: as a function of its own, or as the name of another."""
     made = [_targets(node) if isinstance(node, ast.Assign) else {getattr(node, "name", "")} for node in tree.body]
     return name in set().union(*made)
-
-
-def _module(name: str, folder: Path) -> Path | None:
-    """Return the file of the module of that dotted name, or of the one that defines the name; None: not in `folder`."""
-    return None if hidden(name) else _found(name, folder, f"problems.{folder.name}")
 
 
 def _found(name: str, folder: Path, package: str) -> Path | None:

@@ -15,9 +15,7 @@ from harness.results import gpu
 
 
 class GpuState(NamedTuple):
-    """clocks_mhz: sm, mem; throttle: names of the active reasons; both None without NVML's Python module. A run's file
-    has it as a list.
-    """
+    """clocks_mhz: sm, mem; throttle: names of active reasons; None without NVML. In a run's file it is a list."""
 
     clocks_mhz: dict[str, int] | None = None
     throttle: list[str] | None = None
@@ -104,9 +102,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def commit_of(root: Path) -> tuple[str | None, bool | None]:
-    """(commit of the checkout at `root`, whether it has uncommitted changes, other than new records); outside git
-    (None, None).
-    """
+    """(commit of the checkout at `root`, whether anything but records is uncommitted); outside git (None, None)."""
     status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]
     try:
         said = [

@@ -55,9 +55,8 @@ def present() -> tuple[Gpu, ...]:
 
 
 def visible() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA sees, in its order.
-
-    As CUDA does it, a word that names no GPU, or one again, hides itself and all that follow it.
+    """Return the GPUs that CUDA sees, in its order. A word that names no GPU, or one again, hides itself and all that
+    follow it.
     """
     said = os.environ.get(VARIABLE)
     if said is None:
@@ -79,9 +78,8 @@ def current() -> Gpu | None:
 
 
 def select(number: int = 0) -> Gpu:
-    """Leave only GPU `number` of the visible ones to this process and its children, and return it.
-
-    To be called before CUDA is used. LookupError: there is no such GPU; the message says which there are.
+    """Leave only GPU `number` of the visible ones to this process and its children, and return it. To be called before
+    CUDA is used. LookupError: there is no such GPU; it says which there are.
     """
     found = visible()
     if number >= len(found):

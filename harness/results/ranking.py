@@ -60,9 +60,7 @@ def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
 
 
 def is_repeat(variant: str) -> bool:
-    """Whether this is "NAME#2", the second side of a variant paired with itself, or "NAME#1a2b3c4d5e", the variant as
-    it was at a commit: no separate variant.
-    """
+    """Whether this is no separate variant: "NAME#2", paired with itself, or "NAME#1a2b3c4d5e", of a commit."""
     return re.fullmatch(r".+#[0-9a-f]+", variant) is not None
 
 

@@ -141,9 +141,7 @@ def apart(run: dict, record: dict) -> dict:
 
 
 def files(folder: Path, problem: str = "") -> list[Path]:
-    """Return the files of records in a machine's folder, the oldest kind first, and runs by the time of their begin.
-    problem: its name; "": all.
-    """
+    """Return a machine's files of records, the oldest kind first, runs by their begin. problem: its name; "": all."""
     name = glob.escape(problem) or "*"
     patterns = (f"{name}/latency.jsonl", f"{name}.jsonl", f"{name}/{RUN_FILE}")
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
@@ -155,9 +153,7 @@ def problem_of(path: Path, folder: Path) -> str:
 
 
 def contents(machine: str, problem: str, results: Path | None = None, check: Check = UNCHECKED) -> list[Contents]:
-    """Return what the files of a problem on a machine hold. StorageError: one is there and cannot be read. check: as in
-    `contents_of`.
-    """
+    """Return what the files of a problem on a machine hold. check, StorageError: as of `contents_of`."""
     folder = (results or RESULTS) / machine
     return [contents_of(path, folder.parent, check) for path in files(folder, problem)]
 

@@ -33,8 +33,8 @@ class RunFile:
 
     @classmethod
     def reopen(cls, path: Path, check: Check) -> "RunFile":
-        """Return the file of a run that was killed. It stays as it is until the next `write`. check: as in
-        record.contents_of. BlockingIOError: a living process holds it.
+        """Return the file of a killed run, unchanged until `write`. check: as of record.contents_of. BlockingIOError: a
+        living process holds it.
         """
         descriptor = _open(path, os.O_RDWR, fcntl.LOCK_NB)
         with record.storing(path):
@@ -105,9 +105,7 @@ class RunFile:
 
 
 def _open(path: Path, flags: int, wait: int) -> int:
-    """Open and lock a file, for appending. Return its descriptor. wait: LOCK_NB to raise BlockingIOError at once where
-    a living process holds it.
-    """
+    """Open and lock a file, for appending; return its descriptor. wait: LOCK_NB for BlockingIOError if one holds it."""
     with record.storing(path):
         descriptor = os.open(path, flags | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:

@@ -19,9 +19,7 @@ class Screen(Console):
 
 
 def track(items: Sequence[Item], said: str) -> Iterator[Item]:
-    """Yield the items. Meanwhile standard error shows a bar with their number and the time that is left, if it is a
-    terminal.
-    """
+    """Yield the items. On a terminal, standard error shows a bar with their number and the time left meanwhile."""
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal, redirect_stdout=False) as bar:
         yield from bar.track(items, description=said)

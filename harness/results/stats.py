@@ -179,9 +179,7 @@ def _ratio(center: float, drawn: np.ndarray, count: int) -> Ratio:
 
 
 def _midmean(values: np.ndarray) -> np.ndarray:
-    """Mean of the middle half along the last axis, of three values the middle one: as deaf to outliers as a ratio
-    needs, and of less scatter than the median.
-    """
+    """Mean of the middle half along the last axis: deaf to outliers, and steadier than the median."""
     cut = max(values.shape[-1] // 4, values.shape[-1] > 2)
     return np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)
 
@@ -240,9 +238,7 @@ def _case_medians(cases: Sequence[Groups], seed: int) -> np.ndarray:
 
 
 def _medians(groups: Groups, processes: np.ndarray, rng: np.random.Generator, name: str) -> np.ndarray:
-    """Resampled medians, (RESAMPLES,). processes: uniform draws in [0, 1), (RESAMPLES, at least the groups), to be
-    scaled by the number of groups.
-    """
+    """Resampled medians, (RESAMPLES,). processes: uniform draws in [0, 1), (RESAMPLES, groups or more)."""
     if not len(groups):
         raise ValueError(f"{name} must hold at least one process")
     values = [_values(group, name) for group in groups]

@@ -15,9 +15,7 @@ from harness.runner import gate, recorder
 
 
 class Buffer:
-    """A buffer of `nbytes` on the host that the checker makes, or maps from the descriptor `fd`, which is taken.
-    `memory`: a flat uint8 tensor.
-    """
+    """`nbytes` of memory, flat uint8, that the checker makes, or a runner maps by `fd`, which is taken."""
 
     def __init__(self, nbytes: int, fd: int = -1) -> None:
         self.nbytes, self.memory, self._fd = nbytes, torch.empty(0, dtype=torch.uint8), -1
@@ -46,9 +44,7 @@ Shared = Buffer | recorder.Mapped
 
 
 class Page:
-    """The page that hands over calls on a CPU (harness/runner/gate.cpp). The checker makes it, a
-    runner maps `fd`, which is taken.
-    """
+    """The page that hands over calls on a CPU (gate.cpp). The checker makes it, a runner maps `fd`, which is taken."""
 
     def __init__(self, fd: int | None = None) -> None:
         nbytes = -(-gate.bindings().page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

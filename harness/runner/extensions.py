@@ -15,9 +15,7 @@ MARK = "built-from"  # beside a build: the digest of what it was made of
 
 
 def reuse_builds() -> None:
-    """Let `load` and `load_inline` import a library that lies in the build's folder and was made of the same sources
-    with the same flags.
-    """
+    """Let `load` and `load_inline` import a library that was made of the same sources with the same flags."""
     build = cpp_extension._jit_compile
     signature = inspect.signature(build)
     loaded: set[str] = set()

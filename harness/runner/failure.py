@@ -20,9 +20,7 @@ _CALLED = {"hold": "prepare", "compile": "compile_for"}  # by request, the submi
 
 
 class RefusedError(ValueError):
-    """What the judge refuses: an answer, an output's name, a call that cannot be recorded. The message is the whole
-    report.
-    """
+    """What the judge refuses: an answer, an output's name, a call to record. The message is the whole report."""
 
 
 def reply(where: str, error: BaseException, file: str | None, module: Any = None) -> dict:
@@ -99,9 +97,7 @@ def _what(error: BaseException) -> str:
 
 
 def _relative(error: BaseException) -> str:
-    """Return what to write instead of a relative import that failed since the file is in no package, "" of another
-    error.
-    """
+    """Return what to write instead of a relative import that failed, since a submission is in no package, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     found = re.match(r"from \.+([\w.]*) import (\w*)", (frames[-1].line or "").strip()) if frames else None
     outside = isinstance(error, ImportError) and (

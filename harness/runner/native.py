@@ -61,9 +61,7 @@ def evict(flush: torch.Tensor) -> None:
 
 
 def forget(memory: torch.Tensor) -> bool:
-    """Drop `memory` (uint8) from the caches of all processors. Return False if this machine has no instruction for
-    that.
-    """
+    """Drop `memory` (uint8) from all processors' caches. False: this machine has no instruction for that."""
     dropper = library().function("judge_forget", c_void_p, c_size_t)
     return not memory.numel() or dropper(memory.data_ptr(), memory.numel()) == 0
 

@@ -33,8 +33,8 @@ KEPT = "tensors, arrays, numbers and texts, in tuples, lists, dicts, dataclasses
 
 @dataclass
 class Layout:
-    """What of a buffer is taken, in bytes. values: takes the plain values, which are then contents like tensors; None:
-    they stay in the specification.
+    """The bytes of a buffer that are taken. values: takes plain values, then contents; None: the specification has
+    them.
     """
 
     used: int = 0

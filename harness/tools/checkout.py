@@ -33,9 +33,7 @@ class Request:
 
 
 def request(args: Options, further: list[str]) -> Request:
-    """Translate arguments of harness/run.py: args, and those that it does not know. UsageError: a file
-    that they name is missing.
-    """
+    """Translate harness/run.py's arguments, unknown ones too. UsageError: a file that they name is missing."""
     values, files = dict(vars(args)), []
     for name in ("submission", "against"):
         if values[name] and (name == "submission" or values[name].endswith(".py")):
@@ -47,7 +45,7 @@ def request(args: Options, further: list[str]) -> Request:
             values[name] = os.path.relpath(file, ROOT)
     folder = folders.place(args.problem)
     if folder.parent != load.PROBLEMS:
-        files += [*folder.rglob("*"), *([] if folders.is_own(folder) else folders.find(args.problem).others)]
+        files += [*folder.rglob("*"), *([] if folders.is_own(folder) else folders.find(args.problem).files.values())]
     values["problem"] = folder.name if folder.parent == load.PROBLEMS else os.path.relpath(folder, ROOT)
     values |= {name: os.path.relpath(f"/job/{name}", f"/{TREE}") for name in ("json", "events") if values[name]}
     arguments = [values.pop("problem"), *further]
@@ -65,9 +63,7 @@ def commit() -> dict[str, str]:
 
 @contextlib.contextmanager
 def copied(files: Iterable[Path]) -> Iterator[Path]:
-    """A temporary folder with root/: what git knows or does not ignore, the files of runs, and `files`. UsageError:
-    this is no git checkout.
-    """
+    """A temporary folder with root/: what git does not ignore, runs' files, `files`. UsageError: no git checkout."""
     listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True)
     if listed.returncode:
         raise UsageError(f"{ROOT} must be a git checkout, since git says which files are sent")

@@ -18,8 +18,8 @@ BY_HOST = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, copy or fill that a GPU has run. start_us: on the GPU's clock; op: the innermost range that it was
-    launched in, "" outside of all.
+    """A kernel, copy or fill that a GPU has run. start_us: on its clock; op: the innermost range around its launch, or
+    "".
     """
 
     name: str

@@ -47,9 +47,7 @@ def wanted(problem: Problem, arguments: Options, words: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a check ended. status: its exit status, or minus the number of a signal; returned: main has returned this
-    status, which is 0 or 2.
-    """
+    """How a check ended. status: its exit status, or minus a signal's number; returned: main has returned 0 or 2."""
 
     status: int
     returned: bool

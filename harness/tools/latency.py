@@ -134,9 +134,7 @@ def measured(hook: Any, case: dict) -> dict:
 
 @dataclass(frozen=True)
 class Graph:
-    """Readings of a recorded step. logits: of its first replay; replays: the launches of each traced one; row_us:
-    of a step among many in a row.
-    """
+    """Readings of a recorded step. logits: of the first replay; replays: launches of each; row_us: of one in a row."""
 
     logits: torch.Tensor
     replays: list[list[Launch]]
@@ -272,9 +270,7 @@ def _waits(step: Callable[[], None]) -> str:
 
 
 def _times_us(call: Callable[[], None], rows: int, calls: int = 1) -> list[float]:
-    """Times of a call, in us, on the host's clock, in so many rows of calls. The host waits for the GPU behind each row
-    only, as where text is generated.
-    """
+    """Host times of a call in us, in rows of calls. The host waits for the GPU behind each row only."""
     taken = []
     for _ in range(rows):
         torch.cuda.synchronize()

@@ -61,9 +61,7 @@ def _compile(session: Session, j: Result) -> None:
 def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
-    """Print torch's profile of one call on each case, and on a GPU a digest of ncu's report; keep it in files, with
-    torch's trace. Return the verdict.
-    """
+    """Print and keep torch's profile of one call on each case, and on a GPU ncu's digest. Return the verdict."""
     with Session(problem, device, timeout_s) as session:
         handle, kept = RunnerHandle(submission.name, submission, target, recorded=False), []
         for case in cases:
@@ -99,9 +97,7 @@ def _digests(problem: Problem, submission: Submission, target: str, cases: list[
 
 
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> list[str]:
-    """Run the small `cases` under compute-sanitizer. Return what is wrong, nothing if all were clean. UsageError: no
-    such tool, or no case that is small enough.
-    """
+    """Run small cases under compute-sanitizer. Return what is wrong. UsageError: no such tool, or no small case."""
     small, faults = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], []
     for i, j in enumerate(judged):
         served = [case for case in small if j.submission.serves(case)]

@@ -48,9 +48,7 @@ _DIGEST = (  # what it is called, ncu's metric, the unit that is shown, and what
 
 
 def place(problem: Problem, submission: Submission, case: Case, suffix: str) -> Path:
-    """Return the file of this suffix that a profile of the case leaves: in OUT, PROBLEM-VARIANT-CASE. Its folder is
-    there.
-    """
+    """Return the file of this suffix that a profile of the case leaves in OUT. Its folder is there."""
     OUT.mkdir(parents=True, exist_ok=True)
     name = f"{problem.name}-{submission.name}-{'-'.join(map(str, case.params.values()))}"
     return OUT / f"{name.replace('/', '_')[:200]}{suffix}"
@@ -116,9 +114,7 @@ def digest(page: str) -> str:
 
 
 def sanitize(problem: Problem, submission: Submission, cases: list[Case], tool: str, target: str) -> tuple[str, str]:
-    """Run `cases` under compute-sanitizer's `tool`. Return (what is wrong, "" if it is clean; its last lines).
-    RuntimeError: it is missing, or was not done in time.
-    """
+    """Run cases under a tool. Return (what is wrong or "", its last lines). RuntimeError: missing, or too slow."""
     # A separate allocation for every tensor, so that the tool sees an access past one. Compilers that the submission
     # starts are not looked into: the tool would run them too, and count what they do.
     options = f"--tool {tool} --error-exitcode {FOUND_EXIT} --launch-timeout 120 --target-processes application-only"
@@ -171,9 +167,7 @@ def _run(command: list[str], what: str, extra: dict[str, str]) -> str:
 
 
 def _finished(command: list[str], extra: dict[str, str]) -> tuple[int, str]:
-    """Run a tool, with more of an environment. Return its exit status and what it printed. TimeoutExpired: that took
-    more than TOOL_LIMIT_S.
-    """
+    """Run a tool; `extra`: of its environment. Return (exit status, output). TimeoutExpired: after TOOL_LIMIT_S."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=pipe, stderr=both, timeout=TOOL_LIMIT_S)

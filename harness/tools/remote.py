@@ -33,9 +33,7 @@ class Host:
         self.folder = os.environ.get("KERNEL_REMOTE_FOLDER") or f".cache/dsv4-kernels/{own}"
 
     def call(self, function: str, *arguments: str, out: int | IO = subprocess.PIPE) -> str:
-        """Return what a function of on_host.sh prints there, or write it to `out` as it comes. UsageError: it failed,
-        or the connection did.
-        """
+        """Return what a function of on_host.sh prints there, or write it to `out` as it comes. UsageError: failed."""
         folder, tree = shlex.quote(self.folder), shlex.quote(checkout.TREE)
         enter = f"mkdir -p -m 700 {folder}\ncd {folder}\ntree={tree}\n"
         script = f"{ON_HOST.read_text()}{enter}{shlex.join([function, *arguments])}\n"
@@ -88,9 +86,7 @@ def start(args: Options, further: list[str], stdout: TextIO) -> int:
 
 
 def _begin(host: Host, request: checkout.Request, mirror: bool) -> None:
-    """Send the checkout and begin the run. mirror: remove what was sent before and is not any more. A resumed run may
-    need it, since its arguments are in its file.
-    """
+    """Send the checkout and begin the run. mirror: remove what is not sent any more; a resumed run may need it."""
     output.complain(f"sending the checkout to {host.name}:{host.folder}")
     options = [f"--exclude=/{name}" for name in ("job", f"{checkout.TREE}/.venv", f"{checkout.TREE}/.build")]
     options += ["--delete"] if mirror else []

@@ -23,7 +23,7 @@ def main() -> None:
     found = folders.find(str(folder))
     if not found.ours:
         load.bind(found.folder, found.files)
-    reference = load.from_file(folder, found.reference)
+    reference = load.from_file(folder, folder / "reference.py")
     module = load.from_file(folder, file)
     task = load.from_file(folder, folder / "task.py") if found.ours else None
     split = found.ours and hasattr(reference, "generate_weights")

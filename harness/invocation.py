@@ -271,9 +271,7 @@ class Run:
         times = len(self.file.lines("resumed"))
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         outcomes, groups = (len(self.file.lines(kind)) for kind in ("outcome", "group"))
-        console.say(
-            f"run {self.file.run_id} goes on: {outcomes} test outcomes and {groups} groups of timed calls are known"
-        )
+        console.say(f"run {self.file.run_id} goes on: {outcomes} test outcomes and {groups} groups of calls are known")
         return self.file
 
     def _lint(self) -> int:

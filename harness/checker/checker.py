@@ -137,9 +137,7 @@ class Checker:
             first = len(leaves) - len(tree.leaves(outputs))
             found = [tree.within(outputs, (name,)) for name in self.outputs_named]
             if any(len(part) != 1 for part in found):
-                raise failure.RefusedError(
-                    f"each field that OUTPUTS names must hold one tensor, got {list(map(len, found))}"
-                )
+                raise failure.RefusedError(f"each field of OUTPUTS must hold one tensor, got {list(map(len, found))}")
             self.outputs = [first + part[0] for part in found]
             self.captures = [leaves[i] for i in self.outputs]
             memory.poison(tree.tensors(self._delivered()), self.outputs)

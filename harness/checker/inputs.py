@@ -41,7 +41,7 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     except TypeError as error:
         said = ", ".join(f"{name}={value!r}" for name, value in case.items())
         raise RefusedError(
-            f"task.yml: a case must name what generate_input takes, {signature}, got {said}: {error}"
+            f"task.yml: a case must name what generate_input takes, {signature}: {error}, got {said}"
         ) from None
     return reference.generate_input(**case)
 
@@ -50,7 +50,6 @@ def compared(reference: ModuleType, data: Any, want: Any, output: Any, baseline:
     """Return what the reference says of an output. RefusedError: it is no check.Result."""
     result = reference.compare(data, want, output, baseline)
     if not all(hasattr(result, field.name) for field in dataclasses.fields(check.Result)):
-        raise RefusedError(
-            f"reference.py: compare() must return a Result of problems/common/check.py, got {type(result).__name__}"
-        )
+        kind = type(result).__name__
+        raise RefusedError(f"reference.py: compare() must return a problems.common.check.Result, got {kind}")
     return result

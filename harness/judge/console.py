@@ -162,9 +162,8 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
         elif j.verdict == "PASSED":
             right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
             said = [f"{text.counted(right, 'test case')} right"] if j.tests else []
-            said.append(
-                f"timed on {timed} of {text.counted(len(j.times), 'case')}" if j.times else "not timed in this mode"
-            )
+            many = text.counted(len(j.times), "case")
+            said.append(f"timed on {timed} of {many}" if j.times else "not timed in this mode")
             say(f"{j.submission.name:<20} PASSED         {'; '.join(said)}{kind}")
         else:
             say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {why(j)}{kind}")
@@ -212,9 +211,8 @@ def why(j: Result) -> str:
     """Return the reason of a verdict that is not PASSED, on one line; of cases, that of the first with this verdict."""
     if j.reason:
         return text.first_line(j.reason)
-    bad = [(c, o) for c, o in j.tests if o.status not in ("PASSED", "MODEL_CHECKED")] + [
-        (t.case, t.failure) for t in j.times if t.failure
-    ]
+    bad = [(c, o) for c, o in j.tests if o.status not in ("PASSED", "MODEL_CHECKED")]
+    bad += [(t.case, t.failure) for t in j.times if t.failure]
     bad = [(c, o) for c, o in bad if o.status != "UNSUPPORTED"] or bad
     if not bad:
         return "no reason given"

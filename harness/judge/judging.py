@@ -110,9 +110,8 @@ class Judging:
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
-        replay.phases_of(self.device).run_tests(
-            session, handles, cases, done, session.progress, have, limit_s, self._twice(cases)
-        )
+        twice, run_tests = self._twice(cases), replay.phases_of(self.device).run_tests
+        run_tests(session, handles, cases, done, session.progress, have, limit_s, twice)
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:

@@ -335,9 +335,7 @@ class Benchmark:
             return
         reason = STOPPED_LATE
         for other, failed in self._failures().items():
-            reason = (
-                f"not timed: {other} is {failed.status}, and of a pair both count or none; time it without --against"
-            )
+            reason = f"not timed: {other} is {failed.status}, and of a pair both count or none: leave out --against"
         self._add(name, Outcome("INVALID_MEASUREMENT", reason))
 
     def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:

@@ -209,9 +209,8 @@ class Variable(Reply):
     value: Hex
 
 
-Nodes = Annotated[
-    list[Annotated[KernelNode | CopyNode | FillNode, Field(discriminator="kind")]], Field(max_length=NODES)
-]
+Node = Annotated[KernelNode | CopyNode | FillNode, Field(discriminator="kind")]
+Nodes = Annotated[list[Node], Field(max_length=NODES)]
 
 
 class Recorded(Reply):

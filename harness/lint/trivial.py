@@ -114,9 +114,8 @@ class Trivial(Checker):
     def _make(self, case: dict, seed: int, weights_seed: int | None = None) -> None:
         self.new_weights({"case": case, "seed": seed if weights_seed is None else weights_seed}, [])
         self.content({"case": case, "seed": seed}, [])
-        self.form, self.paths, self.truth = self._outputs_of(
-            self.want if self.ours else self.reference.ref_kernel(tree.clone(self.pristine))
-        )
+        answer = self.want if self.ours else self.reference.ref_kernel(tree.clone(self.pristine))
+        self.form, self.paths, self.truth = self._outputs_of(answer)
         data = tree.tensors(self.pristine)
         self.names = [leaf["name"] or "0" for leaf in tree.leaves(tree.describe(self.pristine, tree.Layout()))]
         # The checker counts what is delivered with a call, which the weights are not; they are the first of the data.
@@ -133,9 +132,8 @@ class Trivial(Checker):
         def leaf(value: Any, name: str) -> dict:
             number = isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
             names.append(name)
-            outputs.append(
-                torch.tensor(value, dtype=torch.float64 if type(value) is float else None) if number else value
-            )
+            dtype = torch.float64 if type(value) is float else None
+            outputs.append(torch.tensor(value, dtype=dtype) if number else value)
             return {"type": "number" if number else "other"}
 
         return tree.walk(answer, leaf, answer=not self.ours), names, outputs
@@ -270,9 +268,7 @@ class Trivial(Checker):
         except Exception as error:
             raise AbsentError(f"the reference refuses such inputs: {type(error).__name__}: {error}") from error
         if not _alike(truth, self.exact):
-            raise AbsentError(
-                "the answer to such inputs has another shape; a wrong file that ignores them would show that they count"
-            )
+            raise AbsentError("the answer to such inputs has another shape; a wrong file can show that they count")
         self.derived[what] = _formed(truth, self.exact)
         return self.derived[what]
 
@@ -293,9 +289,8 @@ def _alike(one: list, two: list) -> bool:
 
 def _near(one: list, two: list) -> bool:
     """Return whether two answers of the same form are equal, or each output the other's neighbour."""
-    return all(
-        values.neighbours(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in zip(one, two, strict=True)
-    )
+    pairs = zip(one, two, strict=True)
+    return all(values.neighbours(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
 
 
 if __name__ == "__main__":

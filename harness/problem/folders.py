@@ -213,9 +213,7 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
         raise UsageError(f"{option} must be a Python file, whose name ends in .py, got {file}: rename it")
     modules = {name: problem.folder / name for name in ("task.py", "reference.py")} | problem.files
     if file.name in modules and modules[file.name].resolve() != file.resolve():
-        raise UsageError(
-            f"{option}: {file.name} has the name of a module of {problem.name}, which it would hide: rename the file"
-        )
+        raise UsageError(f"{option}: {file.name} would hide a module of {problem.name} of that name: rename the file")
     with reading(file.name), _python(file):
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
@@ -228,9 +226,8 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
         only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
         if problem.ours and not baseline:
             _see_no_setup(file)
-    return Submission(
-        file.stem, file.resolve(), targets, requires, baseline, summary, problem.folder, only, problem.ours
-    )
+    name, path, folder = file.stem, file.resolve(), problem.folder
+    return Submission(name, path, targets, requires, baseline, summary, folder, only, problem.ours)
 
 
 @contextlib.contextmanager
@@ -282,9 +279,7 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
     only = tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
     for case in (case for target in targets for case in problem.timed(target)):
         if not all(case.params.get(field) in values for field, values in only):
-            raise UsageError(
-                f"{problem.name}/task.py: ONLY_BY_TARGET must admit every timed case, it leaves out {case}"
-            )
+            raise UsageError(f"{problem.name}/task.py: ONLY_BY_TARGET must admit each timed case, it leaves out {case}")
     return only
 
 

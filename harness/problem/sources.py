@@ -190,9 +190,7 @@ def composes(file: Path, folder: Path) -> tuple[str, ...]:
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{file.name}: COMPOSES must be a tuple of problems' names, got {names!r}")
     if names and not is_composition(folder):
-        raise ValueError(
-            f"{file.name}: COMPOSES is for compositions, but {folder.name}/task.py does not say COMPOSITION = True"
-        )
+        raise ValueError(f"{file.name}: COMPOSES is for compositions, {folder.name}/task.py says no COMPOSITION = True")
     for name in names:
         other = load.PROBLEMS / name
         needed = (other / "task.py", other / "submission.py")

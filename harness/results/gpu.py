@@ -64,7 +64,7 @@ def visible() -> tuple[Gpu, ...]:
     found: list[Gpu] = []
     for word in map(str.strip, said.split(",")):
         named = [
-            gpu for gpu in present() if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))
+            one for one in present() if word == str(one.index) or (word[:4] == "GPU-" and one.uuid.startswith(word))
         ]
         if len(named) != 1 or named[0] in found:
             break

@@ -119,9 +119,7 @@ class Against(_Checked):
     processes: int | None = _field("of each of the two, that were compared")
     same_within: float | None = _field("how near to 1 the 95 % interval must be for SAME")
     needed: int | None = _field("where UNDECIDED: about how many processes would decide, if `ratio` is the true one")
-    needed_range: list[int] | None = _field(
-        "where UNDECIDED: the fewest and the most that would, if the true one is anywhere in `ci95`"
-    )
+    needed_range: list[int] | None = _field("where UNDECIDED: the fewest and most, wherever in `ci95` the true one is")
     commit: str | None = _field("of the other variant, where it is that of another commit")
 
 
@@ -148,9 +146,7 @@ class Resource(_Checked):
         description="instructions of tensor cores, copies, barriers and local memory in its machine code, by name how "
         "many; absent where nvdisasm was not installed or could not read it",
     )
-    tmem_columns: int | None = _field(
-        "columns of its largest allocation of tensor memory, where the machine code says that"
-    )
+    tmem_columns: int | None = _field("columns of its largest allocation of tensor memory, where the code says it")
     bytes: int | None = _field("size of the file that has the kernel")
 
 
@@ -176,9 +172,7 @@ class Record(_Checked):
     schema_: int = _field(f"{SCHEMA}; 1 to {SCHEMA - 1} are read too", required=True, alias="schema", ge=1, le=SCHEMA)
     run_id: Name = _field("the run: all its records have the same one", required=True)
     time: Time = _field("when the record was made, ISO 8601, in the years 1970 to 2199", required=True)
-    kind: Kind = _field(
-        "what was done: test, benchmark, compile, latency, or model (executed in a model)", required=True
-    )
+    kind: Kind = _field("what was done: test, benchmark, compile, latency, or model (executed in one)", required=True)
     problem: Name = _field("the problem's folder", required=True)
     variant: Name = _field("the submission's name", required=True)
     target: Target = _field("cpu, sm90 or sm100", required=True)
@@ -190,9 +184,7 @@ class Record(_Checked):
         "hash of every source of the submission, with the headers and modules of problems/common that it includes or "
         "imports; in schema 1 and 2 without those"
     )
-    code_hash: str | None = _field(
-        "hash of the machine code of the submission's GPU kernels; null where there is no cubin to look at"
-    )
+    code_hash: str | None = _field("hash of the machine code of its GPU kernels; null where there is no cubin")
     problem_hash: str | None = _field("hash of what defines the problem: cases, tolerances, task and reference")
     harness_hash: str | None = _field("hash of the judge, of problems/common and of ptx_model")
     commit: str | None = _field("the checkout's commit")
@@ -201,15 +193,13 @@ class Record(_Checked):
     sandbox: Any = _field("what held the submission in its place")
     device: str | None = _field("cpu or cuda")
     seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark", "model"))
-    orders: list[str] | None = _field(
-        "the orders of asynchronous work that the case was executed in; status and reason are of the worst", ("model",)
-    )
+    orders: list[str] | None = _field("of asynchronous work, each executed; status is the worst one's", ("model",))
     error: Numbers | None = _field(
         "the worst error: rel (Frobenius, a share), max (of an element), tol (what was admitted there)",
         ("test", "benchmark"),
     )
     median_us: Us | None = _field(
-        "median time of a call in us; of latency records, of one replayed graph, or of an eager call without one", TIMED
+        "median time of a call in us; latency: of a replayed graph, else an eager call", TIMED
     )
     ci95_us: Interval | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
     samples_us: list[list[Us]] | None = _field("all scored times in us, a list for each process", TIMED)
@@ -217,9 +207,7 @@ class Record(_Checked):
     host_us: Us | None = _field("median time of the call by the host's clock in us", ("benchmark",))
     setup_us: Us | None = _field("median time in us of a baseline's preparations (until 2026-11)", ("benchmark",))
     empty_call_us: Us | None = _field("time of a call that does nothing, under the same clock, in us", ("benchmark",))
-    roofline_us: Roofline | None = _field(
-        "measured roofline: least time in us for these bytes or operations", ("benchmark",)
-    )
+    roofline_us: Roofline | None = _field("measured: least time in us for these bytes or flops", ("benchmark",))
     roofline_kind: str | None = _field("which of them is the roofline: read or flops", ("benchmark",))
     roofline_config: Any = _field("the reader that was the fastest", ("benchmark",))
     bytes: Size | None = _field("least memory traffic of a call in bytes", TIMED)
@@ -231,9 +219,7 @@ class Record(_Checked):
         "texts: what was less than it should be for these times)",
         TIMED,
     )
-    ranking_by: Literal["geom", "mean", "last"] | None = _field(
-        "what the problem ranks by: geom, mean or last", ("benchmark",)
-    )
+    ranking_by: Literal["geom", "mean", "last"] | None = _field("geom, mean or last: the metric", ("benchmark",))
     attempt: Count | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
     audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
     superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
@@ -241,16 +227,12 @@ class Record(_Checked):
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))
     resources: list[Resource] | None = _field("what the compiler says, an object for each kernel", ("compile",))
     eager_us: Us | None = _field("median time of the same step without a graph, in us, host's clock", ("latency",))
-    row_us: Us | None = _field(
-        "time of a step among many in a row, which the host does not wait between, in us, host's clock", ("latency",)
-    )
+    row_us: Us | None = _field("time of a step in a row that nothing waits within, in us, host's clock", ("latency",))
     sol_us: Us | None = _field(
         "speed of light: bytes or flops at the datasheet's rates, the longer, in us; null where these are not known",
         ("latency",),
     )
-    launches: dict[str, int] | None = _field(
-        "kernels, copies and fills of one step: eager, and graph where there is one", ("latency",)
-    )
+    launches: dict[str, int] | None = _field("kernels, copies and fills of a step: eager, graph", ("latency",))
     breakdown: Breakdown | None = _field("where the time of a step goes on the GPU, longest first", ("latency",))
     kernels: dict[str, str | None] | None = _field("by op of the model, what fills it", ("latency",))
     checks: dict[str, Any] | None = _field("by check of the graph: what it found", ("latency",))

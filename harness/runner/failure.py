@@ -13,9 +13,7 @@ from problems.common import build
 
 TEXT_LIMIT = 16_000  # characters of a traceback or compiler report in a reply, from both ends
 # Of nvcc, "my.cu(12): error: ...", and of g++, "my.cpp:12:5: error: ...".
-_COMPILER_ERROR = re.compile(
-    r"^(\S[^\n]*?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error:? ([^\n]+)", re.MULTILINE
-)
+_ERROR_LINE = r"^(\S[^\n]*?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error:? ([^\n]+)"
 _CALLED = {"hold": "prepare", "compile": "compile_for"}  # by request, the submission's function; else custom_kernel
 
 
@@ -100,9 +98,8 @@ def _relative(error: BaseException) -> str:
     """Return what to write instead of a relative import that failed, since a submission is in no package, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     found = re.match(r"from \.+([\w.]*) import (\w*)", (frames[-1].line or "").strip()) if frames else None
-    outside = isinstance(error, ImportError) and (
-        (error.name or "").startswith("problems.") or "relative import" in str(error)
-    )
+    home = getattr(error, "name", None) or ""
+    outside = isinstance(error, ImportError) and (home.startswith("problems.") or "relative import" in str(error))
     if not found or not outside:
         return ""
     instead = f"from {found[1]} import {found[2] or '...'}" if found[1] else f"import {found[2] or '...'}"
@@ -117,7 +114,7 @@ def _traced(error: BaseException, trace: TracebackType | None) -> str:
 
 def compiler_said(report: str) -> str:
     """Return the first error of nvcc or g++ as "my.cu:12: error: ...", "" if the report names no line."""
-    found = _COMPILER_ERROR.search(report)
+    found = re.search(_ERROR_LINE, report, re.MULTILINE)
     return f"{Path(found[1]).name}:{found[2] or found[3]}: error: {found[4]}" if found else ""
 
 

@@ -46,9 +46,7 @@ def see_found(spec: dict) -> None:
             find(spec["value"])
         except (ImportError, AttributeError, ValueError):
             named = spec["value"] or "one within a function"
-            raise RefusedError(
-                f"a call's data may hold classes and functions that modules define, got {named}"
-            ) from None
+            raise RefusedError(f"data may hold classes and functions that modules define, got {named}") from None
     for item in spec.get("items", ()):
         see_found(item)
 

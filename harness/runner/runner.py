@@ -94,9 +94,8 @@ class Runner:
         self.opened = message
         if self.module is not None:
             objects.define(message["definitions"])
-        self.buffers = [
-            Buffer(message["bytes"], fds.pop(0) if message["bytes"] else -1) for _ in range(message["count"])
-        ]
+        nbytes = message["bytes"]
+        self.buffers = [Buffer(nbytes, fds.pop(0) if nbytes else -1) for _ in range(message["count"])]
         return {}
 
     def hold(self, message: dict, fds: list[int]) -> dict:

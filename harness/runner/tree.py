@@ -199,9 +199,8 @@ def leaves(spec: dict) -> list[dict]:
 
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
     """Return which leaves of a specification are in these fields of a named tuple, or under these keys of a dict."""
-    parts = [
-        part for part, item in zip(spec.get("keys", ()), spec.get("items", ()), strict=False) for _ in leaves(item)
-    ]
+    pairs = zip(spec.get("keys", ()), spec.get("items", ()), strict=False)
+    parts = [part for part, item in pairs for _ in leaves(item)]
     return [i for i, part in enumerate(parts) if part in names]
 
 

@@ -96,9 +96,8 @@ def _jobs(args: Options, further: list[str], device: str) -> dict[str, Request]:
             variants = [name for name, of, _ in folders.listing(folders.place(problem)) if targets & {*of}]
         for variant in variants:
             name = f"{problem} {variant or args.submission or 'winner'}"
-            jobs[name] = checkout.request(
-                dataclasses.replace(args, problem=problem, variant=variant, all=False, device=device), further
-            )
+            chosen = dataclasses.replace(args, problem=problem, variant=variant, all=False, device=device)
+            jobs[name] = checkout.request(chosen, further)
     return jobs
 
 
@@ -119,9 +118,8 @@ def _judge(packed: bytes, arguments: list[str], env: dict[str, str]) -> dict[str
         env.pop("OMP_NUM_THREADS", None)
         die_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL, 0, 0, 0)
         command = [sys.executable, "harness/run.py", *arguments]
-        done = subprocess.run(
-            command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
-        )
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        done = subprocess.run(command, cwd=tree, env=env, stdout=pipe, stderr=both, preexec_fn=die_with_parent)
         return {
             "code": done.returncode,
             "log": done.stdout.decode(errors="replace"),

@@ -62,7 +62,7 @@ def target_of(submission: Submission) -> str:
     name = submission.name
     if not submission.ours:
         raise UsageError(
-            f"--device model runs variants of this checkout only, got {name}: move it to problems/PROBLEM/variants"
+            f"--device model runs variants of this checkout, got {name}: move it to problems/PROBLEM/variants"
         )
     found = next((target for target in TARGETS if target in submission.targets), "")
     if not found:
@@ -92,9 +92,8 @@ def run(
     with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile() as questions:
         questions.write(asked.encode())
         questions.seek(0)
-        child = subprocess.Popen(
-            argv, bufsize=0, env=environment, stdin=questions, stdout=subprocess.PIPE, stderr=errors
-        )
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(argv, bufsize=0, env=environment, stdin=questions, stdout=pipe, stderr=errors)
         try:
             for line in _lines(child.stdout, timeout_s):
                 reached = line["case"]
@@ -104,9 +103,8 @@ def run(
                 reached += line["last"]
             status = child.wait()
         except TimeoutError:
-            words = (
-                f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
-            )
+            longer = f"--timeout {2 * (timeout_s or 0):g}"
+            words = f"not over after {timeout_s:g} s under one order; give it longer: {longer}"
             found[reached] = Outcome("TIMEOUT", words)
             status = 0
         finally:

@@ -37,9 +37,8 @@ class Caught:
 
 
 class Checker:
-    """The inputs and the answer of the present content, the buffers of all runners, and the verdict on their outputs.
-
-    A public method handles the request of its name: it takes the message and its descriptors, and returns the reply.
+    """The present content and its answer, the buffers of all runners, and the verdict on their outputs. A public method
+    handles the request of its name: it takes the message and its descriptors, and returns the reply.
     """
 
     def __init__(self, start: dict) -> None:
@@ -251,15 +250,12 @@ class Checker:
         return {}
 
     def time_call(self, message: dict, _: list[int]) -> dict:
-        """Let a runner on a CPU make call `number`, and time it: stop the runner, fill its buffer (`fill`), make caches
-        cold, say "go", wait for "done", stop the runner again, and take what the call left.
+        """Let a runner on a CPU make call `number`, and time it. first: it has just said that it is ready; else it
+        waits since its last call. last: it replies after this one. judges: the call is the judge's own, and nothing is
+        taken. which: of the calls that it has prepared.
 
-        first: the runner has just said that it is ready; else it waits since its last call. last: it replies after this
-        call. judges: the call is the judge's own, and nothing is taken. which: one of the calls that the runner has
-        prepared.
-
-        Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what the
-        runner noted of the tensors that it returned, in a GPU MODE folder.
+        Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what it
+        noted of the tensors that it returned, in a GPU MODE folder.
         """
         runner, number = message["runner"], message["number"]
         page, freezer = self.pages[runner], self.freezers[runner]
@@ -294,9 +290,8 @@ class Checker:
         return {}
 
     def _make_cold(self, buffer: Shared, message: dict) -> None:
-        """Drop all that the call reads from all caches. A runner may hold some of it in private memory: prepared
-        weights, a baseline's setup, what the judge's readers read. Only a read of much more than all caches evicts
-        that.
+        """Drop all that the call reads from all caches. What a runner holds in private memory (prepared weights, a
+        baseline's setup, what the judge's readers read) only a read of much more evicts.
         """
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
         if own_memory or not native.forget(buffer.memory):
@@ -420,10 +415,8 @@ class Checker:
         inputs = self.spec["items"][1] if self.split else self.spec
         names = [name for name in inputs.get("keys", []) if self.split or name not in self.outputs_named]
         if not set(self.inout_named) <= set(names):
-            raise failure.RefusedError(
-                f"INOUT must name fields of the NamedTuple of inputs that are no outputs, {names}, "
-                f"got {list(self.inout_named)}"
-            )
+            known = f"fields of the NamedTuple of inputs that are no outputs, {names}"
+            raise failure.RefusedError(f"INOUT must name {known}, got {list(self.inout_named)}")
         return tree.within(inputs, self.inout_named)
 
     def _for_reference(self) -> Any:

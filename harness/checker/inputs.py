@@ -14,9 +14,8 @@ from problems.common import check
 
 
 def make(reference: ModuleType, task: Any, case: dict, device: str, ours: bool, weights: Any = None) -> Any:
-    """Return the data of a call. case: generate_input's arguments and the seed. Where the reference splits weights from
-    inputs, `weights` are what its generate_weights made, by default for this case, and the data is task.Data of the
-    three parts.
+    """Return the data of a call. case: generate_input's arguments and the seed. weights: what the reference's
+    generate_weights made, by default for this case; the data is then task.Data of three parts.
     """
     if not ours:
         return of_folder(reference, case)

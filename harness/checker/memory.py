@@ -21,9 +21,8 @@ def region(leaf: dict, buffer: Shared) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two flat uint8 tensors hold the same bytes. They are compared as words where both are aligned:
-    torch.equal makes a byte for each element, and of a model's weights, looked at after every call, that is as much
-    memory once more.
+    """Return whether two flat uint8 tensors hold the same bytes. Aligned ones are compared as words: torch.equal makes
+    a byte for each element, and a model's weights are compared after every call.
     """
     if one.numel() != other.numel():
         return False

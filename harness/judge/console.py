@@ -95,10 +95,8 @@ def test_line(name: str, case: Case, outcome: Outcome) -> None:
 
 def times(judged: list[Result]) -> None:
     """Print one line per variant and case: time, interval, rate, share of the measured roofline, error."""
-    table = Table(
-        title="Times, us (median, 95 % interval; roofline: the best plain read of the same bytes or, where that takes "
-        "longer, a matrix product of as many operations)"
-    )
+    rate = "the best plain read of the same bytes or, where that takes longer, a matrix product of as many operations"
+    table = Table(title=f"Times, us (median, 95 % interval; roofline: {rate})")
     distinct, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
     table.add_column("variant", no_wrap=True)
     table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
@@ -138,10 +136,8 @@ def readings(judged: list[Result]) -> None:
     for t in times:
         of = t.readings
         read = f"{of.bytes / of.roofline_us / 1e3:.0f} GB/s, " if of.roofline_kind == "read" else ""
-        say(
-            f"{text.line(t.case):<28} roofline {of.roofline_us:.2f} us ({read}{of.roofline_config})   "
-            f"empty call {of.empty_us:.2f} us"
-        )
+        roofline = f"roofline {of.roofline_us:.2f} us ({read}{of.roofline_config})"
+        say(f"{text.line(t.case):<28} {roofline}   empty call {of.empty_us:.2f} us")
 
 
 def summary(judged: list[Result], baseline: str | None = None) -> None:
@@ -199,10 +195,8 @@ def undecided(pair: dict, usual: int = 0) -> str:
     if most > stats.WIDE * least:
         bound = f"{most}" if most <= limit else f"more than {limit}"
         how = few if pair["processes"] < usual else "four times as many halve it"
-        return (
-            f"how many processes would decide cannot be told yet: {least} to {bound}, by where in the interval the "
-            f"true ratio is; {how}"
-        )
+        where = f"{least} to {bound}, by where in the interval the true ratio is"
+        return f"how many processes would decide cannot be told yet: {where}; {how}"
     times = pair["needed"] / pair["processes"]
     return f"about --processes {pair['needed']} would decide, {times:.1f} times as long"
 

@@ -43,9 +43,9 @@ class Reported(Died):
 
 @dataclass(frozen=True)
 class Content:
-    """The inputs and outputs of one call, as the checker made them. host: bytes of a buffer on a CPU; parts: bytes of
-    "inputs" and "outputs" on a GPU; layout: what a runner needs to map it; bytes: what a call must move, if the task
-    says that of contents; held: of inputs and outputs, for a folder that does not say how many a call must move.
+    """The inputs and outputs of one call. host: bytes of a buffer on a CPU; parts: bytes of "inputs" and "outputs" on a
+    GPU; layout: what a runner needs to map it; bytes: what a call must move, if the task says it; held: bytes of inputs
+    and outputs.
     """
 
     case: Case
@@ -104,9 +104,8 @@ class CheckerHandle:
         watch: Child | None = None,
         fds: Sequence[int] = (),
     ) -> tuple[dict, list[int]]:
-        """Return the checker's reply and its descriptors. failing: the start of the error's message. watch: a runner
-        that works meanwhile. fds: go with the message, and are closed here. Died: that runner took too much, and is
-        gone.
+        """Return the checker's reply and its descriptors. failing: begins the error's message. watch: a runner that
+        works meanwhile. fds: closed here. Died: that runner took too much, and is gone.
         """
         try:
             self.child.send(message, tuple(fds))
@@ -139,7 +138,6 @@ class CheckerHandle:
 @dataclass(eq=False)
 class RunnerProcess:
     """One process of a submission: its child process, its folder (None for the judge's own), and what it has received.
-
     limit_s: for a request that is no call. switched: receives the names of torch's switches that were put back.
     """
 
@@ -250,9 +248,8 @@ class RunnerProcess:
 
 @dataclass(eq=False)
 class RunnerHandle:
-    """A submission, or (submission None) the judge's own calls: its present process, and what became of the earlier
-    ones. name: what times and limits of all handles of a submission go by; runner: what only this handle's process goes
-    by, `name` if nothing else is said.
+    """A submission, or (submission None) the judge's own calls: its process, and what became of earlier ones. name:
+    what times and limits of all its handles go by; runner: what this handle's process goes by, by default `name`.
     """
 
     name: str

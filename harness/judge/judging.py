@@ -32,11 +32,8 @@ def challenger(judged: list[Result], leader: Leader, everything: bool) -> Result
     """Return the submission of this run that would take the lead and is not confirmed yet; None if there is none. It
     leads the run, and its whole interval is below the leader's. everything: this is a run of --all.
     """
-    timed = [
-        (j.metric, j)
-        for j in judged
-        if j.verdict == "PASSED" and not j.submission.baseline and not ranking.is_repeat(j.submission.name) and j.metric
-    ]
+    ranked = [j for j in judged if not j.submission.baseline and not ranking.is_repeat(j.submission.name)]
+    timed = [(j.metric, j) for j in ranked if j.verdict == "PASSED" and j.metric]
     if not timed or (everything and any(_is_leader(j, leader) for _, j in timed)):
         return None
     metric, first = min(timed, key=lambda pair: pair[0][0])
@@ -49,10 +46,9 @@ def _is_leader(j: Result, leader: Leader) -> bool:
 
 @dataclass
 class Judging:
-    """Fills in the results of the submissions. The caller holds the device, and records.
-
-    file: of a recorded run, whose finished work is taken from it; None: the run is not recorded, and nothing is
-    confirmed. enter: makes a submission part of the run, or returns None if it cannot be.
+    """Fills in the results of the submissions. The caller holds the device, and records. file: of a recorded run, whose
+    finished work is taken from it; None: nothing is confirmed. enter: makes a submission part of the run, or returns
+    None.
     """
 
     selection: Selection
@@ -138,9 +134,8 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        timings, all_readings = replay.phases_of(self.device).run_benchmarks(
-            session, handles, self.cases, session.progress, counts, done, have, limit_s
-        )
+        run, cases = replay.phases_of(self.device).run_benchmarks, self.cases
+        timings, all_readings = run(session, handles, cases, session.progress, counts, done, have, limit_s)
         for j in judged:
             for timing in timings[j.submission.name]:
                 if (failure := timing.failure) and failure.status != "UNSUPPORTED":

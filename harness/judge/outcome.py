@@ -24,12 +24,10 @@ def _listed(status: str) -> str:
 
 @dataclass
 class Outcome:
-    """The outcome of one call. us and the fields after it are None unless the call returned.
-
-    us: the clock's reading, with the cost of the clock; host_us: on a GPU that of the player's host clock. self_timed:
-    the call was timed in the submission's process. On a CPU, late: the runner was told to stop too late, and could have
-    worked on; busy: its threads waited for a processor, which tasks of other processes wanted too. bytes: what a call
-    on these contents must move, if the task says that of contents.
+    """The outcome of one call. us and the fields after it are None unless the call returned. us: the clock's reading,
+    with its cost; host_us: on a GPU that of the player's host clock. self_timed: timed in the submission's process. On
+    a CPU, late: the runner was told to stop too late, and could have worked on; busy: its threads waited for a
+    processor beside tasks of others. bytes: what a call must move, if the task says that of contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file
@@ -77,16 +75,11 @@ def written_later(changed: int) -> Outcome | None:
         return Outcome("INCORRECT", "the memory of a tensor that was returned cannot be read")
     if not changed:
         return None
-    return Outcome(
-        "CHEAT_SUSPECTED",
-        f"outputs were written after the call had ended: {changed} of at most {gate.WORDS} sampled words changed later",
-    )
+    many = f"{changed} of at most {gate.WORDS} sampled words"
+    return Outcome("CHEAT_SUSPECTED", f"outputs were written after the call had ended: {many} changed later")
 
 
 def left_behind(pids: list[int]) -> Outcome:
     """Return the fault of processes that a call started and did not end."""
-    return Outcome(
-        "CHEAT_SUSPECTED",
-        f"still running after the call: child processes {pids}; end all that a call starts before it returns "
-        "(docs/rules.md, rule 4)",
-    )
+    what = "end all that a call starts before it returns (docs/rules.md, rule 4)"
+    return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {what}")

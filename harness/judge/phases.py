@@ -36,10 +36,10 @@ JUDGE = "(judge)"
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a benchmark. processes: on a CPU fresh ones of each submission, one after another; on a GPU groups
-    of calls on other physical memory. Of each of them on a case, warmups: calls that are not scored, checked like all
-    others; samples: timed calls; extra: rounds more at most, in place of calls beside which other processes took the
-    machine. buffers: memory that calls take in turn. paired: two submissions are compared.
+    """Of a benchmark. processes: on a CPU fresh ones of each submission; on a GPU groups of calls on other physical
+    memory. Of each on a case, warmups: calls that are not scored; samples: timed calls; extra: rounds more at most, in
+    place of calls beside which others took the machine. buffers: memory that calls take in turn. paired: two are
+    compared.
     """
 
     processes: int
@@ -71,10 +71,9 @@ def run_tests(
     limit_s: float | None = None,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
-    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases. `done`
-    receives each one. Outcomes in `have` are not measured again. limit_s: for all calls of a submission together.
-    twice: cases on which those that pass are called once more, on contents of a secret seed, since a submission can
-    hold the answers to the public ones.
+    """Call every submission once on every case. Return the outcomes by submission, in the order of the cases; `done`
+    receives each. What is in `have` is not measured again. limit_s: for all calls of a submission. twice: cases to call
+    once more, where right, on contents of a secret seed, since a submission can hold the answers to public ones.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     budget, second_budget, total = Budget(limit_s), Budget(limit_s), len(cases) * len(handles)
@@ -128,9 +127,9 @@ def run_benchmarks(
     limit_s: float | None = None,
     kind: "type[Benchmark] | None" = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
-    """Time every submission on every case. Return (timings by submission, the judge's own readings by case). done:
-    receives each finished group of calls (one process, one case). Groups in `have` are not measured again. limit_s: for
-    all calls of a submission together. kind: how calls are made, on a CPU unless it says otherwise.
+    """Time every submission on every case. Return (timings by submission, the judge's readings by case). done: receives
+    each finished group. What is in `have` is not measured again. limit_s: for all calls of a submission. kind: how
+    calls are made.
     """
     benchmark = (kind or Benchmark)(session, handles, cases, progress, counts, done, have, Budget(limit_s))
     for handle in handles:
@@ -141,11 +140,9 @@ def run_benchmarks(
 
 @dataclass(eq=False)
 class Benchmark:
-    """The timed calls of submissions on cases, and what came of them so far. done: receives each finished group.
-
-    timings: by submission and case. readings: the judge's own, by case. group: whose calls are being made, by `living`.
-    spare: its calls beside which other processes took the machine, used where there are no others. late: how many of
-    its calls were stopped too late, and do not count.
+    """The timed calls of submissions on cases. done: receives each finished group. timings: by submission and case.
+    readings: the judge's, by case. group: whose calls are being made, by `living`. spare: its calls beside which others
+    took the machine, used where there are no others. late: how many were stopped too late, and do not count.
     """
 
     session: Session
@@ -349,10 +346,8 @@ class Benchmark:
         if outcome.status != "PASSED":
             content, reason = self.session.present, outcome.reason.partition("\n")[0]
             if "memory" in reason and content.moved > content.host:
-                raise ProblemError(
-                    f"bytes_moved() of {content.case} says {content.moved} bytes, and the judge has no room to read as "
-                    f"many: {reason}"
-                )
+                said = f"bytes_moved() of {content.case} says {content.moved} bytes"
+                raise ProblemError(f"{said}, and the judge has no room to read as many: {reason}")
             raise RuntimeError(f"the judge's own call {name!r} failed: {outcome.reason}")
         if sample >= 0:
             spun_us = gate.EMPTY_US if name == "empty" else 0.0
@@ -382,9 +377,8 @@ class Benchmark:
 
 
 class Budget:
-    """The seconds that the calls of each submission may take together in one phase, None for no such limit.
-
-    GPU MODE's test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
+    """The seconds that the calls of each submission may take together in one phase, None for no limit: GPU MODE's
+    test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
     """
 
     def __init__(self, limit_s: float | None) -> None:

@@ -100,8 +100,5 @@ def fault_of(kept_bytes: int, weights_bytes: int, more: int = 0) -> Outcome | No
     allowed = int(PREPARED_FACTOR * weights_bytes) + slack
     if kept_bytes <= allowed:
         return None
-    return Outcome(
-        "RULE_BROKEN",
-        f"prepare: {kept_bytes / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed "
-        f"({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)",
-    )
+    said = f"prepare: {kept_bytes / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed"
+    return Outcome("RULE_BROKEN", f"{said} ({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)")

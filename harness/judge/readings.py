@@ -131,9 +131,8 @@ def _take_off_cost(judge_us: dict[str, list[float]], timings: list[Timing], read
 
 
 def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
-    """Return what no call can undercut, in us: 95 % of the bytes or flops at the datasheet's rate, or of the empty
-    call. Return 0 for a device without a datasheet here: a rate that was measured is no bound, and the judge's clock
-    runs outside.
+    """Return what no call can undercut, in us: 95 % of bytes or flops at the datasheet's rate, or of the empty call; 0
+    for a device without a datasheet here, since a rate that was measured is no bound.
     """
     named = next((name for name in datasheet.RATES if gpu and name in gpu), None)
     if named is None:

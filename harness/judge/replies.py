@@ -51,8 +51,8 @@ Names = Annotated[list[Name], Field(max_length=LISTED)]
 
 
 class Reply(BaseModel):
-    """Any reply: its own fields and no others, no value turned into another type. most_values: of objects, lists and
-    what is in them. Each may be a fault, and pydantic lists all faults.
+    """Any reply: its own fields and no others, and no value turned into another type. most_values: of objects, lists
+    and what is in them, since pydantic lists all faults.
     """
 
     most_values: ClassVar[int] = 10_000

@@ -56,10 +56,8 @@ class Selection:
             first = folders.submission(self.problem, Path(args.submission))
             variant = self.problem.folder / "variants" / first.file.name
             if variant.is_file() and variant.resolve() != first.file:
-                raise UsageError(
-                    f"--submission: {self.problem.name} has a variant {first.name}, whose row on the board this file "
-                    "would take: rename it"
-                )
+                row = f"a variant {first.name}, whose row on the board this file would take"
+                raise UsageError(f"--submission: {self.problem.name} has {row}: rename it")
         else:
             first = self.problem.winner(self.target)
         if not args.against:

@@ -51,13 +51,11 @@ class CaseTime:
 
 @dataclass
 class Result:
-    """All that came out for one submission. reason: of a verdict that concerns the submission as a whole. source_hash:
-    of its closure when it was chosen.
-
-    ranking_by: the problem's. attempt: how many runs timed a variant of this name on this machine, this one included;
-    None for a run that does not count. confirms: of times that confirm a first place, the leader that they were taken
-    against. before: the submission as it stood at each earlier measurement of this run; those times are superseded.
-    audit: the session's, as in the record. remark: what the verdict PASSED does not show, in words.
+    """All that came out for one submission. reason: of a verdict on it as a whole. source_hash: of its closure when it
+    was chosen. ranking_by: the problem's. attempt: how many runs timed a variant of this name here, this one included;
+    None for a run that does not count. confirms: of times that confirm a first place, the leader then. before: the
+    submission at each earlier, superseded measurement of this run. audit: as in the record.
+    remark: what the verdict PASSED does not show, in words.
     """
 
     submission: Submission
@@ -217,7 +215,9 @@ class Recorder:
 
     def lines(self, judged: Result) -> list[dict]:
         """The records of `judged`, as plain JSON: of its cases, superseded times first, and of a verdict on it all."""
-        lines = [self._test(judged, case, outcome) for case, outcome in judged.tests]
+        lines = [
+            self.of_call(judged, "test", case, outcome) | {"error": outcome.error} for case, outcome in judged.tests
+        ]
         for earlier in judged.before:
             lines += [self._benchmark(earlier, i) | {"superseded": True} for i in range(len(earlier.times))]
         lines += [self._benchmark(judged, i) for i in range(len(judged.times))]
@@ -259,14 +259,11 @@ class Recorder:
             **({"commit": commit, "dirty": False} if commit else {}),
         }
 
-    def _test(self, judged: Result, case: Case, outcome: Outcome) -> dict:
-        return {
-            **self.base(judged, "test", case.params),
-            "status": outcome.status,
-            "reason": judged.remark if outcome.status == "PASSED" else outcome.reason,
-            "error": outcome.error,
-            "seeds": [str(case.seed)],
-        }
+    def of_call(self, judged: Result, kind: str, case: Case, outcome: Outcome) -> dict:
+        """Return the record of a call whose contents have the case's own seed."""
+        reason = judged.remark if outcome.status == "PASSED" else outcome.reason
+        said = {"status": outcome.status, "reason": reason, "seeds": [str(case.seed)]}
+        return self.base(judged, kind, case.params) | said
 
     def _benchmark(self, judged: Result, index: int) -> dict:
         time = judged.times[index]

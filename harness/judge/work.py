@@ -18,12 +18,10 @@ from harness.results.record import Contents
 
 @dataclass
 class Group:
-    """The calls of one process of each submission, or of those of one part, on one benchmark case.
-
-    outcomes: by submission name its scored calls, in order; where it failed in this group, warm-ups included, what
-    failed it comes last. A submission that failed before has no submission. judge_us: by judge's call its times in us.
-    seeds: of every content, warm-ups too. state: of the GPU behind the calls. part: which part of the submissions these
-    are, where not all can be alive at once.
+    """The calls of one process of each submission, or of those of one part, on one benchmark case. outcomes: by
+    submission its scored calls, in order, and last what failed it here, warm-ups included; one that failed before has
+    none. judge_us: by judge's call its times in us. seeds: of every content. state: of the GPU behind the calls. part:
+    of the submissions, where not all can be alive at once.
     """
 
     process: int

@@ -41,9 +41,8 @@ Candidates = dict[str, tuple[str, Callable[[], Any]]]  # name -> kind, what make
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a candidate in a case. status: refused, accepted, right (accepted, and everywhere the exact answer
-    or its neighbour in the output's type), luck (either, but refused with most other seeds) or absent. text: why it is
-    refused or absent, or of an accepted one with how many other seeds it is.
+    """What became of a candidate in a case. status: refused, accepted, right (the exact answer or its neighbour
+    everywhere), luck (accepted, but not with most other seeds) or absent. text: why, or of how many other seeds.
     """
 
     name: str
@@ -53,12 +52,10 @@ class Tried:
 
 
 class Trivial(Checker):
-    """A checker that makes up the answers itself.
-
-    truth: what the reference returns, an item per output, as wide as it comes; exact: the same in the outputs' own
-    types and layouts; before: the exact answer to the inputs of another seed; unweighted: to other weights, where the
-    problem splits them off. In a folder from elsewhere an output is a leaf of the answer, whose containers are `form`:
-    a number is a tensor without axes, a text or None is as it is.
+    """A checker that makes up the answers itself. truth: what the reference returns, an item per output; exact: the
+    same in the outputs' types and layouts; before: the exact answer to another seed; unweighted: to other weights. In a
+    folder from elsewhere an output is a leaf of the answer, whose containers are `form`: a number is a tensor without
+    axes, a text or None is as it is.
     """
 
     def lint(self, message: dict, _: list[int]) -> dict:

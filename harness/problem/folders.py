@@ -74,11 +74,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission file and its literals, read without running it. folder: its problem's.
-
-    only: (field of the case, values that it serves), of one that need not serve every case; ()() serves all. ours:
-    its problem's folder is ours. tree, commit: of a variant of another commit, a copy of that commit's files, in which
-    `file` and `folder` lie, and its hash.
+    """A submission file and its literals, read without running it. folder: its problem's. only: (field of the case,
+    values that it serves); () serves all. ours: its problem's folder is. tree, commit: of another commit's variant, a
+    copy of that commit's files, with `file` and `folder` in it, and its hash.
     """
 
     name: str
@@ -204,8 +202,7 @@ def problem_names() -> list[str]:
 
 def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
     """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, the name
-    of a module of the problem, an unknown target, or ONLY or setup where these may not stand, or ONLY with other fields
-    than the cases have.
+    of a module of the problem, an unknown target, or a wrong ONLY or setup.
     """
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
@@ -266,10 +263,8 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
         allowed = load.constants(problem.folder / "task.py", "ONLY_BY_TARGET").get("ONLY_BY_TARGET", {})
     if any(allowed.get(target) != said for target in targets):
         known = "".join(f", and for {target} {value}" for target, value in allowed.items())
-        raise UsageError(
-            f"{file.name}: ONLY is for peer_* files of variants/{known}, a submission must serve every case, "
-            f"got {said!r}"
-        )
+        wanted = f"ONLY is for peer_* files of variants/{known}, a submission must serve every case"
+        raise UsageError(f"{file.name}: {wanted}, got {said!r}")
     if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
         raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")
     cases = [*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)]

@@ -60,9 +60,8 @@ def source_hash(file: Path, folder: Path | None = None) -> str:
 
 
 def files_of(file: Path) -> list[Path]:
-    """`file`, the sources beside it that share its stem, and the headers these include (see build.closure).
-
-    All lie in the folder of `file`, or below it. ValueError: one of them cannot be read, or there are too many.
+    """`file`, the sources beside it that share its stem, and headers that these include, all in its folder or below
+    (see build.closure). ValueError: one of them cannot be read, or there are too many.
     """
     file = file.resolve()
     siblings = [path for path in file.parent.iterdir() if path.name.startswith(f"{file.stem}.")]
@@ -77,11 +76,9 @@ def files_of(file: Path) -> list[Path]:
 
 
 def brought(file: Path, folder: Path) -> list[Path]:
-    """Beyond that, for the runner of a submission to the composition `folder`: modules of the folder that `file`
-    imports, at any distance, and of each problem that it composes task.py, submission.py and the variants that WINNERS
-    names, all with their sources. [] for any other problem.
-
-    ValueError: COMPOSES in another problem, or not as above. SyntaxError: a module is not Python.
+    """Beyond that, for the runner of a submission to the composition `folder`: its modules that `file` imports, at any
+    distance, and of each composed problem task.py, submission.py and the winners, with their sources; [] for another
+    problem. ValueError: COMPOSES in another problem, or malformed. SyntaxError: a module is not Python.
     """
     composed = composes(file, folder)
     if not is_composition(folder):
@@ -195,10 +192,8 @@ def composes(file: Path, folder: Path) -> tuple[str, ...]:
         other = load.PROBLEMS / name
         needed = (other / "task.py", other / "submission.py")
         if not name.isidentifier() or not all(path.is_file() for path in needed) or is_composition(other):
-            raise ValueError(
-                f"{file.name}: COMPOSES must name problems with a task.py and a submission.py that are no "
-                f"compositions, got {name!r}"
-            )
+            wanted = "problems with a task.py and a submission.py that are no compositions"
+            raise ValueError(f"{file.name}: COMPOSES must name {wanted}, got {name!r}")
     return names
 
 

@@ -92,9 +92,8 @@ def gpu_state() -> GpuState:
 
 @functools.cache
 def commit() -> tuple[str | None, bool | None]:
-    """(commit of the checkout, whether it has uncommitted changes, other than new records). Where whoever copied the
-    tree set $GIT_COMMIT that one, and what $GIT_DIRTY says, 0 or 1, else an unknown second; outside git without it
-    (None, None).
+    """(commit of the checkout, whether anything but records is uncommitted); None: not known, as outside git. Whoever
+    copied the tree may say it in $GIT_COMMIT and $GIT_DIRTY, 0 or 1.
     """
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"], {"0": False, "1": True}.get(os.environ.get("GIT_DIRTY", ""))

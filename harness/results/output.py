@@ -30,10 +30,8 @@ class ClosedError(RuntimeError):
 
 def unrecognized(words: list[str]) -> str:
     """Say that harness/run.py, and the check of its problem, know no such words."""
-    return (
-        f"unrecognized arguments: {' '.join(words)}: leave them out; a run takes one PROBLEM, and the options that "
-        "--help lists"
-    )
+    known = "a run takes one PROBLEM, and the options that --help lists"
+    return f"unrecognized arguments: {' '.join(words)}: leave them out; {known}"
 
 
 def apart(option: str, others: list[str]) -> str:
@@ -129,9 +127,8 @@ def _refusal(option: str, path: Path, error: OSError, wanted: str) -> ValueError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` as the file `path`, replacing one that is there. OSError, which names the file: it stays as it was.
-
-    Of a symbolic link the target is written, and the link stays. A device or a pipe is written to as it is.
+    """Write `text` as the file `path`; through a symbolic link to its target, a device or a pipe as it is. OSError,
+    which names the file: it stays as it was.
     """
     try:
         _write_whole(_target(path), text)

@@ -29,10 +29,8 @@ CLOCKS = {"cuda": "event pair behind a spin", "cpu": "the judge's clock"}  # of 
 
 @dataclass(frozen=True)
 class Leader:
-    """Who is, or was, first. value, lo, hi: the board's metric with its 95 % interval, in us, from run `run_id`.
-
-    over, ratio: of one that took the lead by its confirmation, from whom, and (ratio of times, lo, hi), all below 1,
-    with the 99 % interval by which it is called faster.
+    """Who is, or was, first. value, lo, hi: the metric and its 95 % interval, in us, from run `run_id`. over, ratio: of
+    one confirmed in pairs, from whom it took the lead, and (ratio, lo, hi) with the 99 % interval, all below 1.
     """
 
     variant: str

@@ -34,16 +34,9 @@ Check = Callable[[dict], None]  # of a line of work
 UNCHECKED: Check = lambda _: None  # noqa: E731  for readers that do not use such lines
 DEPTH = 12  # lists and objects within each other
 INTEGERS = 2**63  # what every reader can hold
-_HELP = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some of the quota",
-    errno.EFBIG: "raise `ulimit -f`",
-    errno.EROFS: "make it writable",
-    errno.EACCES: "make it writable",
-    errno.EPERM: "make it writable",
-    errno.ENOTDIR: "a folder is wanted where a file is",
-    errno.EEXIST: "a folder is wanted where a file is",
-}
+_HELP = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some of the quota", errno.EFBIG: "raise `ulimit -f`"}
+_HELP |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable")
+_HELP |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a folder is wanted where a file is")
 
 
 class StorageError(RuntimeError):
@@ -168,9 +161,8 @@ def contents_of(path: Path, results: Path, check: Check = UNCHECKED) -> Contents
 
 
 def parsed(data: bytes | str, path: Path, source: str, check: Check = UNCHECKED) -> Contents:
-    """Return what the lines of a file hold. source: its name in complaints.
-
-    Keys that are not known here are kept. A lone surrogate in a text becomes U+FFFD, so that all can be written.
+    """Return what the lines of a file hold. source: its name in complaints. Unknown keys are kept, and a lone surrogate
+    in a text becomes U+FFFD, so that all can be written.
     """
     found = Contents(path)
     _, found.complaints = parse_lines(data, source, lambda line: found.take(loads(line), check))
@@ -227,9 +219,8 @@ def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], Any
 
 
 def loads(line: bytes) -> dict:
-    """Return the JSON object of a line. ValueError: it is too long, or is none.
-
-    NaN and infinity pass, since lines of work may have them; `checked` refuses them in records.
+    """Return the JSON object of a line. ValueError: it is too long, or is none. NaN and infinity pass, since lines of
+    work may have them; `checked` refuses them in records.
     """
     if len(line) > LINE_BYTES:
         raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are read")

@@ -40,9 +40,8 @@ def geomean(xs: Sequence[float]) -> float:
 
 
 def bootstrap_interval(groups: Groups, seed: int = 0) -> tuple[float, float]:
-    """95 % interval (lo, hi) of the median over all samples.  groups: one list of samples per process.
-
-    ValueError if there is no group, a group is empty, or a sample is not finite.
+    """95 % interval (lo, hi) of the median over all samples. groups: one list of samples per process. ValueError: there
+    is no group, one is empty, or a sample is not finite.
     """
     rng = np.random.default_rng(seed)
     return _bounds(_medians(groups, rng.random((RESAMPLES, len(groups))), rng, "groups"))
@@ -71,8 +70,7 @@ class Ratio:
 
     def needed(self, band: float = SAME_WITHIN, ratio: float | None = None) -> int:
         """Return about how many processes of each would decide, if the true ratio is `ratio`, by default the measured
-        one. An interval's width goes with Student's t over the root of their number: at 99 % with 5.7 for three, and
-        with 1.03 for ten.
+        one. An interval's width goes with Student's t over the root of their number.
         """
         away = abs(math.log(ratio or self.ratio))
         rooms = (95, self.ci95, math.log(1 + band) - away), (99, self.ci99, away)
@@ -103,14 +101,12 @@ class Ratio:
 
 
 def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int = 0) -> Ratio:
-    """Geometric mean over cases and processes of the midmean of a / b in each.  cases: of each, one list of (a, b) per
-    process, taken one right after the other, so that what drifts falls on both.
-
-    Each process has a different level (an H200: +-1 % of 13 us, the same for all its calls), so processes are averaged.
-    From MANY on it is a trimmed mean with its interval by Yuen (Biometrika 61, 1974), since a busy machine spoils some
-    processes. Of fewer the interval, a bootstrap in two levels, is as wide as Student's t asks for their number; from
-    one process it says what calls differ by alone. ValueError for no case, process or pair, and a time that is not
-    positive.
+    """Geometric mean over cases and processes of the midmean of a / b in each. cases: of each, one list of (a, b) per
+    process, taken one right after the other, so that what drifts falls on both. Each process has a different level (an
+    H200: +-1 % of 13 us), so processes are averaged: from MANY on as a trimmed mean with its interval by Yuen
+    (Biometrika 61, 1974), since a busy machine spoils some; of fewer the interval, a bootstrap in two levels, is as
+    wide as Student's t asks for. From one process it says what calls differ by alone. ValueError for no case, process
+    or pair, and a time that is not positive.
     """
     if not len(cases) or not all(len(case) for case in cases):
         raise ValueError("cases must hold at least one process each")
@@ -152,11 +148,9 @@ def _trimmed(levels: np.ndarray) -> Ratio:
 
 
 def compare_unpaired(cases: Sequence[tuple[Groups, Groups]], seed: int = 0) -> Ratio:
-    """Geometric mean over cases of median(a) / median(b).  cases: of each (a, b), one list of samples per process, from
-    runs that were not interleaved.
-
-    The interval is that of the scatter of processes and samples within each run. What differs between the runs, a
-    clock, a driver or a machine, is in the ratio and not in the interval. ValueError as in geomean_interval.
+    """Geometric mean over cases of median(a) / median(b). cases: of each (a, b), one list of samples per process, from
+    runs that were not interleaved. The interval is that of the scatter within each run: what differs between runs, a
+    clock or a machine, is in the ratio alone. ValueError as in geomean_interval.
     """
     if not len(cases):
         raise ValueError("cases must not be empty")
@@ -211,11 +205,10 @@ def _students_t(free: int, level: float) -> float:
 
 
 def geomean_interval(cases: Sequence[Groups], seed: int = 0) -> tuple[float, float]:
-    """95 % interval (lo, hi) of the geometric mean of the cases' medians.  cases: the groups of each case.
-
-    The draw of processes is common to all cases, since process i of one case is, or ran beside, process i of another:
-    what a process adds to all of its cases does not average out. ValueError as in bootstrap_interval, and for no case
-    or a sample that is not positive.
+    """95 % interval (lo, hi) of the geometric mean of the cases' medians. cases: the groups of each. The draw of
+    processes is common to all cases, since process i of one is, or ran beside, process i of another: what it adds to
+    all of them does not average out. ValueError as in bootstrap_interval, and for no case or a sample that is not
+    positive.
     """
     return _bounds(np.exp(np.log(_case_medians(cases, seed)).mean(axis=0)))
 

@@ -19,11 +19,10 @@ _AUTOLINKS = re.compile(r"://|@|\bwww\.", re.IGNORECASE)
 
 
 def clean(text: object, limit: float = LIMIT) -> str:
-    """Return str(text) with no characters but printable ones, newlines and tabs, and at most `limit` of them.
-
-    Terminal commands, control characters, and invisible ones that join or reorder letters are removed. Every line break
-    is a newline, and a lone surrogate is U+FFFD, so the result can always be written as UTF-8. Of a longer text the
-    middle is left out, and a mark says how much: a compiler says what happened first, a traceback last.
+    """Return str(text) with printable characters, newlines and tabs only, and at most `limit` of them. Terminal
+    commands, control characters, and invisible ones that join or reorder letters are removed; a line break is a
+    newline, a lone surrogate U+FFFD, so it can be written as UTF-8. Of a longer text the middle is left out, with a
+    mark: a compiler says what happened first, a traceback last.
     """
     said = _BREAKS.sub("\n", _COMMANDS.sub("", str(text)))
     return _cut(_UNUSUAL.sub(_printable, said), limit)
@@ -45,10 +44,8 @@ def counted(many: int, what: str) -> str:
 
 
 def markdown(text: object, limit: float = LINE) -> str:
-    """Return the text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is.
-
-    No markup, HTML, entity, formula or table cell comes of it, and no link: an empty comment parts what GitHub would
-    take for an address.
+    """Return the text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is: no
+    markup, entity, formula, cell or link comes of it. An empty comment parts what would be an address.
     """
     said = " ".join(line(text, limit).split())
     said = _MARKUP.sub(lambda found: "".join(f"\\{char}" for char in found[0]), said)

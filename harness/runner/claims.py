@@ -86,10 +86,8 @@ def told(answer: object) -> tuple[dict, list[Any]]:
 
     claim = tree.walk(answer, leaf, answer=True)
     if len(leaves) > CLAIMS or sum(len(json.dumps(value)) for value in leaves if type(value) is str) > TEXT_CHARS:
-        raise RefusedError(
-            f"an answer may have at most {CLAIMS} tensors, numbers and texts, and {TEXT_CHARS} characters in its texts "
-            f"(the limits of this judge), got {len(leaves)}"
-        )
+        most = f"at most {CLAIMS} tensors, numbers and texts, and {TEXT_CHARS} characters in its texts"
+        raise RefusedError(f"an answer may have {most} (the limits of this judge), got {len(leaves)}")
     return claim, [value for value in leaves if type(value) not in tree.PLAIN]
 
 

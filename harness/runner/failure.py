@@ -23,8 +23,7 @@ class RefusedError(ValueError):
 
 def reply(where: str, error: BaseException, file: str | None, module: Any = None) -> dict:
     """Return the reply to the request `where`. Its text is the submission's own line, "my.py:12: KeyError: 'x'", and
-    then the traceback from its first frame in the submission, or the compiler's report. module: the submission, if it
-    was imported.
+    the traceback from its first frame there, or the compiler's report. module: the submission, if imported.
     """
     # By name too: a submission of another commit has that commit's class.
     kind = type(error)
@@ -49,9 +48,9 @@ def first_line(where: str, error: BaseException, file: str, module: Any) -> str:
 
 
 def of_folder(error: BaseException, file: Path) -> str:
-    """Return a report of what the code of a problem raised, whose reference is `file`: its own line,
-    "reference.py:12: KeyError: 'x'", and then the traceback from its first frame in the folder. Without a frame there
-    it is the judge's: all frames. What the judge refuses is one line, and so is code that is no Python.
+    """Return a report of what a problem's code raised, whose reference is `file`: its own line, "reference.py:12:
+    KeyError: 'x'", and the traceback from its first frame in the folder, or all of it. One line: what the judge
+    refuses, and code that is no Python.
     """
     if isinstance(error, RefusedError):
         return _clip(str(error))

@@ -38,9 +38,8 @@ AHEAD_CYCLES = 500_000  # that the GPU waits, ahead of a call that is timed here
 
 
 class Runner:
-    """A submission in this process, the buffers that it is called on, and its weights.
-
-    A public method handles the request of its name: it takes the message and its descriptors, and returns the reply.
+    """A submission in this process, the buffers that it is called on, and its weights. A public method handles the
+    request of its name: it takes the message and its descriptors, and returns the reply.
     """
 
     def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
@@ -223,11 +222,9 @@ class Runner:
         """
         if self.module is None:
             kernel = operator.call
-            calls = tuple(
-                () if what == "empty" else (self._judges_kernel(what, message["bytes"], buffer),)
-                for what in message["whats"]
-                for buffer in self.buffers
-            )
+            pairs = [(what, buffer) for what in message["whats"] for buffer in self.buffers]
+            nbytes = message["bytes"]
+            calls = tuple((self._judges_kernel(*pair, nbytes),) if pair[0] != "empty" else () for pair in pairs)
         else:
             kernel = self.module.custom_kernel
             calls = tuple(self._arguments(buffer, message) for buffer in self.buffers)
@@ -297,7 +294,7 @@ class Runner:
     def _setup(self, data: Any, message: dict) -> tuple:
         return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
-    def _judges_kernel(self, what: str, nbytes: int, buffer: Buffer) -> Callable[[], object]:
+    def _judges_kernel(self, what: str, buffer: Buffer, nbytes: int) -> Callable[[], object]:
         """Return a call of the judge on a CPU: one of the plain readers over `nbytes`. Where the buffer is smaller,
         since weights are separate, the reader reads as many zeros.
         """
@@ -347,9 +344,8 @@ def _replace_common(folder: Path) -> None:
 
 
 class _Supply:
-    """Data over a buffer for many calls: one may change a list, an attribute or a gradient in it. values: the numbers,
-    texts and objects in it, which come with the contents of its tensors; what was made ahead serves if they are still
-    the same, else data is made within the call.
+    """Data over a buffer for many calls: one may change a list, an attribute or a gradient in it. values: its numbers,
+    texts and objects, which come with the contents: data that was made ahead serves only while they are the same.
     """
 
     def __init__(self, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:

@@ -80,8 +80,7 @@ def describe(value: Any, layout: Layout) -> dict:
 
 def rearrange(spec: dict, writable: Container[int], page: int) -> tuple[int, Layout]:
     """Give the tensors of a specification other places on the device: first those that a call only reads, then, from
-    the next page of so many bytes on, those whose numbers are in `writable`. Return the bytes of the first part, and
-    the layout of both.
+    the next page on, those numbered in `writable`. Return the bytes of the first part, and the layout of both.
     """
     layout, found, first = Layout(), list(enumerate(leaves(spec))), 0
     for written in (False, True):

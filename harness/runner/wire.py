@@ -39,9 +39,8 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
 def receive(
     sock: socket.socket, timeout_s: float = math.inf, look: Callable[[], None] = lambda: None, look_s: float = LOOK_S
 ) -> tuple[dict, list[int]]:
-    """Return (message, descriptors). TimeoutError after timeout_s; WireError as described above.
-
-    look: called every look_s while a message, or the rest of one, is waited for; what it raises comes through.
+    """Return (message, descriptors). TimeoutError after timeout_s; WireError as described above. look: called every
+    look_s while a message, or its rest, is waited for; what it raises comes through.
     """
     deadline = time.monotonic() + timeout_s
     fds: list[int] = []

@@ -29,10 +29,8 @@ GRAVEST = (2, 3, 4, 5, 1, 6, 7, 0)  # exit codes, as harness/judge/verdict.py ra
 
 
 def run(args: Options, further: list[str], stdout: TextIO) -> int:
-    """Run the jobs that `args` names on the cluster at args.ray. Return the exit code of the gravest one.
-
-    args, further: of harness/run.py; stdout: where --json - writes. UsageError: no Ray here, no cluster
-    there, or options that do not go together.
+    """Run the jobs that `args` names on the cluster at args.ray. Return the exit code of the gravest one. stdout: where
+    --json - writes. UsageError: no Ray here, no cluster there, or options that do not go together.
     """
     if odd := [f"--{name}" for name in ("resume", "events", "on", "shard") if getattr(args, name) is not None]:
         raise UsageError(f"{output.apart('--ray', odd)}; each job is a whole run on a node")
@@ -103,9 +101,8 @@ def _jobs(args: Options, further: list[str], device: str) -> dict[str, Request]:
 
 def _judge(packed: bytes, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
     """Run harness/run.py on a node, in a copy of the checkout. packed: its archive; env: more of its environment.
-
-    Return {"code", "log", "json": the lines of --json, "runs": {path: content} of the files of runs that it made}. Ray
-    sends this function by value, so it uses the standard library only.
+    Return {"code", "log", "json": lines of --json, "runs": {path: content} of runs' files}. Ray sends this function by
+    value, so it uses the standard library only.
     """
     with tempfile.TemporaryDirectory(prefix="kernel-job-") as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:

@@ -63,10 +63,8 @@ def read(events: Sequence[dict]) -> list[Launch]:
 
 def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> dict:
     """Return where the time of a replayed graph goes, in us: {"ops": {op: {"us", "launches"}}, "kernels": the same by
-    name, "span_us": from the first start to the last end, "gaps_us": of it, while nothing ran}.
-
-    The launches of a graph have no ops: they are those of the eager step, one by one, or "" for all if the numbers
-    differ. Times are medians over the replays.
+    name, "span_us": from first start to last end, "gaps_us": of it, while nothing ran}. Times are medians over the
+    replays. A graph's launches have the ops of the eager step's, one by one, or "" if the numbers differ.
     """
     most = max(replays, key=len)
     whole = [one for one in replays if len(one) == len(most)]

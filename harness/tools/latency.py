@@ -65,10 +65,8 @@ def cases(problem: Problem, text: str | None) -> list[dict]:
 def see_model(problem: Problem) -> None:
     """Raise UsageError if the problem has no timed_steps.py: it is the problem of one kernel."""
     if not problem.ours or not (problem.folder / FILE).is_file():
-        raise UsageError(
-            f"--mode latency is for whole models, and {problem.name} is none (it has no {FILE}): time it with "
-            "--mode benchmark"
-        )
+        none = f"{problem.name} is none (it has no {FILE})"
+        raise UsageError(f"--mode latency is for whole models, and {none}: time it with --mode benchmark")
 
 
 def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:

@@ -133,17 +133,8 @@ def _lines(out: Any, timeout_s: float | None) -> Iterator[dict]:
 
 def records(recorder: Recorder, judged: Result) -> list[dict]:
     """The records of a checked submission: one for each case."""
-    lines = [
-        {
-            **recorder.base(judged, "model", case.params),
-            "status": outcome.status,
-            "reason": outcome.reason,
-            "seeds": [str(case.seed)],
-            "orders": [order.policy for order in ORDERS],
-            "sandbox": None,
-        }
-        for case, outcome in judged.tests
-    ]
+    more = {"orders": [order.policy for order in ORDERS], "sandbox": None}
+    lines = [recorder.of_call(judged, "model", case, outcome) | more for case, outcome in judged.tests]
     return [record.plain(schema.known(line)) for line in lines]
 
 
@@ -186,9 +177,8 @@ def make_inputs(task: Any, reference: Any, case: dict) -> Any:
 
 
 def check_call(model: Any, module: Any, task: Any, reference: Any, pristine: Any, want: Any) -> Outcome:
-    """Call a submission once on a copy of the inputs. Return MODEL_CHECKED with what ran, or what went wrong.
-
-    module: the submission's. pristine: the problem's Data. want: the reference's answer to it.
+    """Call a submission, `module`, once on a copy of `pristine`, the problem's Data, to which `want` is the reference's
+    answer. Return MODEL_CHECKED with what ran, or what went wrong.
     """
     data = tree.clone(pristine)
     before = model.launches, model.executed

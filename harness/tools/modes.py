@@ -50,11 +50,9 @@ def _compile(session: Session, j: Result) -> None:
             console.say(f"{j.submission.name}: COMPILE_ERROR for {target}\n{reply.reason}")
             return
         # One row per kernel; only the size, if the compiler reports no resources.
-        j.artefacts += [
-            {"target": target, "bytes": a.bytes, **kernel}
-            for a in reply.artefacts
-            for kernel in [kernel.model_dump(exclude_none=True) for kernel in a.kernels] or [{}]
-        ]
+        for a in reply.artefacts:
+            kernels = [kernel.model_dump(exclude_none=True) for kernel in a.kernels] or [{}]
+            j.artefacts += [{"target": target, "bytes": a.bytes, **kernel} for kernel in kernels]
         j.status, j.reason = "COMPILED", f"compiled for {', '.join(j.submission.targets)}, not run here"
 
 

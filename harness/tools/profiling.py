@@ -25,14 +25,7 @@ TOOL_LIMIT_S = 540
 FOUND_EXIT = 66  # of compute-sanitizer where it found errors, so that it is no exit status of the process itself
 TAIL = 40  # lines of its output: a Python traceback and an error with its backtrace
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: |$)")  # the last line of a traceback
-NCU_SECTIONS = (
-    "SpeedOfLight",
-    "MemoryWorkloadAnalysis",
-    "Occupancy",
-    "LaunchStats",
-    "WarpStateStats",
-    "SchedulerStats",
-)
+NCU_SECTIONS = "SpeedOfLight MemoryWorkloadAnalysis Occupancy LaunchStats WarpStateStats SchedulerStats"
 _STALL = "smsp__average_warps_issue_stalled_"
 _DIGEST = (  # what it is called, ncu's metric, the unit that is shown, and what ncu's base unit (ns, byte/s) is of it
     ("duration", "gpu__time_duration.sum", "us", 1e-3),
@@ -81,7 +74,9 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
     """Run one call of `case` under ncu, and keep the report. Return the digest. RuntimeError: ncu missing or failed."""
     report = place(problem, submission, case, ".ncu-rep")
     options = "--clock-control none --profile-from-start off --target-processes application-only -f"
-    options += " --metrics dram__bytes_read.sum.per_second" + "".join(f" --section {name}" for name in NCU_SECTIONS)
+    options += " --metrics dram__bytes_read.sum.per_second" + "".join(
+        f" --section {name}" for name in NCU_SECTIONS.split()
+    )
     ncu, solo = _tool("ncu"), _solo(problem, submission, [case])
     _run([ncu, *options.split(), "-o", str(report), *solo], "ncu", _dsl(target))
     shown_as = ["--page", "raw", "--csv", "--print-units", "base"]

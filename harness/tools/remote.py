@@ -54,10 +54,8 @@ class Host:
 
 
 def start(args: Options, further: list[str], stdout: TextIO) -> int:
-    """Judge on args.on as harness/run.py would here. Return the exit code of the run there.
-
-    args, further: of harness/run.py; stdout: where --json - writes. UsageError: a file is missing, or the
-    host cannot be reached, or runs something else.
+    """Judge on args.on as harness/run.py would here. Return the exit code of the run there. stdout: where --json -
+    writes. UsageError: a file is missing, or the host cannot be reached, or runs something else.
     """
     host, request = Host(args.on), checkout.request(args, further)
     state, _, arguments = host.call("state").strip().partition("\n")

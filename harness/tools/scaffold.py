@@ -58,12 +58,8 @@ def new_variant(problem: Problem, name: str) -> list[Path]:
     that NAME begins with. Return the files. UsageError: the name cannot be used, or nothing is there to begin with.
     """
     known = "|".join(folders.TARGETS)
-    _see_name(
-        "--new-variant",
-        name,
-        rf"(?=.{{,40}}\Z)({known})_[a-z0-9_]+",
-        f"one of {', '.join(folders.TARGETS)}, _, and an idea",
-    )
+    wanted = f"one of {', '.join(folders.TARGETS)}, _, and an idea"
+    _see_name("--new-variant", name, rf"(?=.{{,40}}\Z)({known})_[a-z0-9_]+", wanted)
     if not problem.ours or problem.folder.parent != load.PROBLEMS:
         raise UsageError(f"--new-variant: {problem.name} is none of problems/: write a file, and name it --submission")
     target = name.partition("_")[0]

@@ -27,9 +27,7 @@ NEEDS_GPU = "needs a GPU, the run is on a CPU: leave it out, or judge where ther
 
 
 class Run:
-    """One invocation. further: arguments that harness/run.py does not know; stdout: where --json -
-    writes. The properties that follow from the arguments raise UsageError where these are wrong.
-    """
+    """One invocation. further: arguments that harness/run.py does not know; stdout: where --json - writes."""
 
     def __init__(self, arguments: Options, further: list[str], stdout: TextIO, events: Events) -> None:
         self.args, self.further = arguments, further
@@ -370,15 +368,8 @@ class Run:
             reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             if j.against_all and j.against_all["word"] == "UNDECIDED":
                 reason = console.undecided(j.against_all, self.usual)
-            self.events.write(
-                "verdict",
-                variant=j.submission.name,
-                status=j.verdict,
-                reason=reason,
-                time_us=us,
-                ci95_us=[lo, hi] if us else None,
-                against=j.against_all,
-            )
+            times = {"time_us": us, "ci95_us": [lo, hi] if us else None, "against": j.against_all}
+            self.events.write("verdict", variant=j.submission.name, status=j.verdict, reason=reason, **times)
 
     def _write_json(self, judged: list[Result]) -> None:
         if not self.args.json:

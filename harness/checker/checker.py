@@ -1,7 +1,5 @@
-"""The process that holds the reference. It makes inputs, fills buffers, times calls on a CPU and judges outputs.
-
-It never imports a submission. It starts as `python -m harness.checker.checker FD`, where FD is a connected socket, and
-exchanges the messages of harness/runner/wire.py.
+"""The process that holds the reference: `python -m harness.checker.checker FD`, FD a connected socket (runner/wire.py).
+It makes inputs, fills buffers, times calls on a CPU and judges outputs. It never imports a submission.
 """
 
 import dataclasses
@@ -197,9 +195,7 @@ class Checker:
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """Allocate `count` buffers of the present content's layout for a runner on a CPU, and free its old ones. Also
-        make the page that hands over calls; its descriptor comes first. reaper, pid: the runner's, for its freezer.
-        """
+        """Make `count` buffers for a runner on a CPU, and the page of its calls, whose descriptor comes first."""
         runner = message["runner"]
         self.release(message, _)
         made = [Buffer(message["bytes"]) for _ in range(message["count"])]
@@ -325,9 +321,7 @@ class Checker:
         return Caught(self._changed(runner, buffer), outputs)  # last: it puts inputs back, and one may be an output
 
     def judge(self, message: dict, _: list[int]) -> dict:
-        """Return the verdict on the outputs in a buffer. claims: what the runner says that the submission returned,
-        None where it was not asked. fixed: inputs and weights were read-only in the call.
-        """
+        """Return the verdict on a buffer's outputs. claims: of what came back, or None. fixed: inputs read-only."""
         runner, said = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
         self._sync()

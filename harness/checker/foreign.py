@@ -68,9 +68,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
 
 
 def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
-    """Return what a check says: a pair (right, text), a text or a list that is empty if all is right, or a bool. An
-    exception is a no. RefusedError: it returns something else.
-    """
+    """Return what a check says: (right, text), a text or list that is empty if right, or a bool. RefusedError: else."""
     try:
         said = reference.check_implementation(tree.clone(data), answer)
     except (MemoryError, torch.OutOfMemoryError):

@@ -13,9 +13,7 @@ _SHOWN = 8  # items of an answer in a message
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
-    """Return what is wrong with the forms of the returned tensors, "" if nothing. wanted: specifications of tensors
-    (harness/runner/tree.py); ours: the problem has our format, and a call returns the tensors that it was given.
-    """
+    """Return what is wrong with the returned tensors' forms, or "". ours: a call returns what it was given."""
     if len(claims) != len(wanted):
         many = text.counted(len(wanted), "tensor")
         return f"custom_kernel must return {many}, got {len(claims) or 'none'}"

@@ -112,9 +112,7 @@ def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors of one type are equal, or (floating point) nowhere more than one representable value
-    apart: a derived tolerance must admit that, since it is as near as another way to round.
-    """
+    """Return whether two tensors are equal, or (floating point) nowhere over one representable value apart."""
     if one.dtype not in BITS:
         return torch.equal(bits(one), bits(two))
     x, y = numbers(one), numbers(two)

@@ -19,9 +19,7 @@ COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.
 
 
 def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> str:
-    """Return how the submission `file` to the problem `folder` is compiled beforehand: by "compile_for", which it
-    defines, by a "call", or "" if no file of it needs a compiler. commit: the tree of another commit that it lies in.
-    """
+    """Return how `file` is compiled beforehand: by "compile_for", a "call", or "". commit: the tree it lies in."""
     tree = load.parse(file)
     if sources.defines(tree, "compile_for"):
         return "compile_for"

@@ -43,9 +43,7 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
-    """Yield a function that shows the present step and passes it to `also`. A terminal shows a bar with the number of
-    steps and the time that is left; where the output goes elsewhere, nothing is shown.
-    """
+    """Yield a function that shows the present step, as a bar on a terminal, and passes it to `also`."""
     if not console.is_terminal or console.quiet:
         yield also
         return
@@ -184,9 +182,7 @@ def _ratio(j: Result, pair: dict, usual: int) -> str:
 
 
 def undecided(pair: dict, usual: int = 0) -> str:
-    """Return what is known of the number of processes that would decide a comparison, in words. usual: how many there
-    are where the user asks for no number; of fewer the interval is so wide that it tells little of what would decide.
-    """
+    """Return what is known of how many processes would decide, in words. usual: how many there are by default."""
     (least, most), limit = pair["needed_range"], limits.MOST_PROCESSES
     few = f"{pair['processes']} tell little: try --processes {usual}, the default"
     if least > limit or (pair["needed"] > limit and most <= stats.WIDE * least):

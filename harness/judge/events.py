@@ -80,19 +80,11 @@ class Events:
         if variant in self._failed:
             return
         self._failed.add(variant)
-        index, got, expected = None, None, None
+        element: dict = dict.fromkeys(("index", "expected", "got"))
         if found := _MISMATCH.search(reason):
-            index, got, expected = [int(i) for i in found[1].split(",") if i.strip()], found[2], found[3]
-        self.write(
-            "mismatch",
-            variant=variant,
-            case=case,
-            status=status,
-            index=index,
-            expected=_number(expected),
-            got=_number(got),
-            reason=reason,
-        )
+            index = [int(i) for i in found[1].split(",") if i.strip()]
+            element = {"index": index, "expected": _number(found[3]), "got": _number(found[2])}
+        self.write("mismatch", variant=variant, case=case, status=status, **element, reason=reason)
 
 
 def see_outputs(json: str | None, events: str | None) -> None:
@@ -114,10 +106,10 @@ def _why(error: OSError | ValueError) -> object:
     return error.strerror if isinstance(error, OSError) else error
 
 
-def _number(said: str | None) -> float | str | None:
+def _number(said: str) -> float | str:
     """Return a number; as text what JSON has no number for, such as "nan"."""
     try:
-        value = float(said or "")
+        value = float(said)
     except ValueError:
         return said
     return value if math.isfinite(value) else said

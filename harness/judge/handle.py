@@ -68,9 +68,7 @@ class Content:
 
 @dataclass(frozen=True)
 class CallReport:
-    """The checker's report on a call on a CPU. before, after: pids of what the runner had started and not ended; note:
-    what the runner noted of the tensors that it returned.
-    """
+    """Of a call on a CPU. before, after: pids of what the runner had not ended; note: of what came back."""
 
     reading: gate.Reading
     before: list[int]
@@ -215,9 +213,7 @@ class RunnerProcess:
         return reply
 
     def report_of(self, timed: dict, limit_s: float) -> CallReport:
-        """Return the checker's report on this runner's call; the runner is stopped now. Died: the runner is gone, was
-        not ready, took longer than limit_s, or could not be stopped.
-        """
+        """Return the report on a call. Died: the runner is gone, was not ready, too late, or could not be stopped."""
         if timed["code"] == freezer.GONE:
             self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
             raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")

@@ -1,11 +1,9 @@
 """The judgement of one run: the test cases, the timed calls, and the confirmation of a new first place.
 
 Of many runs of one variant the luckiest would lead. So a time that would lead only causes a second measurement: in
-fresh processes, in interleaved pairs with the present leader if its file is in variants/. Only the second measurement
-ranks. The records of the first one are kept as superseded.
-
-Two cases need no confirmation. An empty board has no leader. In a run of `--all` with the leader's present source, all
-variants are measured anew, so no old time is compared with a new one.
+fresh processes, in interleaved pairs with the present leader if its file is in variants/. It alone ranks; the records
+of the first one are kept as superseded. An empty board has no leader, and in a run of `--all` with the leader's present
+source all are measured anew: these need no confirmation.
 """
 
 import contextlib
@@ -29,9 +27,7 @@ from harness.results.run_file import RunFile
 
 
 def challenger(judged: list[Result], leader: Leader, everything: bool) -> Result | None:
-    """Return the submission of this run that would take the lead and is not confirmed yet; None if there is none. It
-    leads the run, and its whole interval is below the leader's. everything: this is a run of --all.
-    """
+    """Return who leads this run and would take the lead, its interval all below the leader's, unconfirmed; or None."""
     ranked = [j for j in judged if not j.submission.baseline and not ranking.is_repeat(j.submission.name)]
     timed = [(j.metric, j) for j in ranked if j.verdict == "PASSED" and j.metric]
     if not timed or (everything and any(_is_leader(j, leader) for _, j in timed)):
@@ -106,7 +102,11 @@ class Judging:
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
-        twice, run_tests = self._twice(cases), replay.phases_of(self.device).run_tests
+        twice: tuple[Case, ...] = ()
+        if self.file and self.args.seed is None:  # judge on secret contents too, as what is timed is anyway
+            timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
+            twice = tuple(case for case in cases if case.params not in timed)
+        run_tests = replay.phases_of(self.device).run_tests
         run_tests(session, handles, cases, done, session.progress, have, limit_s, twice)
         self._note_audits()
         if len(self.judged) > 1:
@@ -114,13 +114,6 @@ class Judging:
                 count = Counter(o.status for _, o in j.tests)
                 rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.submission.limits}" if count["UNSUPPORTED"] else ""
                 console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
-
-    def _twice(self, cases: list[Case]) -> tuple[Case, ...]:
-        """Return the test cases to be judged on secret contents too, by a recorded run: all but those that it times."""
-        if not self.file or self.args.seed is not None:
-            return ()
-        timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
-        return tuple(case for case in cases if case.params not in timed)
 
     def _time(self, session: Session, judged: list[Result], counts: phases.Counts, phase: str) -> None:
         """Time these, and pair the first with the second. Finished groups of `phase` come from the run's file."""

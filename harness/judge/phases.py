@@ -354,9 +354,7 @@ class Benchmark:
             self.group.judge_us.setdefault(name, []).append(measured(outcome.us) - spun_us)
 
     def _shake_down(self, everybody: list[RunnerHandle]) -> None:
-        """Call each process once on the first test case if weights are prepared. What it keeps is counted from then on,
-        when its code is loaded. run_tests has judged the outcome.
-        """
+        """Call each process once on the first test case if weights are prepared: what it keeps counts from then."""
         tests = self.session.problem.tests
         if not tests or self.session.weights(tests[0]) is None:
             return

@@ -1,9 +1,7 @@
-"""The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2).
-
-On a CPU the judge measures the memory of the runner's processes and of its files around each request that may add to
-it. Counting begins (`begin`) after a first call, when the submission's code is loaded. What a process holds beyond that
-must not exceed the bound, and what it has held since its start (`start`) must not either, with room for code. On a GPU
-the memory that counts is what a recorded call finds in use of its scratch memory.
+"""The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2). On a CPU the judge measures the
+memory of the runner's processes and its files around each request that may add to it: counted after a first call, when
+the code is loaded (`begin`), and with room for code since the process's start (`start`). On a GPU the memory that
+counts is what a recorded call finds in use of its scratch memory.
 """
 
 import time
@@ -19,9 +17,7 @@ FIRST_SLACK = 128 * 2**20  # bytes more that the first prepare and call may take
 
 
 def measure(handle: RunnerHandle, heap: bool = False) -> int | None:
-    """Return the bytes of host memory and files that a runner takes now, after it freed what no tensor holds, and with
-    `heap` what malloc keeps of freed memory; None if it is gone, or was lost here.
-    """
+    """Return the bytes of memory and files that a runner takes now; None: it is gone. heap: free malloc's too."""
     process = handle.process
     if process is None or process.workdir is None:
         return None

@@ -116,9 +116,7 @@ def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_u
 
 
 def _take_off_cost(judge_us: dict[str, list[float]], timings: list[Timing], reads: list[str]) -> tuple[float, float]:
-    """Take the clock's cost off all times of a case on a CPU. Return (that cost, the resolution), in us, both of the
-    judge's empty calls.
-    """
+    """Take the clock's cost off a case's times on a CPU. Return (that cost, the resolution), in us."""
     empty = judge_us["empty"]
     cost = min(stats.median(empty), COST_LIMIT_US)
     resolution = min(max(stats.spread(empty), 1.0), RESOLUTION_LIMIT_US)

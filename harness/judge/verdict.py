@@ -223,10 +223,8 @@ class Recorder:
         lines += [self._benchmark(judged, i) for i in range(len(judged.times))]
         if judged.status:  # a verdict on the whole submission: a rule broken, unsupported here, compiled
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
-            lines.append(
-                {**self.base(judged, kind, {}), "status": judged.status, "reason": judged.reason}
-                | ({"resources": judged.artefacts} if kind == "compile" else {})
-            )
+            line = self.base(judged, kind, {}) | {"status": judged.status, "reason": judged.reason}
+            lines.append(line | ({"resources": judged.artefacts} if kind == "compile" else {}))
         return [record.plain(schema.known(line)) for line in lines]
 
     def base(self, judged: Result, kind: str, case: dict) -> dict:

@@ -1,11 +1,10 @@
 """The linter of problems: what a problem's check lets through that it should not. `harness/run.py PROBLEM --lint`.
 
-It has three parts. Trivial answers (harness/lint/trivial.py) are put to the problem's own check in its small tests.
-Every file of wrong/ and every honest variant are put to the whole judge. The problem passes if each trivial answer is
-refused, each wrong file gets a failing verdict in some case, and each variant passes all cases (a baseline those that
-its ONLY names). Where a trivial answer is right (the mean of a single element), or passes by the luck of a seed, the
-linter names the case. Where it cannot know whether an answer is right (the order of a set, the sign of an eigenvector),
-it asks: a QUESTION is no hole. It reads the literals PRECISION, INOUT and OPAQUE of task.py (docs/adding_a_kernel.md).
+Trivial answers (harness/lint/trivial.py) are put to the problem's own check in its small tests, every file of wrong/
+and every honest variant to the whole judge. Each trivial answer must be refused, each wrong file fail in some case, and
+each variant pass all cases that it serves. Where a trivial answer is right, or passes by the luck of a seed, the linter
+names the case; where it cannot know whether one is right (the order of a set, a sign), it asks: a QUESTION is no hole.
+PRECISION, INOUT and OPAQUE of task.py are in docs/adding_a_kernel.md.
 """
 
 from collections.abc import Callable

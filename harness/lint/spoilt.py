@@ -37,9 +37,7 @@ def half_zero(exact: torch.Tensor) -> torch.Tensor:
 
 
 def one_changed(exact: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """Return up to PLACES answers with one element changed into the one that is the farthest from it, drawn by `seed`
-    among those that are not small: a place that does not count often holds zero.
-    """
+    """Return up to PLACES answers with one element, drawn by `seed` among large ones, changed into the farthest."""
     size, x = _sizes(exact), values.numbers(exact).flatten()
     places = values.positions(size >= KNOWN * size.max()).tolist()
     drawn = random.Random(seed).sample(places, min(PLACES, len(places)))

@@ -1,8 +1,6 @@
-"""Answers that cost nothing: the candidates that a problem's check must refuse, and the process that tries them.
-
-The process serves harness/lint/linter.py. It holds the reference and makes data by the checker's code; like the checker
-it never imports a submission. It starts as `python -m harness.lint.trivial FD`, where FD is a connected socket, and
-exchanges the messages of harness/runner/wire.py.
+"""Answers that cost nothing: the candidates that a problem's check must refuse, and the process that tries them for
+harness/lint/linter.py. It holds the reference and makes data by the checker's code; it never imports a submission. It
+starts as `python -m harness.lint.trivial FD`, FD a connected socket (harness/runner/wire.py).
 """
 
 import random

@@ -255,9 +255,7 @@ def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
 
 
 def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) -> tuple[tuple[str, tuple], ...]:
-    """The literal ONLY as Submission has it. targets: () of a baseline. UsageError: a submission's that task.py does
-    not allow for all of its targets, or not fields of the cases with values.
-    """
+    """The literal ONLY as Submission has it. targets: () of a baseline. UsageError: malformed, or not allowed."""
     allowed = {}
     if targets and problem.ours:
         allowed = load.constants(problem.folder / "task.py", "ONLY_BY_TARGET").get("ONLY_BY_TARGET", {})
@@ -279,9 +277,7 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
 
 
 def _see_no_setup(file: Path) -> None:
-    """Raise UsageError for a function setup(data) that only a judge could call, as it does with a baseline's. A helper
-    that happens to have the name is called by the file itself, or has other parameters.
-    """
+    """Raise UsageError for a setup(data) that only a judge could call; a helper of that name is called in the file."""
     tree = load.parse(file)
     made = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "setup"]
     used = any(isinstance(node, ast.Name) and node.id == "setup" for node in ast.walk(tree))

@@ -71,22 +71,14 @@ def read(folder: Path) -> Problem:
     benchmarks = task.cases(task.benchmarks)
     if task.ranking_by == "last":
         benchmarks = benchmarks[-1:]
-    return Problem(
-        sources.qualified(folder),
-        folder,
-        False,
-        task.cases(task.tests),
-        {"cuda": benchmarks, "cpu": benchmarks},
-        _files(folder, task.files),
-        task.ranking_by,
-        {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout},
-    )
+    by_device = {"cuda": benchmarks, "cpu": benchmarks}
+    name, tests, files = sources.qualified(folder), task.cases(task.tests), _files(folder, task.files)
+    limits_s = {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout}
+    return Problem(name, folder, False, tests, by_device, files, task.ranking_by, limits_s)
 
 
 def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
-    """Return the Python files that task.yml lists, and task.py and utils.py where it does not, by the name that they
-    are imported by. UsageError: one is missing, or has no such name.
-    """
+    """Return the Python files that task.yml lists, task.py and utils.py, by import name. UsageError: a wrong one."""
     unlisted = [folder.parent / "utils.py", folder / "utils.py", folder / "task.py"]
     found = {path.name: path for path in unlisted if path.is_file()}
     found |= {one.name: folder / (one.source or one.name) for one in listed if "@" not in one.source}

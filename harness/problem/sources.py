@@ -34,9 +34,7 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @contextlib.contextmanager
 def rooted(tree: Path | None) -> Iterator[None]:
-    """Within: what is shared, and the problems that a composition names, are those of `tree`, a copy of another
-    commit's files; with None they are those of this checkout, as without.
-    """
+    """Within: what is shared or composed is that of `tree`, another commit's files; None: of this checkout."""
     before = build.COMMON, load.PROBLEMS
     if tree:
         build.COMMON, load.PROBLEMS = tree / "problems" / "common", tree / "problems"
@@ -90,9 +88,7 @@ def brought(file: Path, folder: Path) -> list[Path]:
 
 
 def shared(files: Iterable[Path]) -> list[Path]:
-    """What `files`, the sources of a submission, use of problems/common, at any distance: the headers that they
-    include, and the Python modules that they import. ValueError, SyntaxError: one of them cannot be read.
-    """
+    """What `files` use of problems/common, at any distance: headers, modules. ValueError, SyntaxError: unreadable."""
     found: dict[Path, None] = {}
     todo = list(files)
     while todo:
@@ -132,9 +128,7 @@ def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
 
 
 def content(path: Path, docstrings: bool = True) -> bytes:
-    """What a source says: of a Python file its syntax tree, so that comments and layout do not matter, of YAML its
-    data, of any other file its bytes. SyntaxError: a Python file cannot be parsed.
-    """
+    """What a source says: of Python its syntax tree, of YAML its data, else its bytes. SyntaxError: no Python."""
     if path.suffix == ".yml":
         return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
     if path.suffix != ".py":

@@ -1,8 +1,6 @@
-"""Which GPU a run uses: one of those that CUDA_VISIBLE_DEVICES leaves, known by its UUID.
-
-Numbers count as CUDA counts them in a process: the first device that CUDA_VISIBLE_DEVICES names is number 0. A number
-in that variable is nvidia-smi's (the order of the PCI bus). `select` leaves one device visible, by UUID, to this
-process and to every process that it starts, so that number 0 is the same device everywhere.
+"""Which GPU a run uses: one of those that CUDA_VISIBLE_DEVICES leaves, known by its UUID. Numbers count as CUDA counts
+them; in that variable a number is nvidia-smi's (the order of the PCI bus). `select` leaves one device visible, by UUID,
+to this process and all that it starts, so that number 0 is the same device everywhere.
 """
 
 import csv

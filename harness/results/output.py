@@ -130,10 +130,19 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` as the file `path`; through a symbolic link to its target, a device or a pipe as it is. OSError,
     which names the file: it stays as it was.
     """
+    part = None
     try:
-        _write_whole(_target(path), text)
-    except OSError as error:
-        error.filename = str(path)  # not of the file beside it that would have taken its place
+        target = _target(path)
+        part = None if _special(target) else target.with_name(f"{target.name}.part")
+        (part or target).write_text(text, encoding="utf-8", newline="\n")
+        if part:
+            os.replace(part, target)
+    except BaseException as error:
+        if part:
+            with contextlib.suppress(OSError):
+                part.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not of the file beside it that would have taken its place
         raise
 
 
@@ -155,20 +164,6 @@ def spliced(text: str, marks: tuple[str, str], said: str, name: str) -> str:
 def splice(path: Path, marks: tuple[str, str], said: str) -> None:
     """Write `said` between the two marks of the file `path`. ValueError as in `spliced`: it stays as it was."""
     write_whole(path, spliced(path.read_text(encoding="utf-8"), marks, said, path.name))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    if _special(path):
-        path.write_text(text, encoding="utf-8", newline="\n")
-        return
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
 
 
 def _target(path: Path) -> Path:

@@ -1,16 +1,12 @@
 """Which run a board compares, by what metric, and who leads: one rule for the board and for the judge.
 
 Pure: works on records, newest run last or not, and reads nothing. A board is one problem and target on one machine.
-
 Absolute times compare only within one run, so a board has a base run: the newest that timed at least two variants on
 every case, else the newest that timed one on every case, else the newest; a failed case was not timed. (So neither a
-paired run of two variants displaces one of the whole field, nor a failed submission anything.) Records that a
-confirmation superseded count nowhere.
-
-A board is of one clock, that of most of its base run: what another clock timed has no rank on it.
-
-A variant that is not in the base run can still take the lead, by its confirmation: it was timed once more, in fresh
-processes, in interleaved pairs with the leader, and was FASTER.
+paired run of two displaces one of the whole field, nor a failed submission anything.) Records that a confirmation
+superseded count nowhere. A board is of one clock, that of most of its base run. A variant that is not in the base run
+can still take the lead, by its confirmation: it was timed once more, in fresh processes, in interleaved pairs with the
+leader, and was FASTER.
 """
 
 import collections

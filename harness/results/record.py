@@ -1,11 +1,9 @@
 """Reads the files of records, of runs and of the older flat kind. harness/results/run_file.py writes them.
 
-A run's file begins with the line of the run. Then come lines of its work, the results, and the end; docs/records.md has
-the form. The results are complete records only together with the first line (`joined`), and count only once the run has
-ended. A flat file, of schemas 1 to 3 or written by --json, has a complete record on each line.
-
-Whoever reads gets complete records only, as harness/results/schema.py says. Malformed lines are skipped, and a
-complaint names each. A torn last line is ignored.
+A run's file is the line of the run, lines of its work, the results, and the end; docs/records.md has the form. The
+results are complete records only with the first line (`joined`), and count once the run has ended. A flat file, of
+schemas 1 to 3 or by --json, has a complete record on each line. Malformed lines are skipped, and a complaint names
+each.
 """
 
 import collections
@@ -112,9 +110,7 @@ class Contents:
 
 
 def joined(run: dict, line: dict) -> dict:
-    """Return the record of a result: what the first line says for all records, and for all of its variant; what the
-    result itself says counts instead. Of `clock`, each part counts by itself.
-    """
+    """Return the record of a result: what it says, else what its variant or the run says; of `clock` by parts."""
     of_variant = next((one for one in run.get("submissions", ()) if one.get("variant") == line.get("variant")), {})
     found = {key: run[key] for key in schema.SHARED if key in run} | of_variant | line
     if isinstance(line.get("clock"), dict):
@@ -152,9 +148,7 @@ def contents(machine: str, problem: str, results: Path | None = None, check: Che
 
 
 def contents_of(path: Path, results: Path, check: Check = UNCHECKED) -> Contents:
-    """Return what a file holds. check: raises ValueError where a line of work is not as its reader needs it; results:
-    the folder from which complaints name the file. StorageError: it cannot be read.
-    """
+    """Return what a file holds. check: of lines of work; results: where complaints begin. StorageError: unreadable."""
     with storing(path):
         data = path.read_bytes()
     return parsed(data, path, str(path.relative_to(results)), check)

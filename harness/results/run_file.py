@@ -1,11 +1,9 @@
 """Writes the file of a run, leaderboard/results/<machine>/<problem>/<run id>.jsonl, which record.py beside it reads.
 
-Only the process of the run writes it, holding a flock, and it only appends: the line of the run, then each finished
-piece of work, synced to disk before the next begins, then at once the results and the end. There is no file before the
-first work or result, so a run that fails before has none. Whatever kills the process, what was written stays, and
---resume continues behind the last whole line.
-
-StorageError (harness/results/record.py): the file cannot be read or written, say because the disk is full.
+Only the process of the run writes it, holding a flock, and only appends: the line of the run, each finished piece of
+work, synced before the next begins, then at once the results and the end. There is no file before the first work or
+result. Whatever kills the process, what was written stays, and --resume continues behind the last whole line.
+StorageError (harness/results/record.py): the file cannot be read or written.
 """
 
 import contextlib

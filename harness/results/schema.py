@@ -313,25 +313,20 @@ def _latency(old: dict) -> dict:
     gone = ("eager_ms", "graph_ms", "floor_ms", "eager_launches", "graph_launches", "ok", "config", "format", "batch")
     kept = {name: value for name, value in old.items() if name not in (*gone, "context")}
     launches = {name: old[f"{name}_launches"] for name in ("eager", "graph") if f"{name}_launches" in old}
-    failed = old.get("ok") is not True
+    failed, checks = old.get("ok") is not True, old.get("checks")
+    found = checks.items() if failed and isinstance(checks, dict) else ()  # False, or what was wrong
     return kept | {
         "run_id": old.get("time"),
         "target": "sm90",
         "variant": "composed",
         "case": {name: old.get(name) for name in ("config", "format", "batch", "context")},
         "status": "INVALID_MEASUREMENT" if failed else "PASSED",
-        "reason": _failed_checks(old.get("checks")) if failed else "",
+        "reason": "; ".join(name for name, said in found if said is False or (said is not True and said)),
         "median_us": _from_ms(old.get("graph_ms")),
         "eager_us": _from_ms(old.get("eager_ms")),
         "sol_us": _from_ms(old.get("floor_ms")),
         "launches": launches,
     }
-
-
-def _failed_checks(checks: object) -> str:
-    """The names of the checks that say something: False, or what was wrong."""
-    found = checks.items() if isinstance(checks, dict) else ()
-    return "; ".join(name for name, said in found if said is False or (said is not True and said))
 
 
 def _from_ms(value: object) -> object:

@@ -1,8 +1,7 @@
-"""What a call returned, as a runner says it: a claim of each object, which the checker judges.
-
-A claim is {"type": "Tensor", dtype, shape, stride, device, same} or {"type": name of another class}. In a folder from
-elsewhere there is one, of all that came back: it is a specification of harness/runner/tree.py, whose leaves are such
-claims and {"type": "value", "value": JSON}. conj, neg: torch keeps the tensor's values conjugated or negated in memory.
+"""What a call returned, as a runner says it: a claim of each object, which the checker judges: {"type": "Tensor",
+dtype, shape, stride, device, same} or {"type": name of another class}. In a folder from elsewhere it is one
+specification of harness/runner/tree.py, with such claims and {"type": "value", "value": JSON} as leaves. conj, neg:
+torch keeps the tensor's values conjugated or negated in memory.
 """
 
 import json
@@ -62,9 +61,7 @@ def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
 
 
 def capture_any(result: object, captures: list[dict], memory: torch.Tensor) -> list[dict]:
-    """Copy whatever tensors came back, where they have a form that is judged; say what came. One without gaps keeps its
-    strides: a transposed copy would take much longer.
-    """
+    """Copy what tensors came back in a form that is judged; say what came. One without gaps keeps its strides."""
     said, parts = told(result)
     for item, spec in zip(parts, captures, strict=False):
         dtype = str(item.dtype).removeprefix("torch.") if is_plain(item) else ""
@@ -75,9 +72,7 @@ def capture_any(result: object, captures: list[dict], memory: torch.Tensor) -> l
 
 
 def told(answer: object) -> tuple[dict, list[Any]]:
-    """Return the claim of an answer, and its tensors, those over its arrays, and objects that no answer may have, in
-    order. RefusedError: it is more than a runner can say, contains itself, or is nested too deep.
-    """
+    """Return the claim of an answer, and its tensors and odd objects, in order. RefusedError: it is too much."""
     leaves: list[Any] = []
 
     def leaf(value: Any, _: str) -> dict:
@@ -109,13 +104,4 @@ def form(item: object, given: torch.Tensor | None = None) -> dict:
         and (item is given or item.data_ptr() == given.data_ptr())
         and (item.dtype, item.shape, item.stride()) == (given.dtype, given.shape, given.stride())
     )
-    return {
-        "type": "Tensor",
-        "dtype": str(item.dtype).removeprefix("torch."),
-        "shape": list(item.shape),
-        "stride": list(item.stride()),
-        "device": item.device.type,
-        "same": same,
-        "conj": item.is_conj(),
-        "neg": item.is_neg(),
-    }
+    return {"type": "Tensor", **tree.form(item), "same": same, "conj": item.is_conj(), "neg": item.is_neg()}

@@ -69,9 +69,7 @@ def _from(trace: TracebackType | None, file: Path) -> TracebackType | None:
 
 
 def _place(where: str, error: BaseException, file: Path, module: Any) -> str:
-    """Return the line of the submission `file` that led to an exception; that of the function which was called, if none
-    of its lines was reached; only its name, if it does not even have the function.
-    """
+    """Return the submission's line that led to an exception, else that of the called function, else the file's name."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))

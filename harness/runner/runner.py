@@ -1,12 +1,8 @@
-"""The process that runs a submission. It imports the submission, makes one call at a time, and says what came back.
-
-It has no reference, no expected value and no seed, decides nothing, and has no clock. On a CPU it waits for the judge's
-"go" and says "done" (harness/runner/gate.cpp); on a GPU it records a call, which the player then makes and times
-(harness/runner/recorder.py). Without a submission it makes the judge's own calls: the empty call, the plain readers, a
-matrix product.
-
-It starts as `python -m harness.runner.runner FD`, where FD is a connected socket, and exchanges the messages of
-harness/runner/wire.py.
+"""The process that runs a submission: `python -m harness.runner.runner FD`, FD a connected socket
+(harness/runner/wire.py). It imports the submission, makes one call at a time, and says what came back. It has no
+reference, no expected value and no seed, decides nothing, and has no clock. On a CPU it waits for the judge's "go" and
+says "done" (gate.cpp); on a GPU it records a call, which the player makes and times (recorder.py). Without a submission
+it makes the judge's own calls: the empty call, the plain readers, a matrix product.
 """
 
 import contextlib
@@ -112,18 +108,14 @@ class Runner:
         return {"prepared": True}
 
     def trim(self, message: dict, _: list[int]) -> dict:
-        """Free what no tensor holds, before the judge measures this process. heap: free also what malloc
-        keeps of freed memory, tens of MiB behind a small block that is still in use.
-        """
+        """Free what no tensor holds, before memory is measured. heap: also what malloc keeps of freed memory."""
         gc.collect()
         if message.get("heap"):
             ctypes.CDLL(None).malloc_trim(0)
         return {}
 
     def record(self, message: dict, fds: list[int]) -> dict:
-        """Map a call's memory, let the submission prepare its weights, call it WARMUPS times, and record one call. Of a
-        call that cannot be recorded say why; `time` can make it here.
-        """
+        """Map a call's memory, prepare its weights, warm up, and record a call, or say why it cannot be recorded."""
         arguments = self._mapped_arguments(message, fds)
         kernel = self.module.custom_kernel if self.module else matmul.Product()
         setup = self.module.setup if message["baseline"] and hasattr(self.module, "setup") else None
@@ -179,9 +171,7 @@ class Runner:
         return made
 
     def _takes(self, result: object, message: dict) -> tuple[list[dict], list[dict]]:
-        """Return the copies of a GPU MODE folder's answer, from where the call leaves it to where the judge looks; and
-        the claim of it. NotRecordedError: it holds what no copy brings along.
-        """
+        """Return the copies that bring a folder's answer to the judge, and its claim. NotRecordedError: none can."""
         claim, parts = claims.told(result)
         takes = []
         for item, spec in zip(parts, message["captures"], strict=False):
@@ -295,9 +285,7 @@ class Runner:
         return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
     def _judges_kernel(self, what: str, buffer: Buffer, nbytes: int) -> Callable[[], object]:
-        """Return a call of the judge on a CPU: one of the plain readers over `nbytes`. Where the buffer is smaller,
-        since weights are separate, the reader reads as many zeros.
-        """
+        """Return a plain reader over `nbytes`; of a smaller buffer, since weights are separate, over zeros."""
         config = self.opened["reads"][what]
         part = buffer.memory
         if part.numel() < nbytes:
@@ -330,9 +318,7 @@ def _trace(profiler: torch.profiler.profile) -> str:
 
 
 def _replace_common(folder: Path) -> None:
-    """From now on the modules of problems.common that are imported are those in `folder`, of another commit. What this
-    process and task.py hold already stays as it is.
-    """
+    """From now on problems.common is imported from `folder`, of another commit. What is held already stays."""
     for name in [name for name in sys.modules if name.startswith("problems.common.")]:
         del sys.modules[name]
     init = folder / "__init__.py"

@@ -1,5 +1,6 @@
 """Settings of torch that hold for a whole process and change numerical results: a library may set them on import."""
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -9,24 +10,23 @@ class Switches:
     """Settings of the whole process that change numerical results, as they were before the import."""
 
     def __init__(self) -> None:
-        self._was = {name: _value(get) for name, (get, _) in _SWITCHES.items()}
+        self._was = _values()
 
     def restore(self) -> list[str]:
         """Put changed settings back. Return them in words."""
-        found = []
-        for name, (get, put) in _SWITCHES.items():
-            was, now = self._was[name], _value(get)
-            if was != now:
-                found.append(f"{name}, from {was} to {now}")
-                put(was)
-        return found
+        was, now = self._was, _values()
+        changed = [name for name in was if was[name] != now[name]]
+        for name in changed:
+            _SWITCHES[name][1](was[name])
+        return [f"{name}, from {was[name]} to {now[name]}" for name in changed]
 
 
-def _value(get: Callable[[], object]) -> object:
-    try:
-        return get()
-    except RuntimeError:  # torch refuses to say where its old and new settings were mixed
-        return "a mixture of old and new settings"
+def _values() -> dict[str, object]:
+    values: dict[str, object] = dict.fromkeys(_SWITCHES, "a mixture of old and new settings")
+    for name, (get, _) in _SWITCHES.items():
+        with contextlib.suppress(RuntimeError):  # torch refuses to say where its old and new settings were mixed
+            values[name] = get()
+    return values
 
 
 def _flushes_denormals() -> bool:

@@ -58,17 +58,8 @@ class Layout:
             return {"type": "class", "value": class_name}
         see_strided(value, name, "a call's data may hold")
         nbytes = extent(value) * value.element_size()
-        return {
-            "type": "Tensor",
-            "name": name,
-            "device": value.device.type,
-            "offset": self.place(nbytes),
-            "nbytes": nbytes,
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-            "stride": list(value.stride()),
-            "traits": _traits(value),
-        }
+        place = {"offset": self.place(nbytes), "nbytes": nbytes}
+        return {"type": "Tensor", "name": name, **form(value), **place, "traits": _traits(value)}
 
 
 def describe(value: Any, layout: Layout) -> dict:
@@ -138,9 +129,7 @@ def _opened(value: Any) -> tuple[str, list[tuple[Any, Any]]]:
 
 
 def made(spec: dict, leaf: Callable[[dict], Any], find: Callable[[str], Any]) -> Any:
-    """Return the value that `spec` describes. leaf: gives what is no container. find: gives the class of a name, None
-    for an unknown one. What is no specification of `walk` may raise anything.
-    """
+    """Return the value of `spec`. leaf: gives what is no container; find: a class by its name. May raise anything."""
     kind = spec["type"]
     if kind not in CONTAINERS:
         return leaf(spec).numpy() if spec.get("value") == "ndarray" else leaf(spec)
@@ -159,9 +148,7 @@ def made(spec: dict, leaf: Callable[[dict], Any], find: Callable[[str], Any]) ->
 
 
 def build(spec: dict, buffer: torch.Tensor, task: ModuleType | None = None, values: Sequence = ()) -> Any:
-    """Return the data that `spec` describes, with its tensors as views of `buffer` (uint8, flat). task: whose classes
-    those of a task.py are. values: what the layout took.
-    """
+    """Return the data of `spec`, with tensors in `buffer` (uint8, flat). task: has classes; values: its own."""
 
     def leaf(spec: dict) -> Any:
         if spec["type"] == "value":
@@ -243,6 +230,12 @@ def shared(array: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of arrays that are read-only; this one is only read
         return torch.from_numpy(array)
+
+
+def form(value: torch.Tensor) -> dict:
+    """Return the dtype, shape, stride and kind of device of a tensor."""
+    dtype, device = str(value.dtype).removeprefix("torch."), value.device.type
+    return {"dtype": dtype, "shape": list(value.shape), "stride": list(value.stride()), "device": device}
 
 
 def tensor(spec: dict, buffer: torch.Tensor) -> torch.Tensor:

@@ -84,9 +84,7 @@ def run(args: Options, further: list[str], stdout: TextIO) -> int:
 
 
 def _jobs(args: Options, further: list[str], device: str) -> dict[str, Request]:
-    """Return a request for each problem of args.problem (names with commas between) and each variant, by a name; with
-    --all these are all variants for the kind of device.
-    """
+    """Return a request for each problem of args.problem and variant, by a name; with --all, all for the device."""
     jobs, targets = {}, {"cpu"} if device == "cpu" else {"sm90", "sm100"}
     for problem in args.problem.split(","):
         variants = [args.variant]

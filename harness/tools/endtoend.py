@@ -1,12 +1,10 @@
 """A problem's end-to-end check: check.py in its folder, run before anything of the problem is judged.
 
-check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments;
-argparse's SystemExit(2) may come through it. harness/tools/check_launcher.py calls it as problems.<name>.check.main, in
-a separate process, with the arguments that harness/run.py does not know, and with --device cpu or cuda. Only where main
-has returned 0 does all hold: what main calls may end the process, a kernel with exit(0) say, and then nothing was
-checked. CHECK_REPORT in its environment is "" or a folder, which need not exist, for JSON files of what it found: the
-page of the leaderboard shows them (leaderboard/checks.py has their fields). It is the problem's own code, like its
-reference: no submission of others runs in it.
+check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments, as
+argparse's SystemExit(2) may. check_launcher.py calls it as problems.<name>.check.main in a separate process, with the
+arguments that harness/run.py does not know and --device cpu or cuda. What it calls may end the process: only a main
+that has returned 0 counts. $CHECK_REPORT is "" or a folder for JSON files of what it found, which the page shows
+(leaderboard/checks.py). It is the problem's own code: no submission of others runs in it.
 """
 
 import os

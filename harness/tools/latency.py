@@ -1,14 +1,11 @@
 """Time a whole model's decode step on a GPU: eager, and as one replayed CUDA graph. No submission may capture a graph.
 
-The problem's folder has timed_steps.py with CASES, a list of case parameters, and `prepare(case, steps)`. What that
-returns has `choose()`, `step(chosen, without, named)`, `reset()`, `bytes`, `flops` and `graph`: whether a step can be
-recorded; if not, as a prefill cannot, it is timed eager only (problems/dsv4_forward/timed_steps.py). It is the
-problem's own code and runs in a separate process: `python -m harness.tools.latency FOLDER CASES FILE`, CASES a JSON
-list, FILE for what it measures.
-
-Before it times, it checks: a step does not wait for the GPU; the graph holds the kernels that an eager step launches;
-a replay gives the logits of the eager step, bit for bit. Ops that cannot be captured are named, and hold the reference
-in the graph. Where the time goes, by op and by kernel, is read from the driver's records of a few replays.
+The problem's timed_steps.py has CASES, a list of case parameters, and `prepare(case, steps)`, which returns what has
+`choose()`, `step(chosen, without, named)`, `reset()`, `bytes`, `flops` and `graph`: whether a step can be recorded;
+else it is timed eager only. It is the problem's own code and runs in a separate process: `python -m
+harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it measures. It checks that a step does not
+wait for the GPU, that the graph holds the kernels of an eager step, and that a replay gives the eager logits, bit for
+bit. Ops that cannot be captured are named, and hold the reference in the graph.
 """
 
 import collections
@@ -70,9 +67,7 @@ def see_model(problem: Problem) -> None:
 
 
 def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:
-    """Measure these cases, and append the record of each that was measured to `lines`, also where this is interrupted.
-    Return what stopped the problem's code before the others, "" if nothing did.
-    """
+    """Measure cases; append records to `lines`, also if interrupted. Return what stopped the problem's code, or ""."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "measured")
         argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(file)]
@@ -186,9 +181,7 @@ def measure(decode: Any) -> dict:
 
 
 def _compared(graph: Graph, eager: list[Launch], wait: str, same: bool) -> dict:
-    """Return the fields of a record that compare a graph with the eager step. wait: what made the eager step wait for
-    the GPU, "" if nothing did; same: whether their logits are equal.
-    """
+    """Return the fields that compare a graph with the eager step. wait: what made that wait; same: logits are."""
     in_eager, in_graph = ([launch.name for launch in each] for each in (eager, max(graph.replays, key=len)))
     missing, further = apart(in_eager, in_graph)
     failed = {

@@ -1,10 +1,8 @@
 """`--device model`: run GPU variants on the CPU in a model that executes their PTX, and compare what they write.
 
-Each case runs under every order of asynchronous work that the model has, on new outputs. ptx_model/README.md says what
-the model checks and what it cannot see. It takes no time, so nothing of it ranks.
-
-It runs as a separate process, `python -m harness.tools.model_check PROBLEM VARIANT TARGET`, with the cases as JSON on
-standard input and a line of JSON on standard output for each case and order.
+Each case runs under every order of asynchronous work that the model has, on new outputs (ptx_model/README.md). It runs
+as `python -m harness.tools.model_check PROBLEM VARIANT TARGET`, cases as JSON on standard input, and a line of JSON on
+standard output for each case and order.
 """
 
 import importlib.util
@@ -80,9 +78,7 @@ def target_of(submission: Submission) -> str:
 def run(
     problem: Problem, submission: Submission, cases: list[Case], say: Callable[[str], None], timeout_s: float | None
 ) -> list[tuple[Case, Outcome]]:
-    """Check `submission` on `cases`. Return the outcome of each case that was reached: MODEL_CHECKED if it was right
-    under all orders. timeout_s: of one case under one order, None for no limit.
-    """
+    """Check `submission` on `cases`. Return the outcome of each that was reached. timeout_s: of a case and order."""
     target = target_of(submission)
     argv = [sys.executable, "-m", "harness.tools.model_check", str(problem.folder), str(submission.file), target]
     asked = json.dumps([{**case.params, "seed": case.seed} for case in cases])

@@ -21,9 +21,7 @@ SANITIZE_TOOLS = ("memcheck", "racecheck")
 
 
 def compile_only(problem: Problem, device: str, judged: list[Result], progress: Progress) -> None:
-    """Compile submissions for their own targets, without their device, where their compiler is installed. Their verdict
-    becomes COMPILED, or COMPILE_ERROR with the compiler's words.
-    """
+    """Compile submissions for their own targets, if their compiler is installed: COMPILED, or COMPILE_ERROR."""
     todo = [j for j in judged if j.target in build.ARCH and not j.submission.baseline]
     if not todo:
         return

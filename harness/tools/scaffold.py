@@ -54,9 +54,7 @@ def new_problem(name: str) -> list[Path]:
 
 
 def new_variant(problem: Problem, name: str) -> list[Path]:
-    """Write variants/NAME.py of a problem, and its source, as a copy of the problem's plainest variant for the target
-    that NAME begins with. Return the files. UsageError: the name cannot be used, or nothing is there to begin with.
-    """
+    """Write variants/NAME.py, and its source, as a copy of `plainest`. Return the files. UsageError: it cannot be."""
     known = "|".join(folders.TARGETS)
     wanted = f"one of {', '.join(folders.TARGETS)}, _, and an idea"
     _see_name("--new-variant", name, rf"(?=.{{,40}}\Z)({known})_[a-z0-9_]+", wanted)

@@ -1,8 +1,6 @@
-"""Call a submission once per case in this process, for tools that look into a process: ncu, compute-sanitizer.
-
-It makes the inputs in the submission's process, so it gives no verdict. It starts as
-`python -m harness.tools.single FOLDER FILE DEVICE CASES`, CASES a JSON list of argument sets with their seeds. The last
-line on standard error is DONE: a submission may end the process before, with any exit status.
+"""Call a submission once per case in this process, for ncu and compute-sanitizer: `python -m harness.tools.single
+FOLDER FILE DEVICE CASES`, CASES a JSON list of arguments with seeds. It makes the inputs in the submission's process,
+so it gives no verdict. The last line on standard error is DONE: a submission may end the process before.
 """
 
 import json

@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from harness.problem import sources
-from harness.results import machine_code, text
-from problems.common import load
+from harness.results import text
+from problems.common import build, load
 
 MATCH, SAME_CODE, CHANGED = "match", "same code", "changed since"
 STATES = (CHANGED, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
@@ -75,7 +75,7 @@ def source_hash(folder: Path, variant: str) -> str | None:
 def code_hash(folder: Path, variant: str, target: str) -> str | None:
     """Of the same, by the build that an earlier run has left; None where it left none."""
     file = folder / "variants" / f"{variant}.py"
-    if not file.is_file() or not machine_code.any_built():
+    if not file.is_file() or not (build.directory() / "closures").is_dir():  # no run has left a build
         return None
     from harness.judge import compiling  # imports torch, which takes a second
     from harness.problem import folders

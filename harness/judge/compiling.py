@@ -5,15 +5,16 @@ seeds. The judge never keeps what a runner writes.
 """
 
 import ast
+import contextlib
+import hashlib
 from pathlib import Path
 
 from harness.judge.handle import RunnerHandle
 from harness.problem import sources
 from harness.problem.folders import Problem
-from harness.results import machine_code
 from harness.sandbox import workdir
 from harness.sandbox.workdir import Workdir
-from problems.common import build, load
+from problems.common import build, cubins, load
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
 
@@ -69,4 +70,18 @@ def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
 def code_hash(problem: Problem, file: Path, target: str, tree: Path | None = None) -> str | None:
     """Return the hash of the GPU code that the compile step of `file` has left, or None. tree: as of build_folder."""
     built = workdir.build_folder(file, problem, target, tree) if target in build.ARCH else None
-    return machine_code.hash_of(built) if built else None
+    return hash_of(built) if built else None
+
+
+def hash_of(folder: Path) -> str | None:
+    """Hash of the GPU machine code in the builds below `folder`, the same whatever its kernels and files are
+    called; None where there is no cubin.
+    """
+    found = set()
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.suffix in (".so", ".cubin") and path.is_file() and path.stat().st_size <= cubins.FILE_LIMIT:
+                for _, loaded in cubins.images(path.read_bytes()):
+                    contents = sorted(hashlib.sha256(section).hexdigest() for section in loaded)
+                    found.add(hashlib.sha256("".join(contents).encode()).hexdigest())
+    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()[:16] if found else None

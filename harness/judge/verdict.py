@@ -201,10 +201,6 @@ class Recorder:
         with reading(self.problem.name):
             return sources.problem_hash(self.problem.folder, self.problem.files.values())
 
-    @functools.cached_property
-    def harness_hash(self) -> str:
-        return record.harness_hash()
-
     def _code_hash(self, judged: Result) -> str | None:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
         key = (judged.source_hash, judged.target)
@@ -242,7 +238,7 @@ class Recorder:
             "commit": commit,
             "dirty": dirty,
             "problem_hash": self.problem_hash,
-            "harness_hash": self.harness_hash,
+            "harness_hash": record.harness_hash(),
             "sandbox": self.sandbox,
         }
 

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import datetime
 import errno
+import functools
 import glob
 import hashlib
 import json
@@ -283,6 +284,7 @@ def content_hash(contents: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def harness_hash() -> str:
     """Hash of the judge, of what problems share, and of the model of a GPU, without the model's tools and tests."""
     root = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.judge import compiling
 from harness.problem import folders
-from harness.results import machine_code
 from harness.sandbox import workdir
 from leaderboard import board, provenance, tables
 from problems.common import build, load
@@ -87,7 +87,7 @@ def test_the_present_code_is_that_of_a_build_at_hand(tmp_path, monkeypatch):
     """What is at hand is found by the same key as a run finds it, and nothing is compiled."""
     folder, problem = tmp_path / "closures", folders.find("nvfp4_gemv")
     monkeypatch.setattr(build, "directory", lambda: tmp_path)
-    monkeypatch.setattr(machine_code, "hash_of", lambda built: built.name)
+    monkeypatch.setattr(compiling, "hash_of", lambda built: built.name)
     code_hash = provenance.code_hash.__wrapped__
     assert code_hash(problem.folder, "sm90_dp4a", "sm90") is None
     key = workdir.key(problem.folder / "variants" / "sm90_dp4a.py", problem, "sm90")

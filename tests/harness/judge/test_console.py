@@ -172,7 +172,7 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         asked.append(folder)
         return "c" * 16
 
-    monkeypatch.setattr(compiling.machine_code, "hash_of", hash_of)
+    monkeypatch.setattr(compiling, "hash_of", hash_of)
     for built, target, code in ((tmp_path, "sm90", "c" * 16), (None, "sm90", None), (tmp_path, "cpu", None)):
         monkeypatch.setattr(compiling.workdir, "build_folder", lambda *_, built=built: built)
         judged = verdict.Result(submission, target, "RULE_BROKEN", "why")

@@ -40,7 +40,7 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     except TypeError as error:
         said = ", ".join(f"{name}={value!r}" for name, value in case.items())
         raise RefusedError(
-            f"task.yml: a case must name what generate_input takes, {signature}: {error}, got {said}"
+            f"task.yml: a case must name what generate_input takes, {signature}, got {said}: {error}"
         ) from None
     return reference.generate_input(**case)
 

@@ -216,7 +216,7 @@ def test_a_run_warns_of_malformed_lines(monkeypatch, results, capsys):
 def test_a_submission_with_the_name_of_a_module_of_the_problem_is_refused(tmp_path, capsys, name):
     (tmp_path / name).write_text("def custom_kernel(data):\n    pass\n")
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / name), "--device", "cpu"]) == output.USAGE_EXIT
-    said = f"--submission: {name} has the name of a module of nvfp4_gemv, which it would hide: rename the file"
+    said = f"--submission: {name} would hide a module of nvfp4_gemv of that name: rename the file"
     assert said in capsys.readouterr().err
 
 

@@ -180,7 +180,7 @@ def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
     (cut,) = place.files()
     groups = [line for line in cut.work if line["kind"] == "group"]
     said = place.finish("--resume")
-    assert f"{TESTS} test outcomes and {len(groups)} groups of timed calls are known" in said
+    assert f"{TESTS} test outcomes and {len(groups)} groups of calls are known" in said
     (run,) = place.files()
     assert run.ended and run.work[: len(cut.work)] == cut.work
     # A group has the clock's readings; the record has them less what the clock itself costs.

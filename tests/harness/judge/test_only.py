@@ -105,7 +105,7 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
     (folder / "variants" / "cpu_confined.py").write_text(KERNEL.format(name="", only='ONLY = {"n": 1024}', refuses="1"))
     task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {{'n': 1024}}}}\n")
     with pytest.raises(
-        UsageError, match=r"task\.py: ONLY_BY_TARGET must admit every timed case, it leaves out n=524288"
+        UsageError, match=r"task\.py: ONLY_BY_TARGET must admit each timed case, it leaves out n=524288"
     ):
         folders.find(str(folder)).variant("cpu_confined")
     task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n")

@@ -104,5 +104,5 @@ def test_complex_values_are_refused_in_one_line():
 
 
 def test_a_reference_that_returns_no_result_is_refused_in_one_line():
-    with pytest.raises(RefusedError, match=r"must return a Result of problems/common/check\.py, got bool"):
+    with pytest.raises(RefusedError, match=r"must return a problems\.common\.check\.Result, got bool"):
         inputs.compared(SimpleNamespace(compare=lambda *_: True), None, None, None, False)

@@ -36,7 +36,7 @@ STATUSES: tuple[str, ...] = get_args(Status)
 Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]
-TIMED = ("benchmark", "latency")
+TIMED, JUDGED = ("benchmark", "latency"), ("test", "benchmark")
 WORK = ("outcome", "group", "audit", "confirm", "resumed")  # kinds of lines of a run's file before the results
 # Of schema 1, what the field is called now.
 OLD_NAMES = {
@@ -180,10 +180,7 @@ class Record(_Checked):
     status: Status = _field("the verdict", required=True)
     reason: str | None = _field("why the verdict is no better, as text")
     baseline: bool | None = _field("a public kernel to compare with; it is not ranked")
-    source_hash: str | None = _field(
-        "hash of every source of the submission, with the headers and modules of problems/common that it includes or "
-        "imports; in schema 1 and 2 without those"
-    )
+    source_hash: str | None = _field("hash of its sources, with what they use of problems/common (from schema 3 on)")
     code_hash: str | None = _field("hash of the machine code of its GPU kernels; null where there is no cubin")
     problem_hash: str | None = _field("hash of what defines the problem: cases, tolerances, task and reference")
     harness_hash: str | None = _field("hash of the judge, of problems/common and of ptx_model")
@@ -194,10 +191,7 @@ class Record(_Checked):
     device: str | None = _field("cpu or cuda")
     seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark", "model"))
     orders: list[str] | None = _field("of asynchronous work, each executed; status is the worst one's", ("model",))
-    error: Numbers | None = _field(
-        "the worst error: rel (Frobenius, a share), max (of an element), tol (what was admitted there)",
-        ("test", "benchmark"),
-    )
+    error: Numbers | None = _field("worst error: rel (Frobenius, a share), max (of an element), tol (admitted)", JUDGED)
     median_us: Us | None = _field(
         "median time of a call in us; latency: of a replayed graph, else an eager call", TIMED
     )

@@ -195,7 +195,9 @@ class Checker:
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """Make `count` buffers for a runner on a CPU, and the page of its calls, whose descriptor comes first."""
+        """Make `count` buffers for a runner on a CPU, free its old ones, and make the page of its calls, whose
+        descriptor comes first. reaper, pid: the runner's, for its freezer.
+        """
         runner = message["runner"]
         self.release(message, _)
         made = [Buffer(message["bytes"]) for _ in range(message["count"])]

@@ -68,7 +68,9 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
 
 
 def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
-    """Return what a check says: (right, text), a text or list that is empty if right, or a bool. RefusedError: else."""
+    """Return what a check says: (right, text), a text or list that is empty if right, or a bool. An exception is a no.
+    RefusedError: it returns something else.
+    """
     try:
         said = reference.check_implementation(tree.clone(data), answer)
     except (MemoryError, torch.OutOfMemoryError):

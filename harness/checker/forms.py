@@ -13,7 +13,9 @@ _SHOWN = 8  # items of an answer in a message
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
-    """Return what is wrong with the returned tensors' forms, or "". ours: a call returns what it was given."""
+    """Return what is wrong with the returned tensors' forms, or "". wanted: specifications (harness/runner/tree.py);
+    ours: a call returns the tensors that it was given.
+    """
     if len(claims) != len(wanted):
         many = text.counted(len(wanted), "tensor")
         return f"custom_kernel must return {many}, got {len(claims) or 'none'}"

@@ -45,7 +45,9 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp64 values in another type, saturated but for infinities and NaN; of packed e2m1, the bytes' values."""
+    """Return fp64 values in another type, saturated at its largest finite value; infinities and NaN stay if it has
+    them. Packed e2m1 takes whole numbers as its bytes.
+    """
     _see_real(dtype)
     if dtype == torch.bool:
         return values != 0
@@ -112,7 +114,9 @@ def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors are equal, or (floating point) nowhere over one representable value apart."""
+    """Return whether two tensors are equal, or (floating point) nowhere over one representable value apart: a derived
+    tolerance must admit that, since it is as near as another way to round.
+    """
     if one.dtype not in BITS:
         return torch.equal(bits(one), bits(two))
     x, y = numbers(one), numbers(two)

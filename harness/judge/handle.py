@@ -43,9 +43,8 @@ class Reported(Died):
 
 @dataclass(frozen=True)
 class Content:
-    """The inputs and outputs of one call. host: bytes of a buffer on a CPU; parts: bytes of "inputs" and "outputs" on a
-    GPU; layout: what a runner needs to map it; bytes: what a call must move, if the task says it; held: bytes of inputs
-    and outputs.
+    """The inputs and outputs of one call. host: bytes of a CPU's buffer; parts: bytes of "inputs" and "outputs" on a
+    GPU; layout: for a runner to map it; bytes: that a call must move, if the task says it; held: of inputs and outputs.
     """
 
     case: Case

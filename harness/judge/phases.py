@@ -36,10 +36,9 @@ JUDGE = "(judge)"
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a benchmark. processes: on a CPU fresh ones of each submission; on a GPU groups of calls on other physical
-    memory. Of each on a case, warmups: calls that are not scored; samples: timed calls; extra: rounds more at most, in
-    place of calls beside which others took the machine. buffers: memory that calls take in turn. paired: two are
-    compared.
+    """Of a benchmark. processes: on a CPU fresh ones of each submission; on a GPU groups of calls on other memory. Of
+    each on a case, warmups: calls not scored; samples: timed calls; extra: more rounds at most, in place of calls
+    beside which others took the machine. buffers: that calls take in turn. paired: two are compared.
     """
 
     processes: int
@@ -128,8 +127,7 @@ def run_benchmarks(
     kind: "type[Benchmark] | None" = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
     """Time every submission on every case. Return (timings by submission, the judge's readings by case). done: receives
-    each finished group. What is in `have` is not measured again. limit_s: for all calls of a submission. kind: how
-    calls are made.
+    each finished group; one in `have` is not measured again. limit_s: of a submission's calls. kind: how they are made.
     """
     benchmark = (kind or Benchmark)(session, handles, cases, progress, counts, done, have, Budget(limit_s))
     for handle in handles:

@@ -130,19 +130,20 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` as the file `path`; through a symbolic link to its target, a device or a pipe as it is. OSError,
     which names the file: it stays as it was.
     """
-    part = None
     try:
         target = _target(path)
-        part = None if _special(target) else target.with_name(f"{target.name}.part")
-        (part or target).write_text(text, encoding="utf-8", newline="\n")
-        if part:
+        if _special(target):
+            target.write_text(text, encoding="utf-8", newline="\n")
+            return
+        part = target.with_name(f"{target.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8", newline="\n")
             os.replace(part, target)
-    except BaseException as error:
-        if part:
-            with contextlib.suppress(OSError):
+        finally:
+            with contextlib.suppress(OSError):  # as a rule it is the file now
                 part.unlink()
-        if isinstance(error, OSError):
-            error.filename = str(path)  # not of the file beside it that would have taken its place
+    except OSError as error:
+        error.filename = str(path)  # not of the file beside it that would have taken its place
         raise
 
 

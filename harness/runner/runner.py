@@ -216,10 +216,8 @@ class Runner:
             nbytes = message["bytes"]
             calls = tuple((self._judges_kernel(*pair, nbytes),) if pair[0] != "empty" else () for pair in pairs)
         else:
-            kernel = self.module.custom_kernel
+            kernel = operator.call if self._is_fresh(message) else self.module.custom_kernel
             calls = tuple(self._arguments(buffer, message) for buffer in self.buffers)
-            if self._is_fresh(message):
-                kernel = _on_fresh(kernel)
         noting = None
         if not self.opened["ours"]:
             kernel = noting = claims.Noting(kernel, self.page)
@@ -266,11 +264,11 @@ class Runner:
         return data._replace(weights=self.weights) if self.opened["split"] else data
 
     def _arguments(self, buffer: Buffer, message: dict) -> tuple:
-        """Return what a call on a CPU is made with: its data, or of a folder from elsewhere a supply of it."""
+        """Return what a call on a CPU is made with: its data, or of a folder from elsewhere a call on its own."""
         if self._is_fresh(message):
             leaf = self.opened.get("values")
             values = tree.tensor(leaf, buffer.memory) if leaf else None
-            return (_Supply(lambda: self._data(buffer), values),)
+            return (_FreshCall(self.module.custom_kernel, lambda: self._data(buffer), values),)
         data = self._data(buffer)
         return data, *self._setup(data, message)
 
@@ -329,13 +327,13 @@ def _replace_common(folder: Path) -> None:
     vars(sys.modules["problems"])["common"] = package  # an import looks for names there too
 
 
-class _Supply:
-    """Data over a buffer for many calls: one may change a list, an attribute or a gradient in it. values: its numbers,
-    texts and objects, which come with the contents: data that was made ahead serves only while they are the same.
+class _FreshCall:
+    """A call on data of its own: one may change a list, an attribute or a gradient in it. values: its numbers, texts
+    and objects, which come with the contents: data that was made ahead serves only while they are the same.
     """
 
-    def __init__(self, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:
-        self.build_data, self.values = build_data, values
+    def __init__(self, kernel: Callable, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:
+        self.kernel, self.build_data, self.values = kernel, build_data, values
         self.made_of = self._present()
         self.made: list[Any] = []
         with contextlib.suppress(ValueError):  # nothing is in a new buffer yet
@@ -344,17 +342,11 @@ class _Supply:
     def _present(self) -> bytes:
         return b"" if self.values is None else ctypes.string_at(self.values.data_ptr(), self.values.numel())
 
-    def take(self) -> Any:
-        """Return the data of a call."""
+    def __call__(self) -> object:
         if not self.made or self._present() != self.made_of:
             self.made = [self.build_data()]
             self.made_of = self._present()
-        return self.made.pop()
-
-
-def _on_fresh(kernel: Callable) -> Callable:
-    """Return `kernel` as a function of a supply."""
-    return lambda supply: kernel(supply.take())
+        return self.kernel(self.made.pop())
 
 
 def main() -> None:

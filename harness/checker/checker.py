@@ -18,7 +18,7 @@ from harness.checker.guards import Guards
 from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
-from harness.sandbox.freezer import RUNS_ON, Freezer, StopError
+from harness.sandbox.freezer import RUNS_ON, STOP_LIMIT_S, Freezer
 from problems.common import load
 
 PAGE = 2 << 20  # by which memory of a GPU is made read-only (harness/player/player.py)
@@ -260,9 +260,8 @@ class Checker:
         self.caught.pop(runner, None)
         if message["first"] and (code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):
             return {"code": code, "waiting": False}
-        try:
-            freezer.stop()
-        except StopError:
+        ran = [] if message["first"] else [gate.bindings().ran_on(*freezer.handle)]  # since the end of its last call
+        if gate.bindings().stop(*freezer.handle, STOP_LIMIT_S):
             return {"code": RUNS_ON, "waiting": True}
         before = freezer.processes()
         if message["fill"]:
@@ -275,11 +274,12 @@ class Checker:
         )
         if reading.code == 0 and not message["judges"]:
             self.caught[runner] = self._catch(runner, buffer, freezer.pid, noted)
-        said = "" if self.ours or message["judges"] else gate.bindings().noted(page.address).decode(errors="replace")
+        said = "" if self.ours or message["judges"] else gate.bindings().noted().decode(errors="replace")
         if message["last"]:
             gate.bindings().leave(page.address, number)
-        after = freezer.processes()
-        return {**dataclasses.asdict(reading), "waiting": True, "before": before, "after": after, "said": said}
+        ran += [reading.ran_us, gate.bindings().ran_on(*freezer.handle) if reading.code == 0 else 0.0]
+        report = {**dataclasses.asdict(reading), "ran_us": max(ran), "waiting": True, "before": before, "said": said}
+        return {**report, "after": freezer.processes()}
 
     def leave(self, message: dict, _: list[int]) -> dict:
         """Mark call `number` of a runner on a CPU as its last one: the runner replies when it is continued."""

@@ -85,7 +85,7 @@ def cpu_call(
         claims = reply.claims
     elif not content.ours and not judges:
         claims = replies.noted(report.note)
-    fault = outcome.written_later(report.reading.changed)
+    fault = outcome.worked_on(report.reading)
     if fault is None and not judges and process.strays & set(report.before):
         fault = handle.look()
     process.strays = frozenset(report.after)

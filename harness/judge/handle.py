@@ -346,6 +346,7 @@ class RunnerHandle:
         """Return the fault of processes that live after the submission's call, once they have had time to end."""
         if self.process is None or self.baseline:
             return None
+        self.process.end_series()  # it runs meanwhile, which it must not between two calls of a series
         child = self.process.child
         for _ in range(limits.SETTLES):
             child.pause()

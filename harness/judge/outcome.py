@@ -11,6 +11,9 @@ from harness.runner import gate
 # From a call's end until all of the runner has the order to stop, in which it could work on; a call that was stopped
 # later does not count. An order takes 2 us for each thread, and a pool may have a hundred.
 STOP_LIMIT_US = 500
+# That processes may run while they are stopped: one that is on its way into the stop when it is seen as stopped is
+# billed by the tick of a clock, 10 ms at most. Less is repeated, as a late stop is.
+RAN_LIMIT_US = 20_000
 # That a call's threads may wait for a processor beside tasks of others: the larger of so many us and this share of it.
 BUSY_US = 100
 BUSY_SHARE = 0.02
@@ -65,18 +68,20 @@ class Audit:
 def of_cpu(reading: gate.Reading) -> Outcome:
     """Return the times of a call on a CPU, by the judge's clock."""
     busy = reading.delay_us > max(BUSY_US, BUSY_SHARE * reading.call_us) and reading.others > 0
-    late = reading.stop_us > STOP_LIMIT_US
+    late = reading.stop_us > STOP_LIMIT_US or reading.ran_us > 0
     return Outcome("PASSED", us=reading.call_us, host_us=reading.call_us, late=late, busy=busy)
 
 
-def written_later(changed: int) -> Outcome | None:
-    """Return the fault of outputs of which so many words changed after "done"; -1: they cannot be read."""
-    if changed < 0:
+def worked_on(reading: gate.Reading) -> Outcome | None:
+    """Return the fault of a call whose outputs changed after "done", or whose processes ran while they were stopped."""
+    if reading.changed < 0:
         return Outcome("INCORRECT", "the memory of a tensor that was returned cannot be read")
-    if not changed:
-        return None
-    many = f"{changed} of at most {gate.WORDS} sampled words"
-    return Outcome("CHEAT_SUSPECTED", f"outputs were written after the call had ended: {many} changed later")
+    many = f"{reading.changed} of at most {gate.WORDS} sampled words changed later"
+    if reading.changed:
+        return Outcome("CHEAT_SUSPECTED", f"outputs were written after the call had ended: {many}")
+    if reading.ran_us > RAN_LIMIT_US:
+        return Outcome("CHEAT_SUSPECTED", "its processes ran while they were stopped, before the call or after it")
+    return None
 
 
 def left_behind(pids: list[int]) -> Outcome:

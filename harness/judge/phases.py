@@ -28,8 +28,8 @@ from harness.runner import gate, matmul, native
 # a submission could spoil the calls that it would rather not have.
 MOST_LATE = 2
 STOPPED_LATE = (
-    f"more than {MOST_LATE} calls of a process were stopped over {STOP_LIMIT_US} us after their end, and could "
-    "have worked on meanwhile: run again when the machine is idle, or end threads before a call returns"
+    f"more than {MOST_LATE} calls of a process were stopped over {STOP_LIMIT_US} us after their end, and could have "
+    "worked on, or ran when stopped: run again when the machine is idle, or end threads before a call returns"
 )
 JUDGE = "(judge)"
 

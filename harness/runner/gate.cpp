@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
+#include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -16,6 +17,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <map>
 #include <sched.h>
 #include <string>
 #include <sys/prctl.h>
@@ -44,6 +46,7 @@ constexpr uint32_t LEAVE = 1u << 31;  // with the number of the last call, in `g
 constexpr double SPIN_US = 20'000;  // that a runner spins before it sleeps
 constexpr double EMPTY_US = 300;  // that the judge's empty call works: a judge that waits as long as for a kernel sleeps as deep
 constexpr long LOOK_NS = 50'000'000;  // how often a wait sees whether the runner still lives
+constexpr double SEEN_US = 1e9;   // more than any bound of what a runner may have run while it was stopped
 constexpr long NAP_NS = 20'000;   // between looks at processes that stop: they need the processor that an urgent judge leaves
 
 // One page that judge and runner share. Each word has a cache line.
@@ -123,59 +126,80 @@ std::vector<int> descendants(int reaper) {
     return found;
 }
 
-// Whether no thread of a process can run its own code: stopped, dead, or (D) in a system call at whose end it stops.
-bool still(int pid) {
+// The letter of the state of a process or thread, by its folder in /proc; X: it is gone.
+char state(const std::string& folder) {
     char text[1024];
-    for (int thread : numbers(task_folder(pid))) {
-        const std::string path = task_folder(pid) + "/" + std::to_string(thread) + "/stat";
-        if (read_text(path.c_str(), text, sizeof text) <= 0) continue;
-        const char* end = strrchr(text, ')');
-        if (end && !strchr("TtZXxD", end[2])) return false;
-    }
+    const char* end = read_text((folder + "/stat").c_str(), text, sizeof text) > 0 ? strrchr(text, ')') : nullptr;
+    return end ? end[2] : 'X';
+}
+
+// Whether no thread of a process can run: each is stopped or dead. One that waits in the kernel (D) is not: it reads and
+// writes on for its process, and as it ends the kernel continues groups of processes that lose their parent by that.
+bool still(int pid) {
+    for (int thread : numbers(task_folder(pid)))
+        if (!strchr("TtZXx", state(task_folder(pid) + "/" + std::to_string(thread)))) return false;
     return true;
 }
 
-void nap() {
-    const timespec t{0, NAP_NS};
-    nanosleep(&t, nullptr);
+// By pid the us that processes have run, with their threads that ended; NaN, equal to nothing: one can run now.
+using Ran = std::map<int, double>;
+
+Ran ran_by(const std::vector<int>& pids) {
+    Ran ran;
+    for (int pid : pids) {
+        clockid_t clock;
+        timespec t{};
+        if (!clock_getcpuclockid(pid, &clock)) clock_gettime(clock, &t);
+        ran[pid] = still(pid) ? t.tv_sec * 1e6 + t.tv_nsec / 1e3 : NAN;
+    }
+    return ran;
 }
 
 // Whether the runner's process is there, and no zombie.
-bool lives(int pid) {
-    char text[1024];
-    if (read_text(("/proc/" + std::to_string(pid) + "/stat").c_str(), text, sizeof text) <= 0) return false;
-    const char* end = strrchr(text, ')');
-    return end && !strchr("ZXx", end[2]);
-}
+bool lives(int pid) { return !strchr("ZXx", state("/proc/" + std::to_string(pid))); }
 
 enum { WELL = 0, LATE = 1, GONE = 2, RUNS_ON = 3 };  // what became of a wait; RUNS_ON: done, and not to be stopped
+
+std::string noted;          // what a runner had said of its tensors at "done"
+std::map<int, Ran> rested;  // by reaper, what its processes had run when they were stopped last
 
 // at_once: the runner's process, which has just said "done" and is alone in most runners, is stopped before /proc is read
 // for others. told: when every process had been told. From then on none gets back to its own code: who runs is
 // interrupted at once, and who waits for a processor finds the order when it gets one.
 int stop(const Group& group, double limit_s, bool at_once, double* told) {
     const double deadline = now_us() + 1e6 * limit_s;
-    std::vector<int> known;
-    if (at_once) {
-        kill(group.pid, SIGSTOP);
-        known.push_back(group.pid);
-    }
+    if (at_once) kill(group.pid, SIGSTOP);
     *told = now_us();
     // Whoever is stopped stays so: the filter of system calls refuses SIGCONT, and what has the kernel send it. So it is
-    // over when all are still and nobody is there whom one of them started before it was.
-    while (true) {
-        bool all = true;
+    // over when all are still twice, and nobody came and nothing ran in between: who is seen as stopped may be on the way
+    // to it, and what that takes is booked when it leaves the processor.
+    for (Ran before;;) {
         const std::vector<int> found = descendants(group.reaper);
         for (int pid : found) {
             kill(pid, SIGSTOP);
-            if (std::find(known.begin(), known.end(), pid) == known.end()) *told = now_us();
+            if (pid != group.pid && !before.count(pid)) *told = now_us();
         }
-        for (int pid : found) all = still(pid) && all;
-        if (all && descendants(group.reaper) == found) return lives(group.pid) ? WELL : GONE;
-        if (now_us() > deadline) return lives(group.pid) ? LATE : GONE;
-        known = found;
-        nap();
+        const Ran now = ran_by(found);
+        const bool over = now == before;
+        if (over) rested[group.reaper] = now;
+        if (over || now_us() > deadline) return !lives(group.pid) ? GONE : over ? WELL : LATE;
+        before = now;
+        const timespec nap{0, NAP_NS};
+        nanosleep(&nap, nullptr);
     }
+}
+
+// The us that processes of a stopped runner ran since, which is stopped again. One that is new or can be seen to run
+// counts SEEN_US more: the machine cannot explain it. 0 too where the runner is gone, which its next request tells.
+double ran_on(const Group& group) {
+    const Ran before = rested[group.reaper], now = ran_by(descendants(group.reaper));
+    double told, us = 0;
+    if (now == before || stop(group, STOP_LIMIT_S, false, &told) == GONE) return 0;
+    for (const auto& [pid, ran] : now) {
+        const bool seen = std::isnan(ran) || !before.count(pid);
+        us += seen ? SEEN_US : rested[group.reaper][pid] - before.at(pid);
+    }
+    return us;
 }
 
 // stopped: all processes of the runner. Its own comes last, so that the others wait for it and not it for them.
@@ -321,21 +345,15 @@ void judge_note_returned(void* page, const uint64_t* address_and_bytes, int coun
     memcpy(gate->said, said, gate->said_bytes);
 }
 
-// The judge: copy what a stopped runner noted last into `said` (SAID bytes). -> how many bytes.
-uint64_t judge_noted(void* page, char* said) {
-    const Gate* gate = (Gate*)page;
-    const uint64_t bytes = gate->said_bytes < SAID ? gate->said_bytes : SAID;
-    memcpy(said, gate->said, bytes);
-    return bytes;
-}
-
-int judge_said_bytes() { return SAID; }
+// The judge: what a runner had noted when the call was done that was timed last.
+const char* judge_noted() { return noted.c_str(); }
 
 // Each of these: 0, or 1: not within limit_s, or 2: the runner's process is gone.
 int judge_stop(int reaper, int pid, double limit_s) {
     double told;
     return stop({reaper, pid}, limit_s, false, &told);
 }
+double judge_ran_on(int reaper, int pid) { return ran_on({reaper, pid}); }
 int judge_resume(int reaper, int pid) {
     resume({reaper, pid}, descendants(reaper));
     return 0;
@@ -348,6 +366,7 @@ struct Reading {
     double call_us;   // from continue to done
     double stop_us;   // from done until every process of the runner had been told to stop
     double delay_us;  // that the runner's threads waited for a processor meanwhile
+    double ran_us;    // that its processes ran between the stop before the call and "go"; SEEN_US: seen to run
     int32_t others;   // tasks of other processes that wanted a processor, before and after; the smaller
     int32_t changed;  // of the words of the outputs that were looked at when it was done, how many changed later; -1:
                       // they could not be read
@@ -363,10 +382,11 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
                uint64_t* found, Reading* reading) {
     Gate* gate = (Gate*)page;
     const Group group{reaper, pid};
-    const std::vector<int> stopped_ones = descendants(reaper);
     const bool remote = count && !outputs[0].iov_base;
     Look look;
     if (!remote) look.choose(outputs, count, false);
+    reading->ran_us = ran_on(group);
+    const std::vector<int> stopped_ones = descendants(reaper);
     const uint64_t waited = run_delay(pid);
     reading->others = others();
     gate->count = gate->said_bytes = gate->raised = 0;
@@ -391,11 +411,12 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
     }
     uint64_t first[WORDS] = {}, last[WORDS] = {};
     const bool seen = look.take(pid, first);
+    const uint64_t said = gate->said_bytes;
+    noted.assign(gate->said, said < SAID ? said : SAID);
     double told = end;
     const int stopped = stop(group, STOP_LIMIT_S, came == WELL, &told);
     urgent(false);
-    const int later = others();
-    if (later < reading->others) reading->others = later;  // not the judge's own, which look up now and then
+    reading->others = std::min(reading->others, others());  // not the judge's own, which look up now and then
     reading->changed = seen && look.take(pid, last) ? 0 : -1;
     if (reading->changed == 0)
         for (int i = 0; i < look.count; ++i) reading->changed += first[i] != last[i];

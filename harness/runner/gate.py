@@ -25,6 +25,7 @@ class Reading:
     call_us: float  # from "continue" to "done"
     stop_us: float  # from "done" until all of the runner had been told to stop
     delay_us: float  # that its threads waited for a processor meanwhile
+    ran_us: float  # that its processes ran while they were stopped; from SEEN_US on one was seen to
     others: int  # tasks of other processes that wanted a processor
     changed: int  # words of the outputs that changed after "done"; -1: they could not be read
     urgent: int  # 1: the judge may be woken before others
@@ -41,16 +42,17 @@ class Gate:
         code, locked = ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path)
         group = (c_int,) * 2
         self.page_bytes: int = code.judge_gate_bytes()
-        self._said_bytes: int = code.judge_said_bytes()
         # (*group, limit in s) -> 0: nothing of the group can run; 1: not within the limit; 2: the runner is gone.
         self.stop = _typed(code.judge_stop, *group, c_double)
         self.resume = _typed(code.judge_resume, *group)
+        # (*group) -> us that the processes of a stopped group ran since; SEEN_US and more where one was seen to.
+        self.ran_on = _typed(code.judge_ran_on, *group, returns=c_double)
         # (page, number, pid, limit in s) -> as for stop, when the runner waits for call `number`.
         self.await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
         # (page) -> which of its calls a runner made last.
         self.which = _typed(code.judge_which, c_void_p)
         # (page, number): call `number` of a stopped runner was its last. The runner replies when it is let go.
-        self.leave = _typed(code.judge_leave, c_void_p, c_uint32)
+        self.leave = _typed(code.judge_leave, c_void_p, c_uint32, returns=None)
         self._time = _typed(
             code.judge_time,
             c_void_p,
@@ -64,13 +66,12 @@ class Gate:
             ctypes.POINTER(_Reading),
         )
         self._peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
-        self._note_returned = _typed(code.judge_note_returned, c_void_p, c_void_p, c_int, c_char_p, c_uint64)
-        self._note_returned.restype = self.leave.restype = None
-        self._noted = _typed(code.judge_noted, c_void_p, c_char_p)
-        self._noted.restype = c_uint64
-        self._take_turns = locked.judge_take_turns
-        self._take_turns.argtypes = (c_void_p, c_uint32, ctypes.py_object, ctypes.py_object)
-        self._take_turns.restype = ctypes.py_object
+        noted_by = (c_void_p, c_void_p, c_int, c_char_p, c_uint64)
+        self._note_returned = _typed(code.judge_note_returned, *noted_by, returns=None)
+        # () -> what a runner had noted of what its last call returned, when that said "done": JSON, or any bytes.
+        self.noted = _typed(code.judge_noted, returns=c_char_p)
+        taken = (c_void_p, c_uint32, ctypes.py_object, ctypes.py_object)
+        self._take_turns = _typed(locked.judge_take_turns, *taken, returns=ctypes.py_object)
 
     def time(
         self,
@@ -95,12 +96,6 @@ class Gate:
         if nbytes and (code := self._peek(pid, address, nbytes, into)):
             raise OSError(code, f"cannot read {nbytes} bytes of process {pid}: {os.strerror(code)}")
 
-    def noted(self, page: int) -> bytes:
-        """Return what a stopped runner noted of the tensors that its last call returned: JSON, or any bytes."""
-        said = ctypes.create_string_buffer(self._said_bytes)
-        nbytes = self._noted(page, said)
-        return said.raw[:nbytes]
-
     def note_returned(self, page: int, places: list[tuple[int, int]], said: bytes) -> None:
         """The runner, within its call: (address, bytes) of each tensor that it returns, and JSON that says what they
         are.
@@ -120,6 +115,7 @@ class _Reading(ctypes.Structure):
         ("call_us", c_double),
         ("stop_us", c_double),
         ("delay_us", c_double),
+        ("ran_us", c_double),
         ("others", c_int32),
         ("changed", c_int32),
         ("urgent", c_int32),
@@ -142,6 +138,6 @@ def _pairs(places: list[tuple[int, int]]) -> ctypes.Array:
     return (c_uint64 * (2 * len(places)))(*(number for place in places for number in place))
 
 
-def _typed(function: Any, *argtypes: type) -> Any:
-    function.argtypes, function.restype = argtypes, c_int
+def _typed(function: Any, *argtypes: type, returns: type | None = c_int) -> Any:
+    function.argtypes, function.restype = argtypes, returns
     return function

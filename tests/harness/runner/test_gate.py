@@ -3,8 +3,10 @@
 import contextlib
 import mmap
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from tests.support import SUPPORT
 BYTES = 2**16  # of the memory that judge and runner share, as in support/gated.py
 WORK_US = 20_000  # of a call that sleeps or spins, as there
 QUIET_S = 0.05  # in which nobody may count
+DISK_S = 1.0  # in which 128 MiB are on a disk
 START_S = 20  # for a runner to be ready
 TRIES = 10  # runners that write late: on a busy machine one may be without a processor just then
-BESIDE = ("thread", "threads", "child", "double_fork", "clone_vm", "vfork", "alarm")
+BESIDE = ("thread", "threads", "child", "double_fork", "clone_vm", "alarm")
 
 
 class Gated:
@@ -41,16 +44,20 @@ class Gated:
     def ready(self, number: int = 1) -> int:
         return gate.bindings().await_ready(self.page.address, number, self.freezer.pid, START_S)
 
-    def time(self, limit_s: float = 5.0, outputs: list[torch.Tensor] | None = None) -> gate.Reading:
+    def time(self, limit_s: float = 5.0, outputs: list[torch.Tensor] | None = None, stop: bool = True) -> gate.Reading:
         """One call, and the process stopped after it. outputs: None for what the runner notes, one tensor of half."""
         self.number += 1
         assert self.number > 1 or self.ready() == WELL
-        self.freezer.stop()
+        if stop:
+            self.freezer.stop()
         regions = [(0, BYTES // 2)] if outputs is None else [(part.data_ptr(), part.numel()) for part in outputs]
         reading, self.noted = gate.bindings().time(
             self.page.address, self.number, 0, self.freezer.handle, limit_s, regions
         )
         return reading
+
+    def ran_on(self) -> float:
+        return gate.bindings().ran_on(*self.freezer.handle)
 
     def counted(self) -> int:
         return int(self.memory[:8].view(torch.int64))
@@ -84,27 +91,51 @@ def counts_on(runner):
 def test_what_is_stopped_stays_so_until_it_is_let_go(beside):
     with gated(beside=beside) as runner:
         assert runner.ready() == WELL and counts_on(runner)
-        for _ in range(3):
-            runner.freezer.stop()
+        for stop in (runner.freezer.stop, runner.time) * 2:
+            stop()
             before = runner.counted()
             time.sleep(QUIET_S)
-            assert runner.counted() == before
+            assert runner.counted() == before and runner.ran_on() == 0
             runner.freezer.resume()
             assert counts_on(runner)
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-def test_after_a_call_all_is_stopped(beside):
-    with gated(beside=beside) as runner:
-        for _ in range(3):
-            assert runner.time().code == WELL
-            before = runner.counted()
-            time.sleep(QUIET_S)
-            assert runner.counted() == before
-            runner.freezer.resume()
+def test_no_process_that_ends_continues_those_that_are_stopped():
+    with gated(beside="orphan") as runner:
+        assert runner.ready() == WELL
+        runner.freezer.stop()
+        before = runner.counted()
+        time.sleep(DISK_S)
+        assert runner.counted() == before and runner.ran_on() == 0
 
 
-@pytest.mark.parametrize(("beside", "count"), [("", 0), ("thread", 0), ("child", 1), ("double_fork", 1), ("vfork", 1)])
+def test_who_waits_in_the_kernel_is_not_stopped():
+    with gated(beside="vfork") as runner:
+        assert runner.ready() == WELL and counts_on(runner)
+        with pytest.raises(StopError, match="still ran"):
+            runner.freezer.stop()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_runs_while_it_is_stopped_is_noticed(stays):
+    """Before a call and after it. A process that is no descendant continues it; it runs on, or stops again at once."""
+    with gated(beside="thread") as runner:
+        assert runner.ready() == WELL and counts_on(runner)
+        runner.freezer.stop()
+        threads = Path(f"/proc/{runner.freezer.pid}/task")
+        for look in (runner.ran_on, lambda: runner.time(stop=False).ran_us, runner.ran_on):
+            assert runner.ran_on() == 0
+            os.kill(runner.freezer.pid, signal.SIGCONT)
+            assert counts_on(runner)
+            if not stays:
+                os.kill(runner.freezer.pid, signal.SIGSTOP)
+                while not all(b") T" in stat.read_bytes() for stat in threads.glob("*/stat")):
+                    time.sleep(0.001)
+            us = look()
+            assert us > 0 and (us > 1e6 * START_S) == stays
+
+
+@pytest.mark.parametrize(("beside", "count"), [("", 0), ("thread", 0), ("child", 1), ("double_fork", 1)])
 def test_processes_left_behind_are_listed(beside, count):
     with gated(beside=beside) as runner:
         assert runner.ready() == WELL and (not beside or counts_on(runner))
@@ -171,13 +202,14 @@ def test_late_writes_are_seen_beside_a_tensor_that_is_not_there():
 
 
 def test_what_is_fetched_is_what_was_looked_at():
-    """Addresses that the runner notes after the judge has woken are of no use: the judge asks for them once."""
+    """What the runner notes after the judge has woken is of no use: the judge asks once for addresses and numbers."""
     with gated("late_elsewhere") as runner:
         runner.time()
-        before = list(runner.noted)
+        before, said = list(runner.noted), gate.bindings().noted()
         runner.freezer.resume()
         time.sleep(QUIET_S)
         assert runner.noted == before and before[0][1] == BYTES // 2
+        assert gate.bindings().noted() == said
 
 
 def changed(call, *parts):

@@ -3,6 +3,7 @@ It makes inputs, fills buffers, times calls on a CPU and judges outputs. It neve
 """
 
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -137,6 +138,8 @@ class Checker:
                 raise failure.RefusedError(f"each field of OUTPUTS must hold one tensor, got {list(map(len, found))}")
             self.outputs = [first + part[0] for part in found]
             self.captures = [leaves[i] for i in self.outputs]
+            if any(tree.span(leaf["shape"], leaf["stride"]) > math.prod(leaf["shape"]) for leaf in self.captures):
+                raise failure.RefusedError("outputs must have no gaps between their elements")
             memory.poison(tree.tensors(self._delivered()), self.outputs)
         else:
             # A call may overwrite every input, as the reference may, and return one of them.
@@ -299,7 +302,7 @@ class Checker:
     def _written(self, buffer: Shared) -> list[tuple[int, int]]:
         """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""
         if not self.ours:
-            return [(0, claims.STRIDED_FACTOR * spec["most"] + claims.STRIDED_BYTES) for spec in self.captures]
+            return [(0, spec["most"]) for spec in self.captures]
         regions = [memory.region(tree.leaves(self.spec)[i], buffer) for i in self.outputs]
         # Of no bytes: torch gives it address 0, which would say that all are in the runner's memory.
         return [(region.data_ptr(), region.numel()) for region in regions if region.numel()]

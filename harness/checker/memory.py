@@ -42,12 +42,12 @@ def fetched(pid: int, address: int, nbytes: int) -> torch.Tensor:
 
 
 def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
-    """Return flat bytes as a tensor of a dtype, shape and stride; None where they do not hold just such a one."""
+    """Return flat bytes as a tensor of a dtype, shape and stride; None where they hold no such tensor or have gaps."""
     dtype = getattr(torch, layout["dtype"], None)
     if output is None or not isinstance(dtype, torch.dtype) or len(layout["shape"]) != len(layout["stride"]):
         return None
     span = tree.span(layout["shape"], layout["stride"])
-    if span * dtype.itemsize != output.numel():
+    if span * dtype.itemsize != output.numel() or span > math.prod(layout["shape"]):
         return None
     try:
         found = output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])

@@ -83,7 +83,7 @@ def cpu_call(
         if report.reading.raised:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
         claims = reply.claims
-    elif not content.ours and not judges:
+    if not content.ours and not judges:  # as it was at "done": a reply comes later
         claims = replies.noted(report.note)
     fault = outcome.worked_on(report.reading)
     if fault is None and not judges and process.strays & set(report.before):

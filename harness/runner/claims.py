@@ -16,14 +16,11 @@ from harness.runner.failure import RefusedError
 
 CLAIMS = gate.RETURNED  # tensors, numbers and texts in an answer
 TEXT_CHARS = 16_000  # of all texts in an answer, as JSON: a text of a reply has at most 20,000
-# What a tensor that came back may span, gaps between its elements included: times its elements, and bytes more. Of
-# more, most of what the judge copies and watches would be gaps.
-STRIDED_FACTOR, STRIDED_BYTES = 4, 4096
 
 
 class Noting:
-    """A kernel that notes for the judge where the tensors are that it returned, and what they are. One that is mostly
-    gaps, such as a column, is copied to memory without any, within the call. said: the claim of the latest answer.
+    """A kernel that notes for the judge where the tensors are that it returned, and what they are. One with gaps, where
+    the judge would look in vain, is copied to memory without any within the call. said: the claim of the latest answer.
     """
 
     def __init__(self, kernel: Callable, page: Page) -> None:
@@ -48,8 +45,8 @@ class Noting:
 
 
 def _near(item: torch.Tensor) -> torch.Tensor:
-    """`item`, or a contiguous copy where it spans too much."""
-    if tree.extent(item) * item.element_size() <= STRIDED_FACTOR * item.nbytes + STRIDED_BYTES:
+    """`item`, or a contiguous copy where it has gaps."""
+    if tree.extent(item) <= item.numel():
         return item
     return item.detach().resolve_conj().resolve_neg().contiguous()
 

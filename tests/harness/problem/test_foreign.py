@@ -242,6 +242,7 @@ def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
         {"shape": [2**48] * 4, "stride": [0] * 4},
         {"stride": [0]},
         {"stride": [-1]},
+        {"stride": [4]},
         {"stride": [1, 1]},
         {"conj": True},
         {"value": "ndarray"},
@@ -257,6 +258,8 @@ def test_what_a_runner_says_of_its_answer_is_not_believed(tmp_path, lie):
     made.buffers["one"] = [buffer]
     made.fill({"runner": "one", "buffer": 0}, [])
     claim, (part,) = claims.told(made.pristine * 2)
+    if lie == {"stride": [4]}:  # true, and most words that are looked at would be gaps
+        part = part[:, None].repeat(1, 4)[:, 0]
     made.caught["one"] = Caught("", [tree.raw(part).clone()])
     said = {**replies.Claim(type="").model_dump(), **claim, **lie}
     verdict = made.judge({"runner": "one", "buffer": 0, "claims": [said], "baseline": False, "fixed": False}, [])

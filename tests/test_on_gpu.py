@@ -17,14 +17,8 @@ def test_parts_name_files_that_exist_and_every_gpu_test():
     assert [file for file in marked if not any(file.is_relative_to(place) for place in places)] == []
 
 
-def test_run_returns_the_exit_code_of_each_command(tmp_path, capsys):
-    part = on_gpu.Part(("-c print(1)", "-c raise(SystemExit(3))", "-c import(nothing)"), 60, "")
-    assert on_gpu.run("some", part, 60, tmp_path) == [0, 3, 1]
+def test_run_returns_the_exit_code_of_each_command_and_interrupts_what_takes_too_long(tmp_path, capsys):
+    commands = ("-c print(1)", "-c raise(SystemExit(3))", "-c import(nothing)", "-c __import__('time').sleep(600)")
+    assert on_gpu.run("some", on_gpu.Part(commands, 8, ""), 8, tmp_path) == [0, 3, 1, 124]
     assert (tmp_path / "some.0.log").read_text() == "1\n"
-    said = capsys.readouterr().out
-    assert "== some.1: exit 3" in said and "SyntaxError" in said
-
-
-def test_run_interrupts_what_takes_too_long(tmp_path):
-    (tmp_path / "wait.py").write_text("import time\ntime.sleep(600)\n")
-    assert on_gpu.run("slow", on_gpu.Part((str(tmp_path / "wait.py"),), 1, ""), 1, tmp_path) == [124]
+    assert "== some.1: exit 3" in (said := capsys.readouterr().out) and "SyntaxError" in said

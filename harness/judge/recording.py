@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from harness.judge import limits, prepared, replies
+from harness.judge.events import Step
 from harness.judge.handle import Content, RunnerHandle, admitted, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.player import Player
@@ -152,7 +153,9 @@ class Replays:
             session.content(self.cases[number], self.cases[number].seed if self.compiles else None)
             if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
-            for one in those:
+            for place, one in enumerate(those, len(done) * len(those)):
+                said = f"{self.cases[number]}  {one.handle.runner}"
+                session.progress(Step("record", place, len(numbers) * len(those), said))
                 if recording := self._recorded(one, number, len(done) + 1):
                     one.recordings[number] = recording
             done.append(number)
@@ -176,18 +179,14 @@ class Replays:
             PREPARED * case.weight_bytes + SCRATCH_FACTOR * max(0, (case.bytes or 0) - case.weight_bytes)
             for case in self.cases.values()
         )
-        share = (self._memory("total") - RESERVE_BYTES) // (2 * len(self.played))
+        share = (self.session.checker.ask({"op": "memory"})["total"] - RESERVE_BYTES) // (2 * len(self.played))
         return min(SCRATCH_BYTES + int(largest), share)
-
-    def _memory(self, kind: str) -> int:
-        found: int = self.session.checker.ask({"op": "memory"})[kind]
-        return found
 
     def _has_room(self, many: int) -> bool:
         """Return whether the present content has room for as many submissions: its memory, and a copy of scratch."""
         parts, weights = self.session.present.parts, self.session.weights_bytes
         need = player.COPIES * (parts["inputs"] + parts["outputs"]) + int((1 + 2 * PREPARED) * weights)
-        free = self._memory("free")
+        free = self.session.checker.ask({"op": "memory"})["free"]
         return bool(free > RESERVE_BYTES + many * need)
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:

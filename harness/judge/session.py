@@ -27,7 +27,7 @@ SWITCHES_SHOWN = 4  # of those that a submission changed
 
 class Session:
     """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
-    for the record. say: receives each note of a submission at once; progress: each compile step.
+    for the record. say: receives each note of a submission at once; progress: what is compiled or recorded.
     """
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:

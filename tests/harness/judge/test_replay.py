@@ -88,7 +88,7 @@ class FakeSession:
     device, problem = "cuda", SimpleNamespace(ours=True, tests=())
     call_limit_s = first_call_limit_s = 1.0
     weights_bytes = 0
-    build = computes = see_device = staticmethod(well)
+    build = computes = see_device = progress = staticmethod(well)
 
     def __init__(self, world: World, total: int = 80 * GIB) -> None:
         self.world, self.total, self.checker = world, total, self

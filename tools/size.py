@@ -20,7 +20,7 @@ PARTS = {
     "problems/dsv4_forward": (("problems/dsv4_forward",), 17364),
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 16286),
-    "tests of attacks": (("tests/exploits",), 9912),
+    "tests of attacks": (("tests/exploits",), 9911),
     "other tests": (("tests",), 20712),
     "docs": (("docs",), 2162),
     "tools": (("tools",), 603),

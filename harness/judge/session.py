@@ -43,7 +43,7 @@ class Session:
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self.present: Content  # from the first `content` on
         self._seed_bits: int | None = None  # of secret seeds; None: not known yet
-        self.remark = ""  # what a verdict PASSED of this session does not show
+        self.remark = ""  # what the verdict PASSED does not show
         self._weights = 0  # number of the present weights
         self._split = False  # whether the problem has weights apart from inputs
         self.weights_bytes = 0  # of the present weights' memory on a GPU
@@ -81,8 +81,8 @@ class Session:
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:
-        """Return a seed that nobody knows, of 63 bits, or of as many as a folder's contents bear (`foreign.seed_bits`);
-        of the cases' own size where that is none.
+        """Return a secret seed: of 63 bits; in a GPU MODE folder of as many as its contents take (`foreign.seed_bits`),
+        or if that is 0, of as many as the case's own seed has.
         """
         if self._seed_bits is None:
             message = {"op": "seeds", "case": case.params, "seed": case.seed}

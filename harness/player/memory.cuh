@@ -69,7 +69,7 @@ struct Window {
 };
 
 // Other physical memory with the same contents, shown in the same window.
-Memory moved(Window& window, Memory old, bool fixed) {
+inline Memory moved(Window& window, Memory old, bool fixed) {
     if (!window.bytes) return old;
     Memory fresh(old.bytes);
     {

@@ -325,8 +325,7 @@ int player_kernel(size_t number, size_t image, const char* name, const Launch* a
         const Launch& l = *about;
         // The most of all launches: where a call sets it for each, only the last one's is known.
         const auto MOST_SHARED = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        const int wanted = l.dynamic_shared > int(l.shared) ? l.dynamic_shared : int(l.shared);
-        int most = 0;
+        int most = 0, wanted = l.dynamic_shared > int(l.shared) ? l.dynamic_shared : int(l.shared);
         need(cuFuncGetAttribute(&most, MOST_SHARED, function), named);
         if (wanted > most) need(cuFuncSetAttribute(function, MOST_SHARED, wanted), named + ": its shared memory");
         if (l.carveout >= 0) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);

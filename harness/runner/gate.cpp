@@ -170,9 +170,9 @@ int stop(const Group& group, double limit_s, bool at_once, double* told) {
     const double deadline = now_us() + 1e6 * limit_s;
     if (at_once) kill(group.pid, SIGSTOP);
     *told = now_us();
-    // Whoever is stopped stays so: the filter of system calls refuses SIGCONT, and what has the kernel send it. So it is
-    // over when all are still twice, and nobody came and nothing ran in between: who is seen as stopped may be on the way
-    // to it, and what that takes is booked when it leaves the processor.
+    // A stopped process stays stopped: the filter of system calls refuses SIGCONT, and what makes the kernel send it. The
+    // stop is complete when two looks see every thread stopped, the same processes, and no run time in between: a thread
+    // that is seen as stopped may still be on its way, and its run time is counted when it leaves the processor.
     for (Ran before;;) {
         const std::vector<int> found = descendants(group.reaper);
         for (int pid : found) {

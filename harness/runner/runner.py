@@ -76,6 +76,8 @@ class Runner:
             if start.get("common"):
                 _replace_common(Path(start["common"]))
             self.module = load.from_file(self.folder, Path(start["file"]))
+            if start["records"]:  # what it imported stays too; of its calls nothing is there yet
+                gc.freeze()
             kernel = getattr(self.module, "custom_kernel", None)
             if not callable(kernel) and not start["compile"]:
                 other = "" if kernel is None else f": its custom_kernel is {type(kernel).__name__}, no function"
@@ -123,7 +125,6 @@ class Runner:
             kernel(*arguments, *([setup(*arguments)] if setup else []))
             torch.cuda.synchronize()
         gc.collect()
-        gc.freeze()  # what Triton made on import stays too
         prepared = {"prepare_us": self.prepare_us}
         try:
             recorded, files, result = recorder.record(kernel, arguments, setup)
@@ -328,8 +329,8 @@ def _replace_common(folder: Path) -> None:
 
 
 class _FreshCall:
-    """A call on data of its own: one may change a list, an attribute or a gradient in it. values: its numbers, texts
-    and objects, which come with the contents: data that was made ahead serves only while they are the same.
+    """A call on its own data, which it may change: a list, an attribute, a gradient. values: the data's numbers, texts
+    and objects, which come with the contents. Data made ahead is used only while these stay the same.
     """
 
     def __init__(self, kernel: Callable, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:

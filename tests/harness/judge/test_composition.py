@@ -85,7 +85,7 @@ def test_a_composition_brings_modules_and_winners(problems):
     files = sources.closure(submission.file, submission.folder)
     assert names(files, problems) == OWN | MODULES | WINNERS
     assert len(files) == len(set(files)) and files[0] == submission.file
-    assert sources.closure(submission.file) == [submission.file], "without its folder, a file is what stands beside it"
+    assert sources.closure(submission.file) == [submission.file], "without a folder: the file alone"
 
 
 def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):

@@ -118,7 +118,7 @@ def test_who_waits_in_the_kernel_is_not_stopped():
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_runs_while_it_is_stopped_is_noticed(stays):
-    """Before a call and after it. A process that is no descendant continues it; it runs on, or stops again at once."""
+    """Before a call and after it. A foreign process continues the runner, which runs on, or stops again at once."""
     with gated(beside="thread") as runner:
         assert runner.ready() == WELL and counts_on(runner)
         runner.freezer.stop()

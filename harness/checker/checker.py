@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from harness.checker import foreign, forms, inputs, memory
+from harness.checker import foreign, forms, inputs, matmul, memory
 from harness.checker.guards import Guards
 from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page, Shared
@@ -108,6 +108,10 @@ class Checker:
         """Return the bytes of memory of the GPU, "free" and "total", after this process gave back its caches."""
         torch.cuda.empty_cache()
         return dict(zip(("free", "total"), torch.cuda.mem_get_info(), strict=True))
+
+    def product(self, message: dict, _: list[int]) -> dict:
+        """Return "us": times of the judge's matrix product on a GPU."""
+        return {"us": matmul.times_us(message["count"])}
 
     def canary(self, message: dict, _: list[int]) -> dict:
         """Return whether the device still computes: a small sum with a known result, through memory and back."""

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from harness.checker import matmul
 from harness.judge import readings
 from harness.judge.call import CallRequest
 from harness.judge.events import Progress, Step
@@ -22,7 +23,7 @@ from harness.judge.session import Session
 from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.player import player
 from harness.problem.folders import Case, ProblemError
-from harness.runner import gate, matmul, native
+from harness.runner import gate, native
 
 # Calls of a process on a case whose runner was told too late to stop, which are repeated. More are no measurement: else
 # a submission could spoil the calls that it would rather not have.

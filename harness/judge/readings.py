@@ -3,12 +3,12 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from harness.checker import matmul
 from harness.judge.outcome import Outcome, measured
 from harness.judge.work import Group
 from harness.problem.folders import Case
 from harness.results import datasheet, stats
 from harness.results.environment import UNKNOWN, GpuState
-from harness.runner import matmul
 
 # By how much the host's clock may read longer than the event pair, each less its empty call: the larger of the two.
 CLOCKS_APART_US, CLOCKS_APART_SHARE = 1.0, 0.02

@@ -225,7 +225,7 @@ class Replays:
             recorded = admitted(replies.read(replies.Recorded, reply))
             self._take(recording, handle, recorded)
             # What the runner's own calls left: its fault has the better message.
-            if not recording.failure and session.problem.ours and handle.submission:
+            if not recording.failure and session.problem.ours:
                 claims = None if recording.self_timed else recorded.claims
                 verdict = session.verdict(recording.name, 0, claims, handle.baseline)
                 recording.failure = verdict if verdict.status != "PASSED" else None

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from harness.checker import matmul
 from harness.judge import phases, replies
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
-from harness.judge.phases import JUDGE, Benchmark, Budget
+from harness.judge.phases import Benchmark, Budget
 from harness.judge.player import EMPTY, READER, Player
 from harness.judge.readings import HOST
 from harness.judge.recording import PREPARED, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
@@ -20,10 +21,7 @@ from harness.judge.work import NOTHING, Finished
 from harness.player import player
 from harness.problem.folders import Case
 from harness.results import environment
-from harness.runner import matmul
 from harness.sandbox.process import Died
-
-READ_EVERY = 3  # of so many processes, the plain readers are timed beside the first
 
 
 def phases_of(device: str) -> ModuleType:
@@ -153,29 +151,18 @@ class ReplayBenchmark(Benchmark):
             for sample in range(-self.counts.warmups, self.counts.samples):
                 self._show(case, sample)
                 self._round(case, sample)
-                for name in self.reads if process % READ_EVERY == 0 else ():
+                for name in self.reads if process == 0 else ():
                     self._judge_call(name, sample)
             for handle in handles:
                 self._complete(handle.name)
             if case.flops and not self.rated:
-                self.group.judge_us[matmul.NAME], self.rated = self._matmul_us(number), True
+                self.group.judge_us[matmul.NAME], self.rated = self.session.product_us(self.counts.samples), True
             self.group.state = environment.gpu_state()
             self._close()
             self.rounds_done += self.rounds
 
     def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
         return self.replays.play(handle, self.group.case, sample % player.COPIES, remaining_s)
-
-    def _matmul_us(self, number: int) -> list[float]:
-        """Return times of the judge's matrix product. The checker has the same weights afterwards."""
-        judge = RunnerHandle(JUDGE, None, self.handles[0].target)
-        seeds = {number: self.replays.seeds[number]}
-        with Replays(self.session, [judge], {number: self.cases[number]}, seeds) as recorded:
-            next(recorded.waves())
-            one = recorded.played[judge.name]
-            if one.player is None or one.recordings[number].failure:
-                raise RuntimeError(f"the judge's own matrix product failed: {one.recordings[number].failure}")
-            return [one.player.play(1, 0, self.session.call_limit_s)[0] for _ in range(self.counts.samples)]
 
     def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls, in a player without a submission."""

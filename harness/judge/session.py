@@ -94,6 +94,10 @@ class Session:
                 self.remark = f"contents have seeds of only {bits} bits, so answers to all of them can be stored"
         return secrets.randbits(self._seed_bits)
 
+    def product_us(self, count: int) -> list[float]:
+        """Return times of `count` of the judge's matrix products on a GPU."""
+        return list(self.checker.ask({"op": "product", "count": count})["us"])
+
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
         """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
         fresh = [handle for handle in handles if handle.process is None]

@@ -2,7 +2,7 @@
 (harness/runner/wire.py). It imports the submission, makes one call at a time, and says what came back. It has no
 reference, no expected value and no seed, decides nothing, and has no clock. On a CPU it waits for the judge's "go" and
 says "done" (gate.cpp); on a GPU it records a call, which the player makes and times (recorder.py). Without a submission
-it makes the judge's own calls: the empty call, the plain readers, a matrix product.
+it makes the judge's own calls on a CPU: the empty call and the plain readers.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from harness.runner import claims, failure, gate, matmul, native, objects, recorder, switches, tree, wire
+from harness.runner import claims, failure, gate, native, objects, recorder, switches, tree, wire
 from harness.runner.buffers import Buffer, Page
 from problems.common import build, cubins, load
 
@@ -119,7 +119,7 @@ class Runner:
     def record(self, message: dict, fds: list[int]) -> dict:
         """Map a call's memory, prepare its weights, warm up, and record a call, or say why it cannot be recorded."""
         arguments = self._mapped_arguments(message, fds)
-        kernel = self.module.custom_kernel if self.module else matmul.Product()
+        kernel = self.module.custom_kernel
         setup = self.module.setup if message["baseline"] and hasattr(self.module, "setup") else None
         for _ in range(WARMUPS):
             kernel(*arguments, *([setup(*arguments)] if setup else []))
@@ -128,12 +128,12 @@ class Runner:
         prepared = {"prepare_us": self.prepare_us}
         try:
             recorded, files, result = recorder.record(kernel, arguments, setup)
-            if self.module and not message["ours"]:
+            if not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
         except Exception as error:
             said = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
             return {**prepared, "unrecorded": said, "branches": isinstance(error, recorder.BranchesError)}
-        if self.module and message["ours"]:
+        if message["ours"]:
             recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}
 
@@ -149,8 +149,6 @@ class Runner:
         self.weights, self.opened, sizes = None, message, message["sizes"]
         parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
         self.mapped = [recorder.Mapped(parts, message["address"])]
-        if self.module is None:
-            return ()
         objects.define(message["definitions"])
         data = tree.build(message["data"], self.mapped[0].memory, self.task)
         if message["split"]:

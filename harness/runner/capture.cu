@@ -19,9 +19,10 @@ namespace {
 using shared::Failed;
 using shared::need;
 
-const CUstream QUEUE = CU_STREAM_PER_THREAD;  // the default one of code that is built for it; a legacy one cannot record
+const CUstream QUEUE = CU_STREAM_PER_THREAD;  // recorded in place of the legacy default one, which cannot record
 constexpr size_t ALIGN = 512;
 constexpr int MOST_PARAMETERS = 4096;
+constexpr size_t MOST_NODES = 4096;  // of a recorded call, with its mark: as many as the judge takes (replies.py)
 
 std::mutex guard;
 std::map<uintptr_t, size_t> spare, used;  // ranges of scratch memory: address, bytes
@@ -36,6 +37,7 @@ std::map<CUmodule, size_t> modules;  // their images, of those that a call of th
 std::map<CUfunction, size_t> first;  // or of which it returned this function
 thread_local long loaded = -1;       // the image that was loaded last within a call of the driver
 bool watching = true;  // not while images are loaded for a trial
+thread_local bool recording;  // by this thread: another one's default stream is another one
 CUgraph recorded;
 std::map<size_t, CUfunction> owners;  // by image, a function of the recorded call
 std::string exported, error_text;
@@ -58,6 +60,15 @@ struct CallData {
 };
 constexpr int DRIVER = 1, RESOURCE = 3, MODULE_LOADED = 6;
 constexpr uint32_t LOAD_DATA = 19, LOAD_DATA_EX = 20, GET_FUNCTION = 683;  // cuModuleLoadData, its Ex, cuKernelGetFunction
+// Calls of the driver that enqueue, by CUPTI's number: at which offset of their parameters the stream is.
+constexpr uint32_t LAUNCH_EX = 652;  // cuLaunchKernelEx, whose first parameter points to a configuration
+const std::map<uint32_t, size_t> STREAM_AT = {
+    {LAUNCH_EX, offsetof(CUlaunchConfig, hStream)},
+    {307, 40}, {477, 40},                                               // cuLaunchKernel, cuLaunchCooperativeKernel
+    {277, 24}, {279, 24}, {281, 24}, {289, 8}, {291, 8}, {306, 24},     // cuMemcpyHtoDAsync_v2, DtoH, DtoD, 2D, 3D, any
+    {216, 24}, {218, 24}, {220, 24}, {222, 40}, {224, 40}, {226, 40},   // cuMemsetD8Async, D16, D32, D2D8, D2D16, D2D32
+    {119, 8}, {295, 0}, {527, 0}, {598, 16}, {600, 8},                  // cuEventRecord, cuStreamWaitEvent,
+};                                                                      // cuLaunchHostFunc, cuMemAllocAsync, cuMemFreeAsync
 
 void on_loaded(const ModuleData* module) {
     if (!module || !module->cubin || !module->size) return;
@@ -79,10 +90,19 @@ void on_call(uint32_t id, const CallData* call) {
     if (id == GET_FUNCTION) first[**(CUfunction**)call->parameters] = loaded;
     else modules[**(CUmodule**)call->parameters] = loaded;
 }
+// What a recorded call enqueues on the legacy default stream goes to the one that is recorded. The driver reads its
+// parameters after this, which CUPTI does not promise.
+void on_enqueue(size_t at, bool extended, const CallData* call) {
+    if (!recording || call->site) return;
+    CUstream& stream = *(CUstream*)((char*)(extended ? call->parameters[0] : call->parameters) + at);
+    if (!stream || stream == CU_STREAM_LEGACY) stream = QUEUE;
+}
 void on_event(void*, int domain, uint32_t id, const void* data) {
     if (!watching) return;
+    const auto enqueues = domain == DRIVER ? STREAM_AT.find(id) : STREAM_AT.end();
     if (domain == RESOURCE && id == MODULE_LOADED) on_loaded((const ModuleData*)((const ResourceData*)data)->descriptor);
-    if (domain == DRIVER) on_call(id, (const CallData*)data);
+    else if (enqueues != STREAM_AT.end()) on_enqueue(enqueues->second, id == LAUNCH_EX, (const CallData*)data);
+    else if (domain == DRIVER) on_call(id, (const CallData*)data);
 }
 
 void say(const char* format, ...) {
@@ -213,6 +233,9 @@ void export_fill(CUgraphNode node) {
 std::vector<CUgraphNode> in_line(std::map<CUgraphNode, bool>& early) {
     size_t count = 0, edges = 0;
     need(cuGraphGetNodes(recorded, nullptr, &count), "cuGraphGetNodes");
+    if (count > MOST_NODES)
+        throw Failed("the call enqueues " + std::to_string(count - 1) + " kernels, copies and fills; at most " +
+                     std::to_string(MOST_NODES - 1) + " are recorded");
     std::vector<CUgraphNode> nodes(count);
     if (count) need(cuGraphGetNodes(recorded, nodes.data(), &count), "cuGraphGetNodes");
     need(cuGraphGetEdges(recorded, nullptr, nullptr, nullptr, &edges), "cuGraphGetEdges");
@@ -220,19 +243,21 @@ std::vector<CUgraphNode> in_line(std::map<CUgraphNode, bool>& early) {
     std::vector<CUgraphEdgeData> about(edges);
     if (edges) need(cuGraphGetEdges(recorded, from.data(), to.data(), about.data(), &edges), "cuGraphGetEdges");
     std::map<CUgraphNode, int> open;
-    for (auto node : to) ++open[node];
-    std::vector<CUgraphNode> order;
-    while (order.size() < count) {
-        std::vector<CUgraphNode> free;
-        for (auto node : nodes)
-            if (!open[node] && std::find(order.begin(), order.end(), node) == order.end()) free.push_back(node);
-        if (free.size() != 1) throw Failed("BRANCHES");
-        for (size_t i = 0; i < edges; ++i) {
-            if (from[i] != free[0]) continue;
-            --open[to[i]];
-            if (about[i].type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) early[to[i]] = true;
-        }
-        order.push_back(free[0]);
+    std::map<CUgraphNode, std::vector<CUgraphNode>> leaving;
+    for (size_t i = 0; i < edges; ++i) {
+        ++open[to[i]];
+        leaving[from[i]].push_back(to[i]);
+        if (about[i].type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) early[to[i]] = true;
+    }
+    std::vector<CUgraphNode> order, free;
+    for (auto node : nodes)
+        if (!open[node]) free.push_back(node);
+    while (!free.empty()) {
+        if (free.size() > 1) throw Failed("BRANCHES");
+        const CUgraphNode node = free[0];
+        order.push_back(node), free.clear();
+        for (auto next : leaving[node])
+            if (!--open[next]) free.push_back(next);
     }
     return order;
 }
@@ -268,6 +293,7 @@ int capture_watch(const char* library) {
         static void* subscriber;
         bool failed = subscribe(&subscriber, on_event, nullptr) || enable(1, subscriber, RESOURCE, MODULE_LOADED);
         for (uint32_t id : {LOAD_DATA, LOAD_DATA_EX, GET_FUNCTION}) failed = failed || enable(1, subscriber, DRIVER, id);
+        for (auto [id, _] : STREAM_AT) failed = failed || enable(1, subscriber, DRIVER, id);
         if (failed) throw Failed("CUPTI does not tell of modules: another profiler uses it");
     });
 }
@@ -345,10 +371,12 @@ int capture_begin(int anew) {
         if (anew) owners.clear();
         need(cuStreamBeginCapture(QUEUE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "cuStreamBeginCapture");
         mark<<<1, 32, 0, QUEUE>>>();
+        recording = true;
     });
 }
 int capture_end() {
     return guarded([] {
+        recording = false;
         if (recorded) cuGraphDestroy(recorded);
         recorded = nullptr;
         need(cuStreamEndCapture(QUEUE, &recorded), "cuStreamEndCapture");

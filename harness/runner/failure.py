@@ -88,7 +88,7 @@ def _what(error: BaseException) -> str:
     if relative := _relative(error):
         return relative
     lines = traceback.format_exception_only(error)
-    return lines[-1 if isinstance(error, SyntaxError) else 0].partition("\n")[0]
+    return next(filter(str.strip, lines[-1 if isinstance(error, SyntaxError) else 0].splitlines()), "")
 
 
 def _relative(error: BaseException) -> str:

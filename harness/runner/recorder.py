@@ -22,7 +22,7 @@ from harness.runner.failure import RefusedError
 from problems.common import build, cubins, load
 
 _HERE = Path(__file__).resolve().parent
-PER_THREAD = 2  # the default stream of code that is built so (build.CUDA_FLAGS); the legacy one cannot be recorded
+PER_THREAD = 2  # cudaStreamPerThread, which is recorded; the legacy default stream cannot be
 RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use; what is in no range is not kept
 VARIABLE_BYTES = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
 
@@ -153,8 +153,8 @@ def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, A
         raise
     if library.capture_end():
         raise NotRecordedError(
-            "it enqueued work on the legacy default stream (build with -default-stream=per-thread, as problems.common."
-            f"build does), waited for the GPU, or an operation failed ({library.capture_error().decode()})"
+            "it waited for the GPU (cudaMemcpy and cudaMemset do, their Async forms do not), or an operation failed "
+            f"({library.capture_error().decode()})"
         )
     if library.capture_export():
         said = library.capture_error().decode(errors="replace")

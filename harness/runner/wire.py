@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 
-LIMIT = 4 * 2**20  # bytes of JSON a message; a case's layout takes a few kilobytes
+LIMIT = 16 * 2**20  # bytes of JSON a message; a case's layout takes a few kilobytes, a recorded call some megabytes
 _HEADER = struct.Struct("<II")  # bytes of JSON, number of descriptors
 _MAX_FDS = 64
 LOOK_S = 0.05

@@ -110,7 +110,6 @@ class Jail:
         }
         return {
             **same,
-            "NVCC_APPEND_FLAGS": "-default-stream=per-thread",  # of a submission's own builds: see build.CUDA_FLAGS
             **({"LD_LIBRARY_PATH": library} if library else {}),
             **({"PYTHONUSERBASE": site.getuserbase()} if user_site else {}),
             **{key: str(self.cache / name) for key, name in cache.items()},

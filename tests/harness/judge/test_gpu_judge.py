@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.checker import matmul
 from harness.judge import limits, replay
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
@@ -15,7 +16,6 @@ from harness.judge.session import Session
 from harness.judge.verdict import SELF_TIMED, Recorder, Result, aggregate
 from harness.problem import folders
 from harness.results.datasheet import RATES
-from harness.runner import matmul
 from problems.common import load
 from tests.support import SUPPORT
 
@@ -34,7 +34,6 @@ def custom_kernel(data):
 CUDA = '''"""NAME."""
 import ctypes
 import functools
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -50,10 +49,10 @@ def compile_for(target):
 
 
 @functools.cache
-def by_hand(*variables):
+def by_hand():
     path = tempfile.mkdtemp() + "/made.so"
     flags = ["-arch", build.ARCH[load.device_target("cuda")], "-shared", "-Xcompiler", "-fPIC", "-std=c++17"]
-    subprocess.run(["nvcc", *flags, str(SOURCE), "-o", path], check=True, env=dict(variables))
+    subprocess.run(["nvcc", *flags, str(SOURCE), "-o", path], check=True)
     return ctypes.CDLL(path)
 
 
@@ -78,6 +77,7 @@ __device__ half kept[2][MANY];
 __global__ void add(const half* x, const half* y, half* z, int n) { EACH(i, n) z[i] = __hadd(x[i], y[i]); }
 __global__ void copy(const half* t, half* z, int n) { EACH(i, n) z[i] = t[i]; }
 LAUNCHER(plain) { add<<<512, 1024>>>(x, y, z, n); }
+LAUNCHER(clears) { cudaMemset(z, 0xFF, 2 * n), plain(x, y, z, t, n); }
 LAUNCHER(copies) {
     cudaMemsetAsync(z, 0xFF, 2 * n), add<<<64, 256>>>(x, y, t, n);
     cudaMemcpyAsync(z, t, 2 * n, cudaMemcpyDeviceToDevice);
@@ -204,9 +204,11 @@ OF_TORCH = {
     "faults": (TORCH + OUT + RIGHT + DONE, "fault", ""),
     "hangs": (TORCH + HANG + RIGHT + DONE, "TIMEOUT", "no answer within"),
 }
-BY_HAND = "    return launched(by_hand(*os.environ.items()).plain, data)\n"
-BARE = "    bare = [pair for pair in os.environ.items() if 'NVCC' not in pair[0]]\n"
-LEGACY = CUDA + BARE + BY_HAND.replace("os.environ.items()", "bare")
+
+
+def by_hand(name: str) -> str:
+    """Built for the legacy default stream."""
+    return f"{CUDA}    return launched(by_hand().{name}, data)\n"
 
 
 def calling(name: str) -> str:
@@ -219,8 +221,11 @@ OF_CUDA = {
     "grows": (calling("grows"), "PASSED", ""),
     "early": (calling("early"), "PASSED", ""),
     "cooperative": (calling("cooperative"), "PASSED", ""),
-    "by_hand": (CUDA + BY_HAND, "PASSED", ""),
-    "legacy_queue": (LEGACY, "UNSUPPORTED", "build with -default-stream=per-thread"),
+    "by_hand": (by_hand("plain"), "PASSED", ""),
+    "copies_by_hand": (by_hand("copies"), "PASSED", ""),
+    "early_by_hand": (by_hand("early"), "PASSED", ""),
+    "cooperative_by_hand": (by_hand("cooperative"), "PASSED", ""),
+    "clears_by_hand": (by_hand("clears"), "UNSUPPORTED", "it waited for the GPU (cudaMemcpy and cudaMemset do"),
     "allocates": (calling("allocates"), "UNSUPPORTED", "allocates memory (cudaMallocAsync): use torch.empty"),
     "calls_back": (calling("calls_back"), "UNSUPPORTED", "the call has the host run a function"),
     "own_memory": (calling("own_memory"), "RUNTIME_ERROR", "scratch memory must come from torch"),

@@ -88,7 +88,9 @@ class CheckerHandle:
         self.child.lend(flush_bytes)
         files = {name: str(path) for name, path in problem.files.items()}
         start = {"folder": str(problem.folder), "ours": problem.ours, "device": device, "files": files}
-        self.ask(start | {"flush": flush_bytes})
+        with contextlib.suppress(Died):  # as its first reply says, which the first request waits for
+            self.child.send(start | {"flush": flush_bytes})
+        self._started: dict | None = None
 
     def ask(self, message: dict) -> dict:
         return self.request(message)[0]
@@ -105,8 +107,7 @@ class CheckerHandle:
         works meanwhile. fds: closed here. Died: that runner took too much, and is gone.
         """
         try:
-            self.child.send(message, tuple(fds))
-            reply, given = self.child.receive(limit_s or limits.CHECKER_LIMIT_S, watch=watch)
+            reply, given = self._exchange(message, limit_s or limits.CHECKER_LIMIT_S, watch, fds)
         except Died as died:
             raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
         finally:
@@ -120,11 +121,22 @@ class CheckerHandle:
             raise ProblemError(f"{failed}: {reply['text']}")
         return reply, given
 
+    def _exchange(
+        self, message: dict, limit_s: float, watch: Child | None, fds: Sequence[int]
+    ) -> tuple[dict, list[int]]:
+        """Return the reply to a message; what failed at the start stays the reply to all. Died: the checker is gone."""
+        if self._started is None:
+            self._started = self.child.receive(limits.CHECKER_LIMIT_S)[0]
+        if "failed" in self._started:
+            return self._started, []
+        self.child.send(message, tuple(fds))
+        return self.child.receive(limit_s, watch=watch)
+
     def see_device(self, lost: str, reason: str) -> None:
         """Raise DeviceError if a GPU does not compute any more, in the checker's context, since `lost` was lost."""
         well = self.device == "cpu"
         with contextlib.suppress(Died):
-            well = well or self.child.request({"op": "canary"}, limits.CANARY_LIMIT_S)[0].get("well") is True
+            well = well or self._exchange({"op": "canary"}, limits.CANARY_LIMIT_S, None, ())[0].get("well") is True
         if not well:
             raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 

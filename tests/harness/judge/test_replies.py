@@ -271,7 +271,7 @@ def test_flood_of_faults_is_refused_at_once(flood):
     reply = make()
     before = time.process_time()
     refused(kind, reply)
-    assert time.process_time() - before < 5
+    assert time.process_time() - before < 15
 
 
 def test_as_much_as_a_compiler_says_is_read():

@@ -133,9 +133,14 @@ def content(path: Path, docstrings: bool = True) -> bytes:
         return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
     if path.suffix != ".py":
         return path.read_bytes()
-    tree = load.parse(path)
+    return _syntax(load.parse(path), docstrings)
+
+
+@functools.lru_cache(maxsize=512)
+def _syntax(tree: ast.Module, docstrings: bool) -> bytes:
     if not docstrings:
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.Assign) and _LATER & _targets(node))]
+        later = [node for node in tree.body if isinstance(node, ast.Assign) and _LATER & _targets(node)]
+        tree = ast.Module([node for node in tree.body if node not in later], [])
     return _dump(tree, docstrings).encode()
 
 

@@ -129,11 +129,14 @@ def text(file: Path) -> str:
 
 
 def parse(file: Path) -> ast.Module:
-    """The syntax tree of the Python file `file`. SyntaxError, with file and line, whatever is wrong with its text.
-
-    build.BuildError: it is no plain file, or too large.
+    """The syntax tree of the Python file `file`, not to be changed. SyntaxError, with file and line, whatever is wrong
+    with its text. build.BuildError: it is no plain file, or too large.
     """
-    source = text(file)
+    return _parsed(text(file), file)
+
+
+@functools.lru_cache(maxsize=256)  # the board and a run read each file for many hashes
+def _parsed(source: str, file: Path) -> ast.Module:
     try:
         return ast.parse(source, str(file))
     except (RecursionError, MemoryError):

@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import TextIO
 
-from harness.judge import console, device_lock, phases, resume, verdict, work
+from harness.judge import console, device_lock, resume, verdict, work
 from harness.judge.events import Events
 from harness.judge.judging import Judging
 from harness.judge.options import Options
@@ -95,11 +95,6 @@ class Run:
     def recorded(self) -> bool:
         """Whether this run has a file of its own: only a whole run in --mode leaderboard does."""
         return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
-
-    @property
-    def usual(self) -> int:
-        """How many processes of each a comparison has by default, if the user asked for another number, else 0."""
-        return phases.COUNTS[self.device, True].processes if self.args.against and self.args.processes else 0
 
     @property
     def kept(self) -> str:
@@ -352,7 +347,7 @@ class Run:
                 if j.against_all and not args.quiet:
                     console.say()
                 if j.against_all:
-                    console.against(j, self.usual)
+                    console.against(j)
             if not args.quiet:
                 console.say()
             console.summary([*judged, *self.opponents], BASELINE)
@@ -367,7 +362,7 @@ class Run:
             us, lo, hi = j.metric or (None, None, None)
             reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             if j.against_all and j.against_all["word"] == "UNDECIDED":
-                reason = console.undecided(j.against_all, self.usual)
+                reason = console.undecided(j.against_all)
             times = {"time_us": us, "ci95_us": [lo, hi] if us else None, "against": j.against_all}
             self.events.write("verdict", variant=j.submission.name, status=j.verdict, reason=reason, **times)
 

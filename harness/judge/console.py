@@ -163,38 +163,28 @@ def summary(judged: list[Result], baseline: str | None = None) -> None:
             say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {why(j)}{kind}")
 
 
-def against(j: Result, usual: int = 0) -> None:
-    """Print the paired comparison: the ratio of times by case, and their geomean. usual: as for `undecided`."""
+def against(j: Result) -> None:
+    """Print the paired comparison: the ratio of times by case, and their geomean."""
     for t, pair in zip(j.times, j.against, strict=True):
-        say(f"{text.line(t.case):<28} {_ratio(j, pair, usual) if pair else 'one of the two does not serve it'}")
+        say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
     if j.against_all:
-        say(f"{what:<28} {_ratio(j, j.against_all, usual)}")
+        say(f"{what:<28} {_ratio(j, j.against_all)}")
 
 
-def _ratio(j: Result, pair: dict, usual: int) -> str:
+def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
     said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
-    if "needed_range" not in pair:
-        return said
-    return f"{said}: {undecided(pair, usual)}"
+    return f"{said}: {undecided(pair)}" if "needed" in pair else said
 
 
-def undecided(pair: dict, usual: int = 0) -> str:
-    """Return what is known of how many processes would decide, in words. usual: how many there are by default."""
-    (least, most), limit = pair["needed_range"], limits.MOST_PROCESSES
-    few = f"{pair['processes']} tell little: try --processes {usual}, the default"
-    if least > limit or (pair["needed"] > limit and most <= stats.WIDE * least):
-        how = few if pair["processes"] < usual else "try when the machine is idle"
-        return f"more than --processes {limit} would decide: {how}"
-    if most > stats.WIDE * least:
-        bound = f"{most}" if most <= limit else f"more than {limit}"
-        how = few if pair["processes"] < usual else "four times as many halve it"
-        where = f"{least} to {bound}, by where in the interval the true ratio is"
-        return f"how many processes would decide cannot be told yet: {where}; {how}"
-    times = pair["needed"] / pair["processes"]
-    return f"about --processes {pair['needed']} would decide, {times:.1f} times as long"
+def undecided(pair: dict) -> str:
+    """Return how many processes would decide, in words."""
+    needed, limit = pair["needed"], limits.MOST_PROCESSES
+    if needed > limit:
+        return f"more than --processes {limit} would decide: try when the machine is idle"
+    return f"about --processes {needed} would decide, {needed / pair['processes']:.1f} times as long"
 
 
 def why(j: Result) -> str:

@@ -156,7 +156,7 @@ def _against(other: Result, ratio: stats.Ratio) -> dict:
     if other.submission.commit:
         fields["commit"] = other.submission.commit
     if fields["word"] == "UNDECIDED":
-        fields |= {"needed": ratio.needed(), "needed_range": list(ratio.needed_range())}
+        fields["needed"] = ratio.needed()
     return fields
 
 

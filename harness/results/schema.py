@@ -119,7 +119,6 @@ class Against(_Checked):
     processes: int | None = _field("of each of the two, that were compared")
     same_within: float | None = _field("how near to 1 the 95 % interval must be for SAME")
     needed: int | None = _field("where UNDECIDED: about how many processes would decide, if `ratio` is the true one")
-    needed_range: list[int] | None = _field("where UNDECIDED: the fewest and most, wherever in `ci95` the true one is")
     commit: str | None = _field("of the other variant, where it is that of another commit")
 
 

@@ -5,7 +5,6 @@ from a bootstrap in two levels: processes are drawn with replacement, then sampl
 give equal intervals. With three processes the outer level is coarse, and with one it says nothing.
 """
 
-import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -15,9 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
-BEYOND = 10**6  # more processes than any run has: how many exactly does not matter
 MANY = 10  # processes, of whose ratios the outermost do not count
-WIDE = 3  # times: where the fewest and the most processes that might decide are further apart, no number can be told
 SAME_WITHIN = 0.015  # a ratio whose 95 % interval is nearer to 1 is called SAME
 
 Groups = Sequence[Sequence[float]]
@@ -68,36 +65,14 @@ class Ratio:
         """Whether the 99 % interval is wholly over 1 + `percent` %: what --fail-on-regression calls a regression."""
         return self.ci99[0] > 1 + percent / 100
 
-    def needed(self, band: float = SAME_WITHIN, ratio: float | None = None) -> int:
-        """Return about how many processes of each would decide, if the true ratio is `ratio`, by default the measured
-        one. An interval's width goes with Student's t over the root of their number.
+    def needed(self, band: float = SAME_WITHIN) -> int:
+        """Return about how many processes of each would decide, if the measured ratio is the true one: an interval's
+        width goes with the root of their number, so of few it is rather too many.
         """
-        away = abs(math.log(ratio or self.ratio))
-        rooms = (95, self.ci95, math.log(1 + band) - away), (99, self.ci99, away)
-
-        def decides(count: int) -> bool:
-            for level, (lo, hi), room in rooms:
-                if room > 0 and math.log(hi / lo) / 2 * _width(count, level) / _width(self.processes, level) <= room:
-                    return True
-            return False
-
-        most = 2 * self.processes
-        while not decides(most):
-            if most > BEYOND:
-                return most
-            most *= 2
-        return bisect.bisect_left(range(most + 1), True, lo=self.processes + 1, key=decides)
-
-    def needed_range(self, band: float = SAME_WITHIN) -> tuple[int, int]:
-        """Return the fewest and the most processes of each that would decide, if the true ratio may be anywhere in the
-        95 % interval. The fewest are at an end of it, or where the ratio is 1; the most where SAME and a difference are
-        equally hard to show, or at an end.
-        """
-        levels = [NormalDist().inv_cdf(0.5 + level / 200) for level in (95, 99)]
-        hard = (1 + band) ** (levels[1] / sum(levels))
-        inner = [ratio for ratio in (1 / hard, 1.0, hard) if self.ci95[0] < ratio < self.ci95[1]]
-        found = [self.needed(band, ratio) for ratio in (self.ratio, *self.ci95, *inner)]
-        return min(found), max(found)
+        away = abs(math.log(self.ratio))
+        rooms = (self.ci95, math.log(1 + band) - away), (self.ci99, away)
+        times = min(math.log(hi / lo) / 2 / room for (lo, hi), room in rooms if room > 0)
+        return max(self.processes + 1, math.ceil(self.processes * times**2))
 
 
 def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int = 0) -> Ratio:
@@ -183,12 +158,6 @@ def _widening(count: int, level: float) -> float:
     if count < 2:
         return 1.0
     return _students_t(count - 1, level) / NormalDist().inv_cdf(0.5 + level / 200) * (count / (count - 1)) ** 0.5
-
-
-def _width(count: int, level: float) -> float:
-    """Return how wide the interval of a mean of `count` values is, over their scatter; of one value as of two."""
-    count = max(count, 2)
-    return _students_t(count - 1, level) / count**0.5
 
 
 @functools.cache

@@ -382,12 +382,10 @@ def _hinted(reply: replies.Failed, problem: Problem) -> str:
     missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", first)
     if problem.ours or not missing:
         return reply.text
-    name, hint = missing[1], ""
-    if name == "reference":
-        hint = ": no submission sees the reference (rule 6, docs/rules.md)"
-    elif (problem.folder / f"{name}.py").is_file():
-        hint = f": {name}.py is in the folder, so add it to `files` of task.yml"
-    return f"{first}{hint}{newline}{rest}"
+    hint = "no submission sees the reference (rule 6, docs/rules.md)"
+    if missing[1] != "reference":
+        hint = "a module of the folder must be in `files` of task.yml"
+    return f"{first}: {hint}{newline}{rest}"
 
 
 def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:

@@ -145,13 +145,10 @@ class Selection:
     def _matching(self, cases: tuple[Case, ...], kind: str) -> list[Case]:
         name, words = self.problem.name, self.args.case or ""
         chosen = [case for case in cases if has_words(str(case), words)]
+        hint = "; test cases are chosen with --mode test" if kind == "benchmark" and self.problem.tests else ""
         if not cases:
-            place = "" if self.problem.ours else f" ({'tests and ' * (kind == 'test')}benchmarks of task.yml)"
-            hint = ": use --mode test" if kind == "benchmark" and self.problem.tests else ""
-            raise UsageError(f"{name} names no {kind} cases{place}{hint}")
+            raise UsageError(f"{name} names no {kind} cases{hint}")
         if not chosen:
-            tests = any(has_words(str(case), words) for case in self.problem.tests)
-            hint = "; test cases are chosen with --mode test" if tests and kind == "benchmark" else ""
             known = "; ".join(map(str, cases))
             raise UsageError(f"--case must match a {kind} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen

@@ -15,8 +15,8 @@ from harness.results import record, text
 from problems.common import build, load
 
 TARGETS = ("cpu", "sm90", "sm100")
-_TASKS = (".py", ".yml")  # of the file task.* in a problem folder
-_NAMED, _LOOKED_AT = 5, 20  # problem folders in a message; files that tell what a folder is
+_TASKS = ("task.py", "task.yml")  # of which a problem folder has one
+_NAMED = 5  # problem folders in a message
 
 
 class UsageError(ValueError):
@@ -148,33 +148,16 @@ def find(name: str) -> Problem:
 def place(name: str) -> Path:
     """The folder of that problem; nothing of it is read. UsageError: there is none."""
     for folder in (load.PROBLEMS / name, Path(name)):
-        if any((folder / file).is_file() for file in ("task.py", "task.yml")):
+        if any((folder / file).is_file() for file in _TASKS):
             return folder.resolve()
-    known = ", ".join(problem_names())
-    instead = "; several go with --ray" if "," in name else _instead(Path(name))
-    raise UsageError(f"PROBLEM must be one of {known}, or a folder with a task.py or a task.yml, got {name!r}{instead}")
-
-
-def _instead(path: Path) -> str:
-    """Return what to give in place of something that is no problem folder, as far as it is known, or ""."""
-    texts = []
+    near, there, hint = Path(name), list[Path](), ""
     with contextlib.suppress(OSError, ValueError):  # a name that is no path, a folder that cannot be read
-        files = [path] if path.is_file() else sorted(path.glob("*.py"))[:_LOOKED_AT]
-        if path.is_file() and any((path.parent / file).is_file() for file in ("task.py", "task.yml")):
-            return f": give the folder, {path.parent}"
-        below = [file for depth in ("*", "*/*") for file in path.glob(f"{depth}/task.*")]
-        inner = {file.parent for file in below if file.suffix in _TASKS}
-        if inner:
-            more = f" and {len(inner) - _NAMED} more" if len(inner) > _NAMED else ""
-            named = ", ".join(map(str, sorted(inner)[:_NAMED]))
-            return f": give one of the problem folders in it, {named}{more}"
-        texts = [file.read_text(errors="replace") for file in files if file.stat().st_size <= load.PYTHON_LIMIT]
-        definition = path.suffix == ".json" and any('"op_type"' in said for said in texts)
-        if definition or (path / "definitions").is_dir():
-            return ": definitions of flashinfer-bench are not read: write reference.py and task.yml (docs/gpu_mode.md)"
-    if any("class Model" in said and "def get_inputs" in said for said in texts):
-        return ": a KernelBench problem needs a reference.py and a task.yml, see KernelBench in docs/gpu_mode.md"
-    return ""
+        near = near.parent if near.is_file() else near
+        there = sorted({file.parent for at in ("", "*/", "*/*/") for task in _TASKS for file in near.glob(at + task)})
+    if there:
+        hint = f": give the folder, {', '.join(map(str, there[:_NAMED]))}{', ...' * (len(there) > _NAMED)}"
+    known = f"{', '.join(problem_names())}, or a folder with a task.py or a task.yml (docs/gpu_mode.md)"
+    raise UsageError(f"PROBLEM must be one of {known}, got {name!r}{hint}")
 
 
 def variant_file(folder: Path, name: str, option: str) -> Path:
@@ -283,9 +266,8 @@ def _see_no_setup(file: Path) -> None:
     used = any(isinstance(node, ast.Name) and node.id == "setup" for node in ast.walk(tree))
     if not made or used:
         return
-    given, own = made[-1].args, made[-1].args.kw_defaults
-    required = len(given.posonlyargs) + len(given.args) - len(given.defaults) + sum(one is None for one in own)
-    if required == 1:
+    given = made[-1].args
+    if len(given.posonlyargs) + len(given.args) - len(given.defaults) == 1:
         raise UsageError(
             f"{file.name}:{made[-1].lineno}: setup(data) is for peer_* files of variants/, and would not be called: a "
             "submission prepares within custom_kernel(data), in prepare(weights) where the problem has weights, or "

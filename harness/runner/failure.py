@@ -85,28 +85,17 @@ def _what(error: BaseException) -> str:
     """Return the line of a traceback that says what was raised; what the judge refuses without its class."""
     if isinstance(error, RefusedError):
         return str(error)
-    if relative := _relative(error):
-        return relative
     lines = traceback.format_exception_only(error)
-    return next(filter(str.strip, lines[-1 if isinstance(error, SyntaxError) else 0].splitlines()), "")
-
-
-def _relative(error: BaseException) -> str:
-    """Return what to write instead of a relative import that failed, since a submission is in no package, or ""."""
-    frames = traceback.extract_tb(error.__traceback__)
-    found = re.match(r"from \.+([\w.]*) import (\w*)", (frames[-1].line or "").strip()) if frames else None
-    home = getattr(error, "name", None) or ""
-    outside = isinstance(error, ImportError) and (home.startswith("problems.") or "relative import" in str(error))
-    if not found or not outside:
-        return ""
-    instead = f"from {found[1]} import {found[2] or '...'}" if found[1] else f"import {found[2] or '...'}"
-    return f"ImportError: relative imports are not supported, this file is in no package: write `{instead}`"
+    said = next(filter(str.strip, lines[-1 if isinstance(error, SyntaxError) else 0].splitlines()), "")
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ImportError) else ()
+    if frames and (frames[-1].line or "").strip().startswith("from ."):
+        said += "; relative imports are not supported, this file is in no package: leave the dots out"
+    return said
 
 
 def _traced(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback from `trace` on. The last line is `_what` of a relative import."""
-    lines = traceback.format_exception(type(error), error, trace)
-    return "".join([*lines[:-1], f"{_what(error)}\n"] if _relative(error) else lines)
+    """Return the traceback from `trace` on."""
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def compiler_said(report: str) -> str:

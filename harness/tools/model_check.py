@@ -57,22 +57,19 @@ ORDERS = (
 
 def target_of(submission: Submission) -> str:
     """Return the target that the model stands for. UsageError: `submission` is nothing that the model can execute."""
-    name = submission.name
-    if not submission.ours:
-        raise UsageError(
-            f"--device model runs variants of this checkout, got {name}: move it to problems/PROBLEM/variants"
-        )
-    found = next((target for target in TARGETS if target in submission.targets), "")
-    if not found:
-        wanted, given = " or ".join(TARGETS), ", ".join(submission.targets)
-        raise UsageError(f"--device model needs a variant for {wanted}, got {name} for {given}: give --variant")
-    if submission.folder and sources.is_composition(submission.folder):
-        raise UsageError(f"--device model checks the variants of one kernel, got {name}, a whole model of many")
-    if "triton" in submission.requires:
-        raise UsageError(f"--device model executes CUDA C++ and CuTe DSL, got {name}, which is Triton")
-    if missing := [one for one in submission.requires if importlib.util.find_spec(one) is None]:
-        raise UsageError(f"--device model: {name} needs {', '.join(missing)}, which is not installed")
-    return found
+    name, wanted = submission.name, " or ".join(TARGETS)
+    targets = [target for target in TARGETS if target in submission.targets]
+    missing = [one for one in submission.requires if importlib.util.find_spec(one) is None]
+    for refused, why in (
+        (not submission.ours, "runs variants of this checkout: move the file to problems/PROBLEM/variants"),
+        (not targets, f"needs a variant for {wanted}, this one is for {', '.join(submission.targets)}: give --variant"),
+        (submission.folder and sources.is_composition(submission.folder), "checks one kernel, and no whole model"),
+        ("triton" in submission.requires, "executes CUDA C++ and CuTe DSL, and no Triton"),
+        (missing, f"needs what is not installed: {', '.join(missing)}"),
+    ):
+        if refused:
+            raise UsageError(f"--device model {why}, got {name}")
+    return targets[0]
 
 
 def run(

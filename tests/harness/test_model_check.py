@@ -81,7 +81,7 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     ("arguments", "said"),
     [
         (("--variant", "sm100_native", "--mode", "benchmark"), "--device model takes no times"),
-        (("--variant", "cpu_portable", "--mode", "test"), "got cpu_portable for cpu: give --variant"),
+        (("--variant", "cpu_portable", "--mode", "test"), "this one is for cpu: give --variant, got cpu_portable"),
         (("--all", "--mode", "test"), "--device model does not go with --all"),
     ],
 )
@@ -109,8 +109,8 @@ def test_a_process_that_ends_before_its_last_case_is_an_error(tmp_path, monkeypa
 
 def test_what_the_model_cannot_execute_is_refused_before_anything_runs():
     for problem, variant, said in (
-        ("moe_gemm", "sm90_triton", "got sm90_triton, which is Triton"),
-        ("dsv4_forward", "composed", "got composed, a whole model of many"),
+        ("moe_gemm", "sm90_triton", "and no Triton, got sm90_triton"),
+        ("dsv4_forward", "composed", "and no whole model, got composed"),
     ):
         with pytest.raises(model_check.UsageError, match=said):
             model_check.target_of(folders.find(problem).variant(variant))

@@ -119,7 +119,6 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
     [
         ("def setup(data):\n    return data\n", True),
         ("def setup(data, scale=2, *more):\n    return data\n", True),
-        ("def setup(*, data):\n    return data\n", True),
         ("def setup():\n    return 1\n", False),
         ("def setup(data, scale):\n    return data\n", False),
         ("def setup(data):\n    return data\nsetup(1)\n", False),

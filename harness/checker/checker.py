@@ -211,7 +211,7 @@ class Checker:
         self.buffers[runner] = [*made]
         self.pages[runner] = Page()
         self.freezers[runner] = Freezer(message["reaper"], message["pid"])
-        return {"fds": [self.pages[runner].fd, *(fd for buffer in made for fd in buffer.fds())]}
+        return {"fds": [os.dup(self.pages[runner].fd), *(fd for buffer in made for fd in buffer.fds())]}
 
     def attach(self, message: dict, fds: list[int]) -> dict:
         """Map a GPU call's memory: `copies` of inputs and outputs, and weights, filled. Return their specification."""
@@ -458,31 +458,27 @@ def _verdict(status: str, reason: str, error: dict | None = None) -> dict:
 
 def main(kind: type[Checker] = Checker) -> None:
     process.harden()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    message, _ = wire.receive(sock)
-    reference, device = Path(message["folder"], "reference.py"), message["device"]
-    checker = None
-    fds: list[int] = []
-    while True:
+    checker: Checker | None = None
+    start: dict = {}
+
+    def answer(message: dict, fds: list[int]) -> dict:
+        nonlocal checker, start
         try:
-            if checker is None:
-                if not message["ours"]:  # whose code may open files by names from its folder
-                    os.chdir(message["folder"])
-                    sys.dont_write_bytecode = True  # nothing is written into it
-                checker = kind(message)
-                reply: dict = {"ready": True}
-            else:
-                reply = getattr(checker, message["op"])(message, fds)
+            if checker:
+                return dict(getattr(checker, message["op"])(message, fds))
+            start = message
+            if not start["ours"]:  # whose code may open files by names from its folder
+                os.chdir(start["folder"])
+                sys.dont_write_bytecode = True  # nothing is written into it
+            checker = kind(start)
+            return {"ready": True}
         except Exception as error:
-            said = failure.of_folder(error, reference)
-            if device == "cpu" and "cuda" in str(error).lower():
+            said = failure.of_folder(error, Path(start["folder"], "reference.py"))
+            if start["device"] == "cpu" and "cuda" in str(error).lower():
                 said = f"the folder needs a GPU, and this run has none: {said}"
-            reply = {"failed": type(error).__name__, "text": said}
-        wire.send(sock, reply, tuple(reply.pop("fds", ())))
-        try:
-            message, fds = wire.receive(sock)
-        except wire.WireError:
-            return
+            return {"failed": type(error).__name__, "text": said}
+
+    wire.serve(socket.socket(fileno=int(sys.argv[1])), answer)
 
 
 if __name__ == "__main__":

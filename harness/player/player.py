@@ -136,25 +136,19 @@ def _content(fd: int) -> bytes:
 
 
 def main() -> None:
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    message, fds = wire.receive(sock)
-    player = None
-    while True:
+    player: Player | None = None
+
+    def answer(message: dict, fds: list[int]) -> dict:
+        nonlocal player
         try:
-            if player is None:
-                player = Player(message["library"])
-                reply: dict = {"readers": player.library.player_readers()}
-            else:
-                reply = getattr(player, message["op"])(message, fds)
+            if player:
+                return dict(getattr(player, message["op"])(message, fds))
+            player = Player(message["library"])
+            return {"readers": player.library.player_readers()}
         except (RefusedError, LostError) as error:
-            reply = {"failed": type(error).__name__, "text": str(error)}
-        wire.send(sock, reply, tuple(given := reply.pop("fds", ())))
-        for fd in given:
-            os.close(fd)
-        try:
-            message, fds = wire.receive(sock)
-        except wire.WireError:
-            return
+            return {"failed": type(error).__name__, "text": str(error)}
+
+    wire.serve(socket.socket(fileno=int(sys.argv[1])), answer)
 
 
 if __name__ == "__main__":

@@ -282,18 +282,16 @@ def _rooted(node: ast.Attribute, name: str) -> bool:
 def main() -> None:
     """Answer each message of the judge, which comes with a file's content, with the findings in it."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    judge = socket.socket(fileno=int(sys.argv[1]))
-    while True:
-        try:
-            message, (descriptor,) = wire.receive(judge)
-        except wire.WireError:
-            return  # the judge is done
-        with open(descriptor, "rb") as content:
+
+    def answer(message: dict, fds: list[int]) -> dict:
+        with open(fds[0], "rb") as content:
             try:
                 found = findings(Path(message["name"]), content.read(), message["baseline"], message["ours"])
             except MemoryError:
                 sys.exit(f"to read {message['name']} takes more than {MEMORY / 2**30:g} GiB of memory")
-        wire.send(judge, {"findings": [{"line": f.line, "what": f.what, "warns": f.warns} for f in found]})
+        return {"findings": [{"line": f.line, "what": f.what, "warns": f.warns} for f in found]}
+
+    wire.serve(socket.socket(fileno=int(sys.argv[1])), answer)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ class Buffer:
                 os.close(fd)
 
     def fds(self) -> list[int]:
-        """Return the descriptors that another process maps it by."""
-        return [self._fd] if self._fd >= 0 else []
+        """Return copies of the descriptors that another process maps it by."""
+        return [os.dup(self._fd)] if self._fd >= 0 else []
 
     def close(self) -> None:
         """Give it up. It is unmapped with the last tensor over it."""

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import importlib.util
 import operator
-import os
 import socket
 import subprocess
 import sys
@@ -358,21 +357,17 @@ def main() -> None:
         wire.send(sock, failure.reply("import", error, file))
         return
     wire.send(sock, {"ready": True, "switches": runner.switches.restore()})
-    while True:
+
+    def answer(message: dict, fds: list[int]) -> dict:
         try:
-            message, fds = wire.receive(sock)
-        except wire.WireError:
-            return  # the parent is done with us
-        try:
-            reply = getattr(runner, message["op"])(message, fds)
+            reply: dict = getattr(runner, message["op"])(message, fds)
         except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
         sys.stdout.flush()
-        given = tuple(reply.pop("fds", ()))
-        wire.send(sock, reply, given)
-        for fd in given:
-            os.close(fd)
         gc.enable()
+        return reply
+
+    wire.serve(sock, answer)
 
 
 if __name__ == "__main__":

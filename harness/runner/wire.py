@@ -3,6 +3,7 @@
 They are never pickles: to read one would run the writer's code, and one of the processes holds the submission.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -70,6 +71,19 @@ def receive(
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             raise WireError(f"the connection broke: {error}") from error
         raise
+
+
+def serve(sock: socket.socket, answer: Callable[[dict, list[int]], dict]) -> None:
+    """Answer each message, with its descriptors, until the other process is done. "fds" of a reply are descriptors that
+    go with it, which are closed here.
+    """
+    with contextlib.suppress(WireError):
+        while True:
+            reply = answer(*receive(sock))
+            given = reply.pop("fds", ())
+            send(sock, reply, tuple(given))
+            for fd in given:
+                os.close(fd)
 
 
 def _parse(body: bytes) -> dict:

@@ -52,9 +52,8 @@ def _outline(claim: dict) -> str:
 
 def classes_of(claim: dict) -> dict[str, type]:
     """Return the classes of the named tuples and dataclasses in the reference's answer, by name."""
-    found = {name: kind for item in claim.get("items", ()) for name, kind in classes_of(item).items()}
-    named = claim["type"] in ("named", "object")
-    return {_bare(claim["value"]): objects.find(claim["value"]), **found} if named else found
+    named = [node["value"] for node in tree.nodes(claim) if node["type"] in ("named", "object")]
+    return {_bare(name): objects.find(name) for name in named}
 
 
 def answer(claim: dict, tensors: Iterable[torch.Tensor], classes: dict[str, type]) -> Any:

@@ -242,10 +242,10 @@ int others() {
 }
 
 // Woken at once, also beside load. Without the right to it nothing changes.
-bool urgent(bool on) {
+void urgent(bool on) {
     prctl(PR_SET_TIMERSLACK, on ? 1 : 0);  // naps as short as they are meant; 0: the default again
     const sched_param first{1}, plain{0};
-    return sched_setscheduler(0, on ? SCHED_FIFO : SCHED_OTHER, on ? &first : &plain) == 0;
+    sched_setscheduler(0, on ? SCHED_FIFO : SCHED_OTHER, on ? &first : &plain);
 }
 
 // Words of the outputs at random places, or all of them where there are few; the last of a region may be a shorter one.
@@ -370,8 +370,6 @@ struct Reading {
     int32_t others;   // tasks of other processes that wanted a processor, before and after; the smaller
     int32_t changed;  // of the words of the outputs that were looked at when it was done, how many changed later; -1:
                       // they could not be read
-    int32_t urgent;   // whether the judge has the right to be woken first
-    int32_t noted;    // how many regions the runner noted
     int32_t raised;   // 1: the runner says that the call raised, and has left
 };
 
@@ -391,20 +389,19 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
     reading->others = others();
     gate->count = gate->said_bytes = gate->raised = 0;
     gate->which = which;
-    reading->urgent = urgent(true);
+    urgent(true);
     gate->go.store(number);
     futex_wake(&gate->go);
     const double start = now_us();
     resume(group, stopped_ones);
     const int came = wait_for(&gate->done, number, pid, limit_s);
     const double end = now_us();
-    reading->noted = 0;
     reading->raised = gate->raised != 0;
     if (remote) {
-        reading->noted = int(gate->count < RETURNED ? gate->count : RETURNED);
+        const int written = int(gate->count < RETURNED ? gate->count : RETURNED);
         for (int i = 0; i < count; ++i) {
-            found[i] = i < reading->noted ? gate->returned[i].bytes : 0;
-            outputs[i].iov_base = (void*)(i < reading->noted ? gate->returned[i].address : 0);
+            found[i] = i < written ? gate->returned[i].bytes : 0;
+            outputs[i].iov_base = (void*)(i < written ? gate->returned[i].address : 0);
             if (outputs[i].iov_len > found[i]) outputs[i].iov_len = found[i];
         }
         look.choose(outputs, count, true);

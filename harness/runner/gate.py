@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ RETURNED, WORDS, EMPTY_US = 1024, 64, 300.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What the judge's clock says of one call on a CPU (harness/runner/gate.cpp). code: 0, or 1: no end within the
+    """What the judge's clock says of one call on a CPU, `Reading` of gate.cpp behind a code: 0, or 1: no end within the
     limit, or 2: the process is gone, or 3: it ended and could not be stopped. Times in us.
     """
 
@@ -28,8 +28,6 @@ class Reading:
     ran_us: float  # that its processes ran while they were stopped; from SEEN_US on one was seen to
     others: int  # tasks of other processes that wanted a processor
     changed: int  # words of the outputs that changed after "done"; -1: they could not be read
-    urgent: int  # 1: the judge may be woken before others
-    noted: int  # tensors that it noted as returned
     raised: int  # 1: the runner says that the call raised, and makes no more
 
 
@@ -53,18 +51,8 @@ class Gate:
         self.which = _typed(code.judge_which, c_void_p)
         # (page, number): call `number` of a stopped runner was its last. The runner replies when it is let go.
         self.leave = _typed(code.judge_leave, c_void_p, c_uint32, returns=None)
-        self._time = _typed(
-            code.judge_time,
-            c_void_p,
-            c_uint32,
-            c_uint32,
-            *group,
-            c_double,
-            c_void_p,
-            c_int,
-            c_void_p,
-            ctypes.POINTER(_Reading),
-        )
+        timed = (c_void_p, c_uint32, c_uint32, *group, c_double, c_void_p, c_int, c_void_p, ctypes.POINTER(_Reading))
+        self._time = _typed(code.judge_time, *timed)
         self._peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
         noted_by = (c_void_p, c_void_p, c_int, c_char_p, c_uint64)
         self._note_returned = _typed(code.judge_note_returned, *noted_by, returns=None)
@@ -111,17 +99,7 @@ class Gate:
 
 
 class _Reading(ctypes.Structure):
-    _fields_ = (
-        ("call_us", c_double),
-        ("stop_us", c_double),
-        ("delay_us", c_double),
-        ("ran_us", c_double),
-        ("others", c_int32),
-        ("changed", c_int32),
-        ("urgent", c_int32),
-        ("noted", c_int32),
-        ("raised", c_int32),
-    )
+    _fields_ = tuple((each.name, c_double if each.type is float else c_int32) for each in fields(Reading)[1:])
 
 
 def artefact() -> build.Artefact:

@@ -1,10 +1,9 @@
 // What the judge itself runs on a CPU: plain readers over all cores, for the roof and for flushing the caches.
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <mutex>
+#include <pthread.h>
 #include <sched.h>
 #include <thread>
 #include <vector>
@@ -34,66 +33,39 @@ void pin(const std::vector<int>& to) {
 }
 
 // Parked workers, one on each processor but the first: a reader is not to pay for starting threads, and none spins
-// between calls.
+// between calls. They end with the process.
 class Pool {
   public:
     Pool() : processors_(processors()) {
-        for (size_t i = 1; i < processors_.size(); ++i) threads_.emplace_back([this, i] { loop(int(i)); });
+        pthread_barrier_init(&barrier_, nullptr, processors_.size());
+        for (int i = 1; i < size(); ++i) {
+            std::thread([this, i] {
+                pin({processors_[i]});
+                for (;;) take_part(i);
+            }).detach();
+        }
     }
     int size() const { return int(processors_.size()); }
+    void run(const std::function<void(int)>& job) {
+        job_ = &job;
+        take_part(0);
+    }
     // The caller takes part on the first processor, so that every one does.
     void run_everywhere(const std::function<void(int)>& job) {
         pin({processors_[0]});
         run(job);
         pin(processors_);
     }
-    ~Pool() {
-        {
-            std::lock_guard<std::mutex> hold(mutex_);
-            stop_ = true;
-        }
-        start_.notify_all();
-        for (auto& t : threads_) t.join();
-    }
-    void run(const std::function<void(int)>& job) {
-        {
-            std::lock_guard<std::mutex> hold(mutex_);
-            job_ = &job;
-            left_ = int(threads_.size());
-            ++round_;
-        }
-        start_.notify_all();
-        job(0);
-        std::unique_lock<std::mutex> hold(mutex_);
-        done_.wait(hold, [this] { return left_ == 0; });
-    }
 
   private:
-    void loop(int index) {
-        pin({processors_[index]});
-        unsigned seen = 0;
-        for (;;) {
-            const std::function<void(int)>* job;
-            {
-                std::unique_lock<std::mutex> hold(mutex_);
-                start_.wait(hold, [&] { return stop_ || round_ != seen; });
-                if (stop_) return;
-                seen = round_;
-                job = job_;
-            }
-            (*job)(index);
-            std::lock_guard<std::mutex> hold(mutex_);
-            if (--left_ == 0) done_.notify_one();
-        }
+    void take_part(int index) {
+        pthread_barrier_wait(&barrier_);  // until there is a job
+        (*job_)(index);
+        pthread_barrier_wait(&barrier_);
     }
     const std::vector<int> processors_;
-    std::vector<std::thread> threads_;
-    std::mutex mutex_;
-    std::condition_variable start_, done_;
+    pthread_barrier_t barrier_;
     const std::function<void(int)>* job_ = nullptr;
-    unsigned round_ = 0;
-    int left_ = 0;
-    bool stop_ = false;
 };
 
 typedef uint64_t vec __attribute__((vector_size(64), aligned(64)));
@@ -126,7 +98,7 @@ constexpr Config CONFIGS[] = {
 };
 
 Pool& pool() {
-    static Pool all;
+    static Pool& all = *new Pool;  // never destroyed: its threads wait in it
     return all;
 }
 
@@ -154,7 +126,7 @@ extern "C" {
 int judge_configs() { return sizeof(CONFIGS) / sizeof(CONFIGS[0]); }
 
 // Read `bytes` from `data` (64-byte aligned; a tail under 64 bytes is left) with configuration `index`.
-int judge_read(const void* data, size_t bytes, int index, int, unsigned* sink) {
+int judge_read(const void* data, size_t bytes, int index, unsigned* sink) {
     if (index < 0 || index >= judge_configs()) return 1;
     const Config c = CONFIGS[index];
     const int threads = c.threads ? c.threads : pool().size();

@@ -32,8 +32,8 @@ def _sink() -> torch.Tensor:
 def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
     """Read the first `nbytes` (rounded up to 16, or the whole buffer) of `buffer`, uint8."""
     nbytes = min(-(-nbytes // 16) * 16, buffer.numel() // 16 * 16)
-    reader = library().function("judge_read", c_void_p, c_size_t, c_int, c_int, c_void_p)
-    reader(buffer.data_ptr(), nbytes, config, 0, _sink().data_ptr())
+    reader = library().function("judge_read", c_void_p, c_size_t, c_int, c_void_p)
+    reader(buffer.data_ptr(), nbytes, config, _sink().data_ptr())
 
 
 def last_level_cache() -> int:

@@ -10,7 +10,7 @@ import collections
 import ctypes
 import json
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from types import GetSetDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
@@ -176,11 +176,17 @@ def unpacked(leaf: dict | None, memory: torch.Tensor) -> Sequence:
     return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))
 
 
+def nodes(spec: dict) -> Iterator[dict]:
+    """Yield a specification and all within it, in order."""
+    yield spec
+    for item in spec["items"] if spec["type"] in CONTAINERS else ():
+        yield from nodes(item)
+
+
 def leaves(spec: dict) -> list[dict]:
     """Return the specifications of tensors within `spec`, in order; in an answer also those of unknown objects."""
-    if spec["type"] in CONTAINERS:
-        return [leaf for item in spec["items"] for leaf in leaves(item)]
-    return [] if spec["type"] in ("value", "device", "class") else [spec]
+    others = (*CONTAINERS, "value", "device", "class")
+    return [node for node in nodes(spec) if node["type"] not in others]
 
 
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:

@@ -33,8 +33,6 @@ EXIT_CODES = {
 }
 SELF_TIMED = "events in the submission's process"  # the clock of what cannot be recorded
 REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
-# Where a submission failed in several ways, the one that says most about it is its verdict.
-_GRAVEST = schema.STATUSES
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Result:
         # Single cases that are not served say nothing about the others, but without any that is timed nothing passed.
         ignored = {"UNSUPPORTED"} if set(times) != {"UNSUPPORTED"} else {"UNSUPPORTED", "PASSED"}
         statuses = [status for status in tests + times if status not in ignored] + [self.status] * bool(self.status)
-        return min(statuses, key=_GRAVEST.index) if statuses else "UNSUPPORTED"
+        return min(statuses, key=schema.STATUSES.index) if statuses else "UNSUPPORTED"
 
     @property
     def metric(self) -> tuple[float, float, float] | None:
@@ -112,7 +110,7 @@ def exit_code(verdicts: list[str], everything: bool) -> int:
     """The single verdict's code; for --all, that of the gravest one, variants of other machines aside."""
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
-    return EXIT_CODES[min(verdicts, key=_GRAVEST.index)]
+    return EXIT_CODES[min(verdicts, key=schema.STATUSES.index)]
 
 
 def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
@@ -124,7 +122,7 @@ def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
     if not median > sol:
         text = f"median {median:.3f} us is under the physical floor of {sol:.3f} us"
         return CaseTime(timing.case, timing, readings, Outcome("INVALID_MEASUREMENT", text))
-    return CaseTime(timing.case, timing, readings, None, median, stats.bootstrap_interval(timing.samples))
+    return CaseTime(timing.case, timing, readings, None, median, stats.mean_interval([timing.samples]))
 
 
 def pair(first: Result, second: Result) -> None:

@@ -36,14 +36,6 @@ def geomean(xs: Sequence[float]) -> float:
     return float(np.exp(np.log(_positive(xs, "xs")).mean()))
 
 
-def bootstrap_interval(groups: Groups, seed: int = 0) -> tuple[float, float]:
-    """95 % interval (lo, hi) of the median over all samples. groups: one list of samples per process. ValueError: there
-    is no group, one is empty, or a sample is not finite.
-    """
-    rng = np.random.default_rng(seed)
-    return _bounds(_medians(groups, rng.random((RESAMPLES, len(groups))), rng, "groups"))
-
-
 @dataclass(frozen=True)
 class Ratio:
     """Of one variant's times to another's. ci95, ci99: (lo, hi). processes: of each that were compared."""
@@ -173,18 +165,18 @@ def _students_t(free: int, level: float) -> float:
     return float(free**0.5 * np.tan(np.interp(level / 100 * mass[-1], mass, angle)))
 
 
-def geomean_interval(cases: Sequence[Groups], seed: int = 0) -> tuple[float, float]:
-    """95 % interval (lo, hi) of the geometric mean of the cases' medians. cases: the groups of each. The draw of
-    processes is common to all cases, since process i of one is, or ran beside, process i of another: what it adds to
-    all of them does not average out. ValueError as in bootstrap_interval, and for no case or a sample that is not
-    positive.
-    """
-    return _bounds(np.exp(np.log(_case_medians(cases, seed)).mean(axis=0)))
-
-
 def mean_interval(cases: Sequence[Groups], seed: int = 0) -> tuple[float, float]:
-    """The same of the arithmetic mean of the cases' medians."""
+    """95 % interval (lo, hi) of the mean of the cases' medians; of one case, of its median. cases: the groups of each.
+    The draw of processes is common to all cases, since process i of one is, or ran beside, process i of another: what
+    it adds to all of them does not average out. ValueError: there is no case or group, one is empty, or a sample is not
+    finite or not positive.
+    """
     return _bounds(_case_medians(cases, seed).mean(axis=0))
+
+
+def geomean_interval(cases: Sequence[Groups], seed: int = 0) -> tuple[float, float]:
+    """The same of the geometric mean of the cases' medians."""
+    return _bounds(np.exp(np.log(_case_medians(cases, seed)).mean(axis=0)))
 
 
 def _case_medians(cases: Sequence[Groups], seed: int) -> np.ndarray:

@@ -30,25 +30,25 @@ def test_geomean_refuses_what_is_not_a_time(bad):
 @pytest.mark.parametrize("bad", [[], [[]], [[1.0], []], [[1.0, math.nan]], [[math.inf]]])
 def test_interval_refuses_empty_and_not_finite_groups(bad):
     with pytest.raises(ValueError):
-        stats.bootstrap_interval(bad, 0)
+        stats.mean_interval([bad], 0)
 
 
 def test_interval_is_deterministic_and_depends_on_the_seed():
     rng = np.random.default_rng(3)
     groups = rng.normal(100, 5, (3, 40)).tolist()
-    assert stats.bootstrap_interval(groups, 1) == stats.bootstrap_interval(groups, 1)
-    assert len({stats.bootstrap_interval(groups, seed) for seed in range(5)}) > 1
+    assert stats.mean_interval([groups], 1) == stats.mean_interval([groups], 1)
+    assert len({stats.mean_interval([groups], seed) for seed in range(5)}) > 1
 
 
 def test_equal_samples_give_a_point():
-    assert stats.bootstrap_interval([[5.0] * 4, [5.0] * 4], 0) == (5.0, 5.0)
+    assert stats.mean_interval([[[5.0] * 4, [5.0] * 4]], 0) == (5.0, 5.0)
     assert stats.geomean_interval([[[2.0], [2.0]], [[8.0, 8.0]]], 0) == pytest.approx((4.0, 4.0))
 
 
 def test_interval_holds_the_median_and_lies_within_the_samples():
     groups = [[10.0, 11.0, 12.0], [10.5, 11.5], [9.5, 10.0, 12.5, 13.0]]  # processes of unequal length
     flat = sorted(x for group in groups for x in group)
-    lo, hi = stats.bootstrap_interval(groups, 0)
+    lo, hi = stats.mean_interval([groups], 0)
     assert flat[0] <= lo < stats.median(flat) < hi <= flat[-1]
 
 
@@ -56,8 +56,8 @@ def test_processes_that_disagree_widen_the_interval():
     """Resampling all samples as one list would give about +-1 % here; between the processes lie 10 %."""
     rng = np.random.default_rng(0)
     groups = [(level + rng.normal(0, 0.5, 30)).tolist() for level in (95.0, 100.0, 105.0)]
-    lo, hi = stats.bootstrap_interval(groups, 0)
-    pooled = stats.bootstrap_interval([[x for group in groups for x in group]], 0)
+    lo, hi = stats.mean_interval([groups], 0)
+    pooled = stats.mean_interval([[[x for group in groups for x in group]]], 0)
     assert lo < 96 and hi > 104
     assert hi - lo > 1.5 * (pooled[1] - pooled[0])
 
@@ -67,7 +67,7 @@ def test_interval_covers_the_true_median():
     rng = np.random.default_rng(7)
     hits = 0
     for seed in range(200):
-        lo, hi = stats.bootstrap_interval([rng.normal(50, 2, 30).tolist()], seed)
+        lo, hi = stats.mean_interval([[rng.normal(50, 2, 30).tolist()]], seed)
         hits += lo <= 50 <= hi
     assert 176 <= hits < 200
 
@@ -223,7 +223,7 @@ def test_ratio_refuses_what_is_not_a_pair_of_times(bad):
 
 def test_geomean_interval_of_one_case_is_the_interval_of_its_median():
     groups = np.random.default_rng(1).normal(100, 5, (3, 10)).tolist()
-    assert stats.geomean_interval([groups], 5) == pytest.approx(stats.bootstrap_interval(groups, 5))
+    assert stats.geomean_interval([groups], 5) == pytest.approx(stats.mean_interval([groups], 5))
 
 
 def test_geomean_interval_keeps_what_a_process_adds_to_all_its_cases():

@@ -32,16 +32,22 @@ class ProblemError(RuntimeError):
 
 
 @contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line."""
+def reading(what: str, named: bool = False) -> Iterator[None]:
+    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line. named: an error
+    of values says which file it is about.
+    """
     try:
         yield
     except UsageError:
         raise
+    except SyntaxError as error:
+        raise UsageError(f"{Path(error.filename or what).name}:{error.lineno}: not Python: {error.msg}") from error
     except Exception as error:
+        if named and isinstance(error, ValueError | build.BuildError) and not isinstance(error, UnicodeError):
+            raise UsageError(str(error)) from error
         said = text.line(f"{type(error).__name__}: {error}".rstrip(": "), 300)
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, SyntaxError | build.BuildError) else f" ({Path(at.filename).name}:{at.lineno})"
+        where = "" if isinstance(error, build.BuildError) else f" ({Path(at.filename).name}:{at.lineno})"
         raise UsageError(f"{what} cannot be read: {said}{where}") from error
 
 
@@ -126,7 +132,7 @@ class Problem:
         file = self.folder / "submission.py"
         if not file.is_file():
             raise UsageError(f"{self.name} has no submission.py: name one with --submission FILE")
-        with _python(file):
+        with reading(file.name, named=True):
             named = load.winners(self.folder)
         if not named:
             return submission(self, file)
@@ -174,7 +180,7 @@ def listing(folder: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
     for file in sorted((folder / "variants").glob("*.py")):
         if not record.can_name(file.stem):
             raise UsageError(f"a submission's file must have a plain name, got {file.stem!r}: rename it")
-        with reading(file.name), _python(file):
+        with reading(file.name, named=True):
             found = file.stem, _targets(file, load.constants(file, "TARGETS")), load.summary(file)
         yield found
 
@@ -194,7 +200,7 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
     modules = {name: problem.folder / name for name in ("task.py", "reference.py")} | problem.files
     if file.name in modules and modules[file.name].resolve() != file.resolve():
         raise UsageError(f"{option}: {file.name} would hide a module of {problem.name} of that name: rename the file")
-    with reading(file.name), _python(file):
+    with reading(file.name, named=True):
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
         for path in (*sources.files_of(file), *sources.brought(file, problem.folder)):
@@ -208,19 +214,6 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
             _see_no_setup(file)
     name, path, folder = file.stem, file.resolve(), problem.folder
     return Submission(name, path, targets, requires, baseline, summary, folder, only, problem.ours)
-
-
-@contextlib.contextmanager
-def _python(file: Path) -> Iterator[None]:
-    """Turn what is wrong with the text of a submission into a UsageError that names the line."""
-    try:
-        yield
-    except SyntaxError as error:
-        raise UsageError(f"{Path(error.filename or file).name}:{error.lineno}: not Python: {error.msg}") from error
-    except UnicodeError:
-        raise
-    except (ValueError, build.BuildError) as error:
-        raise UsageError(str(error)) from error
 
 
 def _targets(file: Path, said: dict[str, Any]) -> tuple[str, ...]:
@@ -294,8 +287,10 @@ def _count(folder: Path, method: Any) -> Any:
 
 def _read(folder: Path) -> Problem:
     if is_own(folder):
-        for literal in ("INOUT", "OPAQUE"):
-            names(folder / "task.py", literal)
+        with reading(folder.name, named=True):
+            said = load.constants(folder / "task.py", "INOUT", "OPAQUE")
+        for literal in said:
+            _names(folder / "task.py", said, literal)
         task = load.module(folder, "task")
 
         def cases(specs: list) -> tuple[Case, ...]:
@@ -323,14 +318,3 @@ def _read(folder: Path) -> Problem:
     from harness.problem import gpu_mode  # which needs this module, and pydantic, which takes a tenth of a second
 
     return gpu_mode.read(folder)
-
-
-def names(file: Path, literal: str) -> tuple[str, ...]:
-    """Return the fields that a literal of task.py names. UsageError: it is no tuple of names."""
-    try:
-        said = load.constants(file, literal).get(literal, ())
-    except ValueError as error:
-        raise UsageError(f"{file.parent.name}: {error}") from None
-    if not isinstance(said, tuple) or not all(isinstance(name, str) for name in said):
-        raise UsageError(f"{file.parent.name}/task.py: {literal} must be a tuple of fields' names, got {said!r}")
-    return said

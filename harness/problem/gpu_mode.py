@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, Val
 
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, UsageError
+from harness.results import schema
 
 _UNUSED = ("submission.py", "eval.py", "reference.py")  # a place, the judge's part, and where every folder has it
 _OURS = ("harness", "problems", "leaderboard", "ptx_model")
@@ -64,10 +65,7 @@ def read(folder: Path) -> Problem:
     except yaml.YAMLError as error:
         raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
-        place = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{file}: {place}: {first['msg'].removeprefix('Value error, ')}{got}") from None
+        raise UsageError(f"{file}: {schema.said_of(error)}") from None
     benchmarks = task.cases(task.benchmarks)
     if task.ranking_by == "last":
         benchmarks = benchmarks[-1:]

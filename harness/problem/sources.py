@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +89,16 @@ def brought(file: Path, folder: Path) -> list[Path]:
 
 def shared(files: Iterable[Path]) -> list[Path]:
     """What `files` use of problems/common, at any distance: headers, modules. ValueError, SyntaxError: unreadable."""
-    found: dict[Path, None] = {}
-    todo = list(files)
-    while todo:
-        path = todo.pop()
+
+    def used(path: Path) -> list[Path | None]:
         if path.suffix == ".py":
-            used = [_found(name, build.COMMON, "problems.common") for _, name in imported(path)]
-        else:
-            try:
-                used = [header for header in build.closure(path) if build.COMMON in header.parents]
-            except build.BuildError as error:
-                raise ValueError(str(error)) from None
-        new = [one for one in used if one and one not in found]
-        found |= dict.fromkeys(new)
-        todo += new
-    return list(found)
+            return [_found(name, build.COMMON, "problems.common") for _, name in imported(path)]
+        try:
+            return [header for header in build.closure(path) if build.COMMON in header.parents]
+        except build.BuildError as error:
+            raise ValueError(str(error)) from None
+
+    return _reached(files, used)
 
 
 def of_problem(folder: Path, others: Iterable[Path] = ()) -> list[Path]:
@@ -198,15 +193,22 @@ def composes(file: Path, folder: Path) -> tuple[str, ...]:
 
 def modules(file: Path, folder: Path) -> list[Path]:
     """Return the modules of `folder` that `file` imports, at any distance: `problems.<folder>.<module>`, or deeper."""
+
+    def used(path: Path) -> list[Path | None]:
+        names = [name for _, name in imported(path) if not hidden(name)]
+        return [_found(name, folder, f"problems.{folder.name}") for name in names]
+
+    return [module for module in _reached([file.resolve()], used) if module != file.resolve()]
+
+
+def _reached(files: Iterable[Path], used: Callable[[Path], Iterable[Path | None]]) -> list[Path]:
+    """Return what `files` use, and what that uses, each once."""
     found: dict[Path, None] = {}
-    todo = [file.resolve()]
+    todo = list(files)
     while todo:
-        path = todo.pop(0)
-        for _, name in imported(path):
-            module = None if hidden(name) else _found(name, folder, f"problems.{folder.name}")
-            if module and module not in found and module != file.resolve():
-                found[module] = None
-                todo.append(module)
+        new = dict.fromkeys(path for path in used(todo.pop(0)) if path and path not in found)
+        found |= new
+        todo += new
     return list(found)
 
 

@@ -217,8 +217,8 @@ def test_a_name_that_is_no_input_is_named(tmp_path, classes, names):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('INOUT = "state"', r"running/task\.py: INOUT must be a tuple of fields' names, got 'state'"),
-        ("INOUT = (1,)", "must be a tuple of fields' names"),
+        ('INOUT = "state"', r"task\.py: INOUT must be a tuple of names, got 'state'"),
+        ("INOUT = (1,)", "must be a tuple of names"),
         ("INOUT = tuple(['state'])", "INOUT must be a literal"),
     ],
 )

@@ -62,7 +62,7 @@ def test_it_is_timed(capsys):
     ("text", "message"),
     [
         ("tests: 3", "tests: Input should be a valid list, got 3"),
-        ("{}", "tests: Field required"),
+        ("{}", "it must have tests"),
         ("3", "Input should be a valid dictionary or instance of _Task, got 3"),
         ("a: [", "not YAML: while parsing"),
         ("tests: []\nlang: cu", r"lang: Input should be 'py', got 'cu'"),

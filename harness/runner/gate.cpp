@@ -10,12 +10,11 @@
 #include <cmath>
 #include <csignal>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <dirent.h>
-#include <fcntl.h>
+#include <fstream>
 #include <linux/futex.h>
 #include <map>
 #include <sched.h>
@@ -80,16 +79,6 @@ struct Group {
     int reaper, pid;
 };
 
-int read_text(const char* path, char* text, int size) {
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return -1;
-    int got = 0;
-    for (int part; got < size - 1 && (part = read(fd, text + got, size - 1 - got)) > 0;) got += part;
-    close(fd);
-    text[got] = 0;
-    return got;
-}
-
 // The numbers that are entries of a folder in /proc.
 std::vector<int> numbers(const std::string& folder) {
     std::vector<int> found;
@@ -106,20 +95,14 @@ std::string task_folder(int pid) { return "/proc/" + std::to_string(pid) + "/tas
 // pids of everything below the reaper, which is the subreaper of all that a runner ever starts.
 std::vector<int> descendants(int reaper) {
     std::vector<int> found, todo{reaper};
-    char text[65536];
     while (!todo.empty()) {
         const int pid = todo.back();
         todo.pop_back();
         for (int thread : numbers(task_folder(pid))) {
-            const std::string path = task_folder(pid) + "/" + std::to_string(thread) + "/children";
-            if (read_text(path.c_str(), text, sizeof text) <= 0) continue;
-            for (char* at = text; *at;) {
-                char* end;
-                const long child = strtol(at, &end, 10);
-                if (end == at) break;
-                found.push_back(int(child));
-                todo.push_back(int(child));
-                at = end;
+            std::ifstream children(task_folder(pid) + "/" + std::to_string(thread) + "/children");
+            for (int child; children >> child;) {
+                found.push_back(child);
+                todo.push_back(child);
             }
         }
     }
@@ -128,9 +111,10 @@ std::vector<int> descendants(int reaper) {
 
 // The letter of the state of a process or thread, by its folder in /proc; X: it is gone.
 char state(const std::string& folder) {
-    char text[1024];
-    const char* end = read_text((folder + "/stat").c_str(), text, sizeof text) > 0 ? strrchr(text, ')') : nullptr;
-    return end ? end[2] : 'X';
+    std::string text;
+    std::ifstream file(folder + "/stat");
+    const size_t end = std::getline(file, text, '\0') ? text.rfind(')') : std::string::npos;  // of the name, which is any
+    return end + 2 < text.size() ? text[end + 2] : 'X';
 }
 
 // Whether no thread of a process can run: each is stopped or dead. One that waits in the kernel (D) is not: it reads and
@@ -222,23 +206,20 @@ int wait_for(std::atomic<uint32_t>* word, uint32_t number, int pid, double limit
 
 // Nanoseconds that the threads of a process waited for a processor while they could have run.
 uint64_t run_delay(int pid) {
-    uint64_t sum = 0;
-    char text[256];
+    uint64_t sum = 0, ran, waited;
     for (int thread : numbers(task_folder(pid))) {
-        const std::string path = task_folder(pid) + "/" + std::to_string(thread) + "/schedstat";
-        unsigned long long ran, waited;
-        if (read_text(path.c_str(), text, sizeof text) > 0 && sscanf(text, "%llu %llu", &ran, &waited) == 2)
-            sum += waited;
+        std::ifstream file(task_folder(pid) + "/" + std::to_string(thread) + "/schedstat");
+        if (file >> ran >> waited) sum += waited;
     }
     return sum;
 }
 
 // Tasks of the machine that want a processor now, the caller left out.
 int others() {
-    char text[256];
-    int running = 1;
-    if (read_text("/proc/loadavg", text, sizeof text) > 0) sscanf(text, "%*s %*s %*s %d/", &running);
-    return running > 1 ? running - 1 : 0;
+    double load;
+    int running;
+    std::ifstream file("/proc/loadavg");
+    return file >> load >> load >> load >> running && running > 1 ? running - 1 : 0;
 }
 
 // Woken at once, also beside load. Without the right to it nothing changes.

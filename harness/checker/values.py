@@ -121,7 +121,5 @@ def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
         return torch.equal(bits(one), bits(two))
     x, y, type_ = numbers(one), numbers(two), torch.finfo(one.dtype)
     same = (x == y) | (torch.isnan(x) & torch.isnan(y))
-    step = type_.eps * torch.maximum(x.abs(), y.abs()).clamp(
-        min=type_.tiny
-    )  # of which two neighbours are less than two apart
+    step = type_.eps * torch.maximum(x.abs(), y.abs()).clamp(min=type_.tiny)  # at least from one value to the next
     return bool((same | (torch.isfinite(x) & torch.isfinite(y) & ((x - y).abs() <= step))).all())

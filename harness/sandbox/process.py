@@ -325,7 +325,8 @@ class Child:
         if code is None:
             how = f"broke its connection: {what}"
         elif code < 0:
-            how = f"killed by {_signal_name(-code)}"
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            how = f"killed by {name}"
         else:
             how = f"exited with status {code} before the call was done"
         tail = f"; it printed: {self.tail[-600:]}" if self.tail else ""
@@ -346,14 +347,6 @@ class Child:
             while part := os.read(pipe.fileno(), 2**16):
                 self._printed += len(part)
                 self._tail = (self._tail + part)[-OUTPUT_KEPT:]
-
-
-def _signal_name(number: int) -> str:
-    """Return the name of a signal. Most real-time signals have a number only."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def available_memory() -> int:

@@ -9,7 +9,7 @@ import torch
 from harness.judge import device_lock
 from harness.results import environment
 from harness.runner import native
-from harness.tools import profiling
+from harness.tools import modes
 from tests.support import warm
 
 try:
@@ -89,5 +89,5 @@ def nothing_for_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     """What tests profile and check does not come to the page of this checkout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHECK_REPORT", "")
-        patch.setattr(profiling, "OUT", tmp_path_factory.mktemp("profiles"))
+        patch.setattr(modes, "OUT", tmp_path_factory.mktemp("profiles"))
         yield

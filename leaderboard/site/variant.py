@@ -17,7 +17,7 @@ from pygments.lexers.python import PythonLexer
 
 from harness.problem import sources
 from harness.results import output, ranking, text
-from harness.tools import profiling
+from harness.tools import modes
 from leaderboard import tables
 from leaderboard.board import Board, rows_of
 from leaderboard.provenance import ERRORS
@@ -137,7 +137,7 @@ def _highlighted(file: Path) -> tuple[str, int, Markup]:
 def profiles(variants: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[Path]]:
     """By variant the files that its profiles left in leaderboard/out/profile: PROBLEM-VARIANT-CASE.SUFFIX."""
     found: dict[tuple[str, str], list[Path]] = {}
-    files = sorted(path for path in profiling.OUT.glob("*") if path.is_file())
+    files = sorted(path for path in modes.OUT.glob("*") if path.is_file())
     longest = sorted(variants, key=lambda names: -len("-".join(names)))  # "a-b" before "a", whose files begin alike
     for file in files:
         mine = next((names for names in longest if file.name.startswith(f"{'-'.join(names)}-")), None)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from harness.tools import endtoend, profiling
+from harness.tools import endtoend, modes
 from leaderboard import report
 from leaderboard.site import build, grids
 from tests.support.records import bench, full, line, write
@@ -51,7 +51,7 @@ def hostile(tmp_path_factory) -> tuple[Path, dict[str, Parsed]]:
     """Submissions that want to be markup, one that failed, one only compiled, and a line that is no record."""
     folder = tmp_path_factory.mktemp("hostile")
     patch = pytest.MonkeyPatch()
-    patch.setattr(profiling, "OUT", folder / "none")
+    patch.setattr(modes, "OUT", folder / "none")
     patch.setattr(endtoend, "OUT", folder / "none")
     records = [one for n, name in enumerate(HOSTILE) for one in full(name, 1.1 + n)]
     records += full("peer_p", 2.0, baseline=True)
@@ -112,7 +112,7 @@ def test_what_is_not_recorded_is_said(hostile):
 
 
 def test_variant_page_has_source_samples_and_profile(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "OUT", tmp_path / "profiles")
+    monkeypatch.setattr(modes, "OUT", tmp_path / "profiles")
     (tmp_path / "profiles").mkdir()
     for name in ("sm90_plain-1.txt", "sm90_plain-1.trace.json", "sm90_plain-1.ncu-rep", "sm90_plainer-1.txt", "x.txt"):
         (tmp_path / "profiles" / f"nvfp4_gemv-{name}").write_text(f"what {name} said")

@@ -7,7 +7,7 @@ import pytest
 from harness.judge.verdict import Result
 from harness.problem import folders
 from harness.problem.folders import UsageError, submission
-from harness.tools import modes, profiling, single
+from harness.tools import modes, single
 from tests.support import SUPPORT
 
 PROBLEM = SUPPORT / "problems" / "vector_add"
@@ -69,7 +69,7 @@ def test_the_reason_and_the_last_lines_are_shown(sanitized, script, reason):
 
 
 def test_a_tool_that_does_not_end_is_said_with_what_it_had_printed(sanitized, monkeypatch, capsys):
-    monkeypatch.setattr(profiling, "TOOL_LIMIT_S", 0.5)
+    monkeypatch.setattr(modes, "TOOL_LIMIT_S", 0.5)
     with pytest.raises(UsageError, match=r"memcheck was not done after 0\.5 s$"):
         sanitized("echo begun; exec sleep 5")
     assert capsys.readouterr().out == "begun\n"

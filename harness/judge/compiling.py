@@ -4,9 +4,9 @@ It is hostile code like a runner's. It runs in the same jail with a separate bud
 seeds. The judge never keeps what a runner writes.
 """
 
-import ast
 import contextlib
 import hashlib
+import re
 from pathlib import Path
 
 from harness.judge.handle import RunnerHandle
@@ -17,6 +17,7 @@ from harness.sandbox.workdir import Workdir
 from problems.common import build, cubins, load
 
 COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
+_COMPILE = re.compile(r"torch\.compile\b|from torch import .*\bcompile\b")
 
 
 def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> str:
@@ -25,19 +26,10 @@ def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> 
     if sources.defines(tree, "compile_for"):
         return "compile_for"
     with sources.rooted(commit):
-        trees = [load.parse(path) for path in sources.closure(file, folder) if path.suffix == ".py"]
-    names = {name for tree in trees for _, name in sources.imports(tree)}
-    compiles = any(name.startswith(COMPILING) for name in names) or any(map(_torch_compiles, trees))
+        files = [path for path in sources.closure(file, folder) if path.suffix == ".py"]
+    imported = {name for path in files for _, name in sources.imported(path)}
+    compiles = any(name.startswith(COMPILING) for name in imported) or any(_COMPILE.search(load.text(p)) for p in files)
     return "call" if compiles else ""
-
-
-def _torch_compiles(tree: ast.Module) -> bool:
-    """Return whether the text names torch.compile."""
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr == "compile" and getattr(node.value, "id", "") == "torch")
-        or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "compile" in {a.name for a in node.names})
-        for node in ast.walk(tree)
-    )
 
 
 def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str, RunnerHandle, RunnerHandle]]:

@@ -79,11 +79,8 @@ class Selection:
         second = self.stack.enter_context(commits.opponent(self.problem, rev, variant, workdir.scratch().resolve()))
         console.say(
             f"{second.name} is the variant of {rev} ({second.commit}), built with that commit's problems/common; "
-            "judge, task and reference are those of this checkout"
+            "judge, task and reference are those of this checkout, whatever they were then"
         )
-        with reading(self.problem.name):
-            if commits.has_changed(self.problem, second):
-                console.say(f"note: {self.problem.name} has changed since; both are judged by what it is now")
         return second
 
     def target_of(self, submission: Submission) -> str:

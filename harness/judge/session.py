@@ -119,14 +119,13 @@ class Session:
             try:
                 reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
                 handle.running.child.pause()
-            except Reported as reported:
-                self._break(handle, handle.running.failure(reported))
-                continue
             except Died as died:
-                reason = f"on import: {handle.running.restored(died.reason)}"
+                failure = handle.running.failure(died)
+                if not isinstance(died, Reported):
+                    failure.reason = f"on import: {failure.reason}"
                 if died.status == "TIMEOUT":
-                    reason += f"; if it needs longer, try --timeout {2 * self.import_limit_s:g}"
-                self._break(handle, Outcome(died.status, reason))
+                    failure.reason += f"; if it needs longer, try --timeout {2 * self.import_limit_s:g}"
+                self._break(handle, failure)
                 continue
             self._switches_of(handle, reply.switches)
 

@@ -53,13 +53,6 @@ def opponent(problem: Problem, rev: str, variant: str, tree: Path) -> Iterator[S
         _git("worktree", "prune")
 
 
-def has_changed(problem: Problem, submission: Submission) -> bool:
-    """Whether the problem is another one than at the submission's commit: its cases, tolerances, task or reference."""
-    with sources.rooted(submission.tree):
-        then = sources.problem_hash(submission.folder or problem.folder)
-    return then != sources.problem_hash(problem.folder, problem.files.values())
-
-
 def _git(*arguments: str) -> str:
     """Return what a git command prints in this checkout. UsageError: git is missing, or refused."""
     try:

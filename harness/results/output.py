@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -103,27 +103,29 @@ def see_writable(path: Path) -> None:
 
 def see_file(option: str, path: Path) -> None:
     """Raise ValueError, which names the option, if write_whole could not write the file `path` now."""
-    try:
+    with _of_option(option, path):
         see_writable(path)
-    except OSError as error:
-        raise _refusal(option, path, error, "a file in a folder that is there and can be written") from None
 
 
 def see_folder(option: str, folder: Path) -> None:
     """Raise ValueError, which names the option, if no file could be written into `folder` now. It may be new."""
-    place = folder
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
+    with _of_option(option, folder):
+        see_place(folder)
+
+
+def see_place(folder: Path) -> None:
+    """Raise OSError if no file could be written into `folder` now. It may be new."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextlib.contextmanager
+def _of_option(option: str, path: Path) -> Iterator[None]:
     try:
-        if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-        tempfile.TemporaryFile(dir=place).close()
+        yield
     except OSError as error:
-        raise _refusal(option, folder, error, "a folder that can be written; it may be new") from None
-
-
-def _refusal(option: str, path: Path, error: OSError, wanted: str) -> ValueError:
-    return ValueError(f"{option}: cannot write {path}: {error.strerror or error}: give {wanted}")
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from None
 
 
 def write_whole(path: Path, text: str) -> None:

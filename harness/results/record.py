@@ -16,14 +16,13 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.results import schema, text
+from harness.results import output, schema, text
 
 RESULTS = Path(__file__).resolve().parents[2] / "leaderboard" / "results"
 RUN_FILE = "[0-9]*T*-*.jsonl"  # the name of a run's file: its run id
@@ -63,10 +62,8 @@ def said_of(error: OSError, path: object = None) -> str:
 def see_writable(machine: str) -> None:
     """Raise StorageError if no record of the machine can be written now."""
     folder = RESULTS / machine
-    while not os.path.lexists(folder) and folder != folder.parent:
-        folder = folder.parent
     with storing(folder):
-        tempfile.TemporaryFile(dir=folder).close()
+        output.see_place(folder)
 
 
 @dataclass

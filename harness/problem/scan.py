@@ -217,7 +217,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _called(function: ast.expr) -> str:
-    """The last name of what is called, "" if it has none."""
+    """The last name of what is called, or of another expression, "" if it has none."""
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
@@ -234,6 +234,9 @@ def _ways_around(file: Path, text: str) -> list[Finding]:
         for line, name in imports(tree)
         if hidden(name)
     ]
+    taken = [(line, f"{name}.") for line, name in imports(tree)]
+    read = {(line, module) for line, name in taken for module in _MODULES if name.startswith(f"{module}.")}
+    found += [Finding(file, line, f"imports {module}: code must be readable") for line, module in sorted(read)]
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -242,14 +245,7 @@ def _ways_around(file: Path, text: str) -> list[Finding]:
             literal = len(node.args) < 2 or isinstance(node.args[1], ast.Constant)
             if node.func.id == "getattr" and not literal:
                 found.append(Finding(file, line, "getattr with a name that is computed"))
-        if isinstance(node, ast.Import):
-            names = {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {node.module or ""}
-        else:
-            names = set()
-        found += [Finding(file, line, f"imports {name}: code must be readable") for name in sorted(names & _MODULES)]
-        if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _rooted(node, "cuda"):
+        if isinstance(node, ast.Attribute) and node.attr in ("CUDAGraph", "graph") and _called(node.value) == "cuda":
             found.append(Finding(file, line, "captures a graph, which needs a separate stream (rule 1)"))
     return found + _graph_modes(file, tree)
 
@@ -270,13 +266,6 @@ def _graph_modes(file: Path, tree: ast.Module) -> list[Finding]:
             )
             found += [Finding(file, node.lineno, said)] if node not in off else []
     return found
-
-
-def _rooted(node: ast.Attribute, name: str) -> bool:
-    inner = node.value
-    return (isinstance(inner, ast.Attribute) and inner.attr == name) or (
-        isinstance(inner, ast.Name) and inner.id == name
-    )
 
 
 def main() -> None:

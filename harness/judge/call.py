@@ -75,19 +75,19 @@ def cpu_call(
         **address,
     }
     timed, _ = checker.request(message, limit_s=limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
-    report = process.report_of(timed, limit_s)
+    reading, before, after, note = process.report_of(timed, limit_s)
     # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
     process.series, claims = calls, None
-    if not stays or report.reading.raised:
+    if not stays or reading.raised:
         reply = process.last_reply()
-        if report.reading.raised:
+        if reading.raised:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
         claims = reply.claims
     if not content.ours and not judges:  # as it was at "done": a reply comes later
-        claims = replies.noted(report.note)
-    fault = outcome.worked_on(report.reading)
-    if fault is None and not judges and process.strays & set(report.before):
+        claims = replies.noted(note)
+    fault = outcome.worked_on(reading)
+    if fault is None and not judges and process.strays & set(before):
         fault = handle.look()
-    process.strays = frozenset(report.after)
-    times = outcome.of_cpu(report.reading)
+    process.strays = frozenset(after)
+    times = outcome.of_cpu(reading)
     return times.judged(fault) if fault else times, claims

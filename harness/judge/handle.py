@@ -65,16 +65,6 @@ class Content:
         return self.layout["ours"]
 
 
-@dataclass(frozen=True)
-class CallReport:
-    """Of a call on a CPU. before, after: pids of what the runner had not ended; note: of what came back."""
-
-    reading: gate.Reading
-    before: list[int]
-    after: list[int]
-    note: str
-
-
 class CheckerHandle:
     """The checker of `problem` on `device` ("cpu" or "cuda"). ProblemError from any request: the problem's code failed;
     CheckerLost: the checker is gone. module: another program than the checker that takes the same messages.
@@ -223,8 +213,11 @@ class RunnerProcess:
         self.switched(reply.switches)
         return reply
 
-    def report_of(self, timed: dict, limit_s: float) -> CallReport:
-        """Return the report on a call. Died: the runner is gone, was not ready, too late, or could not be stopped."""
+    def report_of(self, timed: dict, limit_s: float) -> tuple[gate.Reading, list[int], list[int], str]:
+        """Return the report on a call on a CPU: the clock's reading, pids of what the runner had not ended before it
+        and after it, and what it noted of what came back. Died: the runner is gone, was not ready, too late, or could
+        not be stopped.
+        """
         if timed["code"] == freezer.GONE:
             self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
             raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
@@ -237,7 +230,7 @@ class RunnerProcess:
         if timed["code"] == freezer.LATE:
             self.child.kill()
             raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
-        return CallReport(gate.Reading(**timed), before, after, note)
+        return gate.Reading(**timed), before, after, note
 
     def failure(self, died: Died) -> Outcome:
         return Outcome(died.status, self.restored(died.reason))

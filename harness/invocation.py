@@ -390,10 +390,10 @@ class Run:
     def _latency(self, submission: Submission) -> int:
         """The latency of the problem's own model, recorded unless --case chose some of its cases."""
         args = self.args
-        latency.see_model(self.problem)
+        cases = latency.cases(self.problem, args.case)
         if self.device != "cuda":
             raise UsageError(f"--mode latency {NEEDS_GPU}")
-        judged, cases = self._judged(submission), latency.cases(self.problem, args.case)
+        judged = self._judged(submission)
         record.see_writable(self.machine)
         try:
             with self._held():

@@ -43,11 +43,7 @@ OUTSIDE = "submission"  # folder of a submission that does not lie in its proble
 THEN = "common_of_its_commit"  # folder of the problems/common of a submission of another commit
 # Whose caches are kept, or against which code is built.
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
-OURS = (
-    "judge-",
-    "gate-",
-    "capture-",
-)  # how names of the judge's own machine code begin, which is never kept with a submission's
+OURS = ("judge-", "gate-", "capture-")  # how the judge's own machine code is called, which is never kept
 
 
 class CacheError(RuntimeError):

@@ -50,20 +50,15 @@ CLOCK = {
 
 def cases(problem: Problem, text: str | None) -> list[dict]:
     """The problem's cases whose words hold `text`. UsageError: none, or it has no timed_steps.py."""
-    see_model(problem)
+    if not problem.ours or not (problem.folder / FILE).is_file():
+        none = f"{problem.name} is none (it has no {FILE})"
+        raise UsageError(f"--mode latency is for whole models, and {none}: time it with --mode benchmark")
     known = load.module(problem.folder, MODULE).CASES
     chosen = [case for case in known if has_words(label(case), text or "")]
     if not chosen:
         labels = "; ".join(map(label, known))
         raise UsageError(f"--case must match a latency case of {problem.name} ({labels}), got {text!r}")
     return chosen
-
-
-def see_model(problem: Problem) -> None:
-    """Raise UsageError if the problem has no timed_steps.py: it is the problem of one kernel."""
-    if not problem.ours or not (problem.folder / FILE).is_file():
-        none = f"{problem.name} is none (it has no {FILE})"
-        raise UsageError(f"--mode latency is for whole models, and {none}: time it with --mode benchmark")
 
 
 def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:

@@ -90,9 +90,9 @@ def run(
         try:
             for line in _lines(child.stdout, timeout_s):
                 reached = line["case"]
-                now, case = Outcome(line["status"], f"{line['order']}: {line['said']}"), cases[reached]
-                say(f"{submission.name:20} model  {case}  {line['order']:16}  {line['status']}  {line['said']}")
-                found[reached] = min((found.get(reached, now), now), key=lambda o: schema.STATUSES.index(o.status))
+                status, order, said = (line[key] for key in ("status", "order", "said"))
+                say(f"{submission.name:20} model  {cases[reached]}  {order:16}  {status}  {said}")
+                found[reached] = Outcome(status, f"{order}: {said}")  # a fault is the last word of its case
                 reached += line["last"]
             status = child.wait()
         except TimeoutError:

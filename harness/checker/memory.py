@@ -1,6 +1,7 @@
 """Tensors in a buffer, for the checker: their bytes, comparison, poison, and copies from a runner's memory."""
 
 import math
+import os
 import secrets
 
 import torch
@@ -37,7 +38,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def fetched(pid: int, address: int, nbytes: int) -> torch.Tensor:
     """Return memory of a stopped process, flat uint8. OSError: it cannot be read."""
     into = torch.empty(nbytes, dtype=torch.uint8)
-    gate.bindings().peek(pid, address, nbytes, into.data_ptr())
+    if nbytes and (code := gate.bindings().peek(pid, address, nbytes, into.data_ptr())):
+        raise OSError(code, f"cannot read {nbytes} bytes of process {pid}: {os.strerror(code)}")
     return into
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, fields
@@ -53,7 +52,8 @@ class Gate:
         self.leave = _typed(code.judge_leave, c_void_p, c_uint32, returns=None)
         timed = (c_void_p, c_uint32, c_uint32, *group, c_double, c_void_p, c_int, c_void_p, ctypes.POINTER(_Reading))
         self._time = _typed(code.judge_time, *timed)
-        self._peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
+        # (pid, address, bytes, address here): copy memory of a stopped process -> 0, or an errno.
+        self.peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
         noted_by = (c_void_p, c_void_p, c_int, c_char_p, c_uint64)
         self._note_returned = _typed(code.judge_note_returned, *noted_by, returns=None)
         # () -> what a runner had noted of what its last call returned, when that said "done": JSON, or any bytes.
@@ -78,11 +78,6 @@ class Gate:
         code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
         reading = Reading(code, *(getattr(found, name) for name, *_ in _Reading._fields_))
         return reading, [(regions[2 * i], sizes[i]) for i in range(len(outputs))]
-
-    def peek(self, pid: int, address: int, nbytes: int, into: int) -> None:
-        """Copy memory of the stopped process `pid` to the address `into` here. OSError: it cannot be read."""
-        if nbytes and (code := self._peek(pid, address, nbytes, into)):
-            raise OSError(code, f"cannot read {nbytes} bytes of process {pid}: {os.strerror(code)}")
 
     def note_returned(self, page: int, places: list[tuple[int, int]], said: bytes) -> None:
         """The runner, within its call: (address, bytes) of each tensor that it returns, and JSON that says what they

@@ -24,16 +24,11 @@ def read_configs() -> int:
     return found
 
 
-@functools.cache
-def _sink() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32)
-
-
 def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
     """Read the first `nbytes` (rounded up to 16, or the whole buffer) of `buffer`, uint8."""
     nbytes = min(-(-nbytes // 16) * 16, buffer.numel() // 16 * 16)
-    reader = library().function("judge_read", c_void_p, c_size_t, c_int, c_void_p)
-    reader(buffer.data_ptr(), nbytes, config, _sink().data_ptr())
+    reader = library().function("judge_read", c_void_p, c_size_t, c_int)
+    reader(buffer.data_ptr(), nbytes, config)
 
 
 def last_level_cache() -> int:
@@ -56,8 +51,7 @@ def evict(flush: torch.Tensor) -> None:
     """Leave nothing but `flush` in the caches of all processors, of which each reads a share. flush: `flush_bytes`
     bytes (uint8) that were written, since pages that were only read would be one page.
     """
-    evictor = library().function("judge_evict", c_void_p, c_size_t, c_void_p)
-    evictor(flush.data_ptr(), flush.numel(), _sink().data_ptr())
+    library().function("judge_evict", c_void_p, c_size_t)(flush.data_ptr(), flush.numel())
 
 
 def forget(memory: torch.Tensor) -> bool:

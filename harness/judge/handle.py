@@ -259,7 +259,8 @@ class RunnerHandle:
     audit: Audit = field(default_factory=Audit)
     process: RunnerProcess | None = None
     lost: int = 0  # processes that died
-    last_loss: Outcome | None = None
+    # What became of the last one.
+    loss: Outcome = field(default_factory=lambda: Outcome("RUNTIME_ERROR", "no process was lost"))
     # Its compile step, an import or a first call failed: no further process is started for it.
     broken: Outcome | None = None
     keep: bool = False  # what its process compiled is kept when it stops
@@ -276,13 +277,6 @@ class RunnerHandle:
         if self.process is None:
             raise RuntimeError(f"{self.runner} has no process")
         return self.process
-
-    @property
-    def loss(self) -> Outcome:
-        """What became of its last process. RuntimeError: none was lost."""
-        if self.last_loss is None:
-            raise RuntimeError(f"{self.runner} has lost no process")
-        return self.last_loss
 
     @property
     def baseline(self) -> bool:
@@ -315,7 +309,6 @@ class RunnerHandle:
             child = Child("harness.runner.runner", arch, box.jail, stoppable)
             file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
         self.process = RunnerProcess(self.runner, child, box, checker, limit_s, switched)
-        self.last_loss = None
         message = {
             "device": device,
             "folder": str(folder),
@@ -340,7 +333,7 @@ class RunnerHandle:
         if process is None:  # lost already, while it was measured
             return failure
         process.child.kill()
-        self.process, self.last_loss = None, failure
+        self.process, self.loss = None, failure
         self.lost += 1
         process.remove()
         process.checker.ask({"op": "release", "runner": self.runner})

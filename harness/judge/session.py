@@ -99,7 +99,7 @@ class Session:
         return list(self.checker.ask({"op": "product", "count": count})["us"])
 
     def start(self, *handles: RunnerHandle, compile_only: bool = False) -> None:
-        """Start a process for each handle that has none, all at once. One that fails to start gets `last_loss`."""
+        """Start a process for each handle that has none, all at once. One that fails to start gets `loss`."""
         fresh = [handle for handle in handles if handle.process is None]
         if not compile_only:
             self.build(*fresh)

@@ -55,11 +55,11 @@ class Row:
 
     def hole(self) -> str:
         """Return what is wrong, or ""."""
-        bad, right = {trivial.EXACT: "refused", trivial.QUESTION: ""}.get(self.kind, "accepted"), self.cases("right")
+        right = self.cases("right")
         # What knows nothing of the inputs and is right in most cases shows that the cases say little.
-        if self.kind == trivial.WRONG and 2 * len(right) > max(self.formed, 1) and not self.cases(bad):
+        if self.kind == trivial.WRONG and 2 * len(right) > max(self.formed, 1) and not self.cases("accepted"):
             return f"the right answer in {len(right)} of {text.counted(self.formed, 'case')}"
-        return self._through(bad)
+        return self._through({trivial.EXACT: "refused", trivial.QUESTION: ""}.get(self.kind, "accepted"))
 
     def question(self) -> str:
         """Return what the author must say, since the linter cannot know whether it is right, or ""."""

@@ -97,7 +97,9 @@ class _Reading(ctypes.Structure):
     _fields_ = tuple((each.name, c_double if each.type is float else c_int32) for each in fields(Reading)[1:])
 
 
+@functools.cache
 def artefact() -> build.Artefact:
+    """Return the judge's code for a CPU, compiled. BuildError: no compiler, or it failed."""
     return build.cpp(Path(__file__).with_name("gate.cpp"))
 
 

@@ -1,4 +1,4 @@
-"""Bindings to the judge's own compiled code for a CPU (judge.cpp). Built once, like any kernel."""
+"""Plain readers over all processors, for the measured roofline and for flushing the caches (gate.cpp)."""
 
 import functools
 from ctypes import c_int, c_size_t, c_void_p
@@ -6,28 +6,21 @@ from pathlib import Path
 
 import torch
 
-from problems.common import build
+from harness.runner.gate import artefact
 
-_HERE = Path(__file__).resolve().parent
 FLUSH_FACTOR = 3  # times the last-level cache: what is read to make all caches cold
 
 
 @functools.cache
-def library() -> build.Artefact:
-    """Return the judge's code. BuildError: no compiler, or it failed."""
-    return build.cpp(_HERE / "judge.cpp")
-
-
-@functools.cache
 def read_configs() -> int:
-    found: int = library().function("judge_configs")()
+    found: int = artefact().function("judge_configs")()
     return found
 
 
 def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:
     """Read the first `nbytes` (rounded up to 16, or the whole buffer) of `buffer`, uint8."""
     nbytes = min(-(-nbytes // 16) * 16, buffer.numel() // 16 * 16)
-    reader = library().function("judge_read", c_void_p, c_size_t, c_int)
+    reader = artefact().function("judge_read", c_void_p, c_size_t, c_int)
     reader(buffer.data_ptr(), nbytes, config)
 
 
@@ -51,10 +44,10 @@ def evict(flush: torch.Tensor) -> None:
     """Leave nothing but `flush` in the caches of all processors, of which each reads a share. flush: `flush_bytes`
     bytes (uint8) that were written, since pages that were only read would be one page.
     """
-    library().function("judge_evict", c_void_p, c_size_t)(flush.data_ptr(), flush.numel())
+    artefact().function("judge_evict", c_void_p, c_size_t)(flush.data_ptr(), flush.numel())
 
 
 def forget(memory: torch.Tensor) -> bool:
     """Drop `memory` (uint8) from all processors' caches. False: this machine has no instruction for that."""
-    dropper = library().function("judge_forget", c_void_p, c_size_t)
+    dropper = artefact().function("judge_forget", c_void_p, c_size_t)
     return not memory.numel() or dropper(memory.data_ptr(), memory.numel()) == 0

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from harness.problem import sources
 from harness.problem.folders import Problem
-from harness.runner import gate, native, recorder
+from harness.runner import gate, recorder
 from harness.sandbox import policy, reaper
 from harness.sandbox.process import Died
 from problems.common import build, load
@@ -43,7 +43,7 @@ OUTSIDE = "submission"  # folder of a submission that does not lie in its proble
 THEN = "common_of_its_commit"  # folder of the problems/common of a submission of another commit
 # Whose caches are kept, or against which code is built.
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
-OURS = ("judge-", "gate-", "capture-")  # how the judge's own machine code is called, which is never kept
+OURS = ("gate-", "capture-")  # how the judge's own machine code is called, which is never kept
 
 
 class CacheError(RuntimeError):
@@ -111,7 +111,7 @@ class Workdir:
             files = {name: str(folder / name) for name in problem.files}
             if built:
                 copy_tree(built, cache)
-            own = [gate.artefact(), native.library()]
+            own = [gate.artefact()]
             own += [recorder.artefact(load.device_target(device))] if device == "cuda" else []
             for one in own:
                 shutil.copytree(one.path.parent, cache / "build" / one.path.parent.name)

@@ -47,7 +47,7 @@ def box(place):
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
     """A build folder of this test's own, with the judge's code in it."""
-    judge = workdir.native.library().path.parent
+    judge = workdir.gate.artefact().path.parent
     shutil.copytree(judge, tmp_path / "builds" / judge.name)
     monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
     return tmp_path / "builds"
@@ -93,7 +93,7 @@ def test_it_holds_the_closure_and_nothing_else(box):
     assert common == {f"problems/common/{path.name}" for path in build.COMMON.iterdir() if path.is_file()}
     assert {name.partition("/")[0] for name in seen} == {"harness", "problems"}
     judge = {name for name in seen if name.startswith("harness/")}
-    assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/judge.cpp"} < judge
+    assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/gate.cpp"} < judge
     roles = ("checker", "session", "phases", "run", "record", "run_file", "verdict", "private", "sandbox", "process")
     assert not judge & {f"harness/{name}.py" for name in roles}
     assert not [name for name in seen if "reference" in name or "wrong" in name or name.endswith((".jsonl", ".pyc"))]

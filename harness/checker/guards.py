@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.results import text
 from harness.runner.buffers import Shared
 
 NAMED = 3  # places that a message names at most
@@ -22,6 +23,11 @@ class Gap:
     last: int
     behind: str
     before: str
+
+    @property
+    def where(self) -> str:
+        beside = [f"behind {self.behind}"] * bool(self.behind) + [f"before {self.before}"] * bool(self.before)
+        return " and ".join(beside)
 
 
 class Guards:
@@ -40,7 +46,9 @@ class Guards:
         found = torch.cat([buffer.memory[:0], *(buffer.memory[gap.first : gap.last] for gap in self._gaps)])
         if torch.equal(found, self._secret):
             return ""
-        said = _places(self._gaps, (found != self._secret).cpu())
+        parts = (found != self._secret).cpu().split([gap.last - gap.first for gap in self._gaps])
+        pairs = zip(self._gaps, (int(part.sum()) for part in parts), strict=True)
+        said = [f"{text.counted(count, 'byte')} {gap.where}" for gap, count in pairs if count]
         more = [f"at {len(said) - NAMED} more places"] if len(said) > NAMED else []
         return f"the call wrote outside of its tensors: {', '.join(said[:NAMED] + more)}"
 
@@ -51,17 +59,3 @@ def _gaps(named: list[tuple[dict, str]], size: int) -> list[Gap]:
     edges = [(0, 0, ""), *spans, (size, size, "")]
     pairs = itertools.pairwise(edges)
     return [Gap(end, start, behind, before) for (_, end, behind), (start, _, before) in pairs if start > end]
-
-
-def _places(gaps: list[Gap], changed: torch.Tensor) -> list[str]:
-    """Return where bytes of the gaps have changed, in words; each belongs to the tensor that is nearer."""
-    found = []
-    for gap, part in zip(gaps, changed.split([gap.last - gap.first for gap in gaps]), strict=True):
-        middle = len(part) // 2 if gap.behind and gap.before else len(part) if gap.behind else 0
-        for count, where, name in (
-            (int(part[:middle].sum()), "behind", gap.behind),
-            (int(part[middle:].sum()), "before", gap.before),
-        ):
-            if count:
-                found.append(f"{count} byte{'s' if count > 1 else ''} {where} {name}")
-    return found

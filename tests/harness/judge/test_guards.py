@@ -46,18 +46,19 @@ def test_tensors_are_apart_and_aligned():
     buffer.close()
 
 
-def test_bytes_belong_to_the_nearest_tensor_and_few_places_are_named():
+def test_bytes_are_named_by_the_tensors_beside_them():
     guards, buffer, leaves = guarded(torch.zeros(3), torch.zeros(2), torch.zeros(4))
     memory = buffer.memory
     ends = [leaf["offset"] + leaf["nbytes"] for leaf in leaves]
     for first, last in ((ends[0], ends[0] + 4), (leaves[1]["offset"] - 1, leaves[1]["offset"])):
         memory[first:last] ^= 0x55
     beyond = "the call wrote outside of its tensors"
-    assert guards.fault(buffer) == f"{beyond}: 4 bytes behind input 0, 1 byte before input 1"
+    assert guards.fault(buffer) == f"{beyond}: 5 bytes behind input 0 and before input 1"
     memory[: leaves[0]["offset"]] ^= 0x55
     memory[ends[2] :] ^= 0x55
+    behind = buffer.nbytes - ends[2]
     assert guards.fault(buffer) == (
-        f"{beyond}: 512 bytes before input 0, 4 bytes behind input 0, 1 byte before input 1, at 1 more places"
+        f"{beyond}: 512 bytes before input 0, 5 bytes behind input 0 and before input 1, {behind} bytes behind input 2"
     )
     buffer.close()
 

@@ -135,10 +135,6 @@ def probe() -> dict[str, str]:
         "landlock": f" (ABI {confine.landlock_abi()})" if not offered()["landlock"] else "",
     }
     found = {name: f"off: {why}" if why else "on" + details.get(name, "") for name, why in offered().items()}
-    if offered()["uid"] and not offered()["seccomp"]:
-        found["uid"] += "; pinning of other threads is refused"
-    if offered()["scope"] and offered()["uid"]:
-        found["scope"] += "; a runner can signal what its user runs, its reaper and the judge aside"
     held = "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read" if passing() else "none"
     paths = {
         "python_path": os.pathsep.join(kept("PYTHONPATH")),

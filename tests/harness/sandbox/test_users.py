@@ -136,7 +136,7 @@ def test_a_closed_folder_is_no_reason_to_share_a_user():
 
 def test_the_probe_says_what_a_shared_user_costs(monkeypatch):
     monkeypatch.setattr(policy, "offered", lambda: {**dict.fromkeys(policy.MEASURES, ""), "uid": "not started as root"})
-    assert policy.probe()["uid"] == "off: not started as root; pinning of other threads is refused"
+    assert policy.probe()["uid"] == "off: not started as root"
 
 
 def test_two_leases_are_two_uids(monkeypatch):

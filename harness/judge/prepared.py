@@ -1,6 +1,6 @@
 """The bound on what a submission keeps of prepared weights (docs/rules.md, rule 2). On a CPU the judge measures the
 memory of the runner's processes and its files around each request that may add to it: counted after a first call, when
-the code is loaded (`begin`), and with room for code since the process's start (`start`). On a GPU the memory that
+the code is loaded (`begin`), and with room for code since the process's start (`host_start`). On a GPU the memory that
 counts is what a recorded call finds in use of its scratch memory.
 """
 
@@ -30,16 +30,6 @@ def measure(handle: RunnerHandle, heap: bool = False) -> int | None:
     return process.child.private_bytes() + process.workdir.jail.taken()
 
 
-def measure_counted(handle: RunnerHandle) -> int | None:
-    """Return what a runner takes now if that counts; None if it does not, and as in `measure`."""
-    return measure(handle) if handle.running.host_base is not None else None
-
-
-def start(handle: RunnerHandle) -> None:
-    """Note what a runner takes before it has any weights."""
-    handle.running.host_start = measure(handle)
-
-
 def begin(handle: RunnerHandle) -> Outcome | None:
     """Count from now on what a runner keeps. Return the fault of what it has kept so far, or how it was lost."""
     size = measure(handle, heap=True)
@@ -56,7 +46,7 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     """Give a runner the present weights, of this number, to prepare. Return the fault of what it kept, or its loss."""
     process = handle.running
     process.end_series()
-    before = measure_counted(handle)
+    before = measure(handle) if process.host_base is not None else None
     if handle.process is None:
         return handle.loss
     failing = "the checker could not allocate weights"

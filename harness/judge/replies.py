@@ -21,7 +21,6 @@ NAME_LIMIT = 200
 TABLE_LIMIT = 2**20
 LISTED = 64  # items of a list: names, calls
 DIMENSIONS = 16
-SHOWN_FAULTS = 3
 PLACE_LIMIT = 60  # characters of the place of a fault: a runner may name a field as it likes
 WORDY = 5  # times a text's limit: a longer text is refused, since cleaning takes time
 _MOST_US = 1e12  # no call takes eleven days
@@ -126,14 +125,6 @@ class Claim(Reply):
 Claims = Annotated[list[Claim], Field(max_length=CLAIMS)]
 
 
-class Called(Reply):
-    """A call on a CPU is over. It holds no time: the judge has its own. switches: as in Started."""
-
-    most_values: ClassVar[int] = 100_000
-    claims: Claims
-    switches: Names
-
-
 class Noted(Reply):
     """What a call on a CPU in a folder that is not ours noted of its tensors, where it does not reply."""
 
@@ -141,12 +132,16 @@ class Noted(Reply):
     claims: Claims
 
 
-class SelfTimed(Reply):
+class Called(Noted):
+    """A call on a CPU is over. It holds no time: the judge has its own. switches: as in Started."""
+
+    switches: Names
+
+
+class SelfTimed(Noted):
     """A call on a GPU that its runner timed is over."""
 
-    most_values: ClassVar[int] = 100_000
     us: Taken
-    claims: Claims = []
 
 
 Word = Annotated[int, Field(ge=0, lt=2**32)]
@@ -282,9 +277,8 @@ def _validated(kind: type[Wanted], message: dict) -> Wanted:
     try:
         return kind.model_validate(message)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-    shown = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS])
-    raise _malformed(shown + (f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""))
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _malformed(f"{_place(fault['loc'])}: {fault['msg']}") from None
 
 
 def _has_more(message: dict, most: int) -> bool:

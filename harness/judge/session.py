@@ -152,7 +152,8 @@ class Session:
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
-            before = prepared.measure_counted(handle) if request.measure else None
+            counts = request.measure and handle.running.host_base is not None
+            before = prepared.measure(handle) if counts else None
             if handle.process is None:
                 return handle.loss
             limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.remaining_s)
@@ -179,7 +180,7 @@ class Session:
         """
         counts = self._split and handle.submission and not handle.baseline
         if counts and not self._refused(handle):
-            prepared.start(handle)
+            handle.running.host_start = prepared.measure(handle)
         self.call(handle, request)
         if counts and handle.process is not None and (fault := prepared.begin(handle)):
             self._break(handle, fault)

@@ -119,7 +119,7 @@ class Run:
             checked = endtoend.wanted(self.problem, args, self.further)
             if checked and {"-h", "--help"} & {*self.further}:  # behind `--`: it prints its arguments
                 with console.quiet(False):
-                    return endtoend.run(self.problem, self.device, ["--help"]).status
+                    return endtoend.run(self.problem, self.device, ["--help"])[0]
             if args.lint:
                 return self._lint()
             if args.device == "model":
@@ -190,13 +190,13 @@ class Run:
     def _check(self) -> int:
         """Run the problem's end-to-end check. Return the exit code."""
         with self._held(timed=False):
-            ended = endtoend.run(self.problem, self.device, self.further)
-        if ended.refused:
+            status, fault = endtoend.run(self.problem, self.device, self.further)
+        if status == output.USAGE_EXIT and not fault:
             return output.USAGE_EXIT
-        result = f"INCORRECT ({ended.fault}); nothing else is judged" if ended.fault else "PASSED"
+        result = f"INCORRECT ({fault}); nothing else is judged" if fault else "PASSED"
         with console.quiet(False):
             console.say(f"{self.problem.name}, end to end: {result}\n")
-        return self._noted("INCORRECT" if ended.fault else "PASSED", f"end to end: {result}")
+        return self._noted("INCORRECT" if fault else "PASSED", f"end to end: {result}")
 
     def _noted(self, status: str, reason: str) -> int:
         """Note a verdict that is about no submission. Return its exit code."""

@@ -107,14 +107,6 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A call that is in the table, and gets EPERM where its arguments meet every test."""
-
-    call: str
-    tests: tuple[Test, ...]
-
-
-@dataclass(frozen=True)
 class Bounds:
     """What the filter depends on. stopped: the process is stopped between its calls; shared: it has the judge's user;
     truncation: that is to be refused here, since Landlock does not govern it; protected: pids of the judge that
@@ -133,29 +125,30 @@ class Bounds:
         table = CALLS | ({} if self.stopped else TIMERS) | ({} if self.shared else OWNERSHIP)
         return {number for name, number in table.items() if name not in left_out}
 
-    def refusals(self) -> list[Refusal]:
+    def refusals(self) -> list[tuple[str, tuple[Test, ...]]]:
+        """Return (call, tests) of calls in the table that get EPERM where their arguments meet every test."""
         escapes = Test(0, 0, _NAMESPACES | _CLONE_PARENT, unequal=True)
         continues = Test(0, _SIGCONT, _EXIT_SIGNAL)  # a process that a signal stopped, by a child that ends
-        found = [Refusal("clone", (test,)) for test in (escapes, continues)]
-        found += [Refusal(name, (Test(signal, _SIGCONT),)) for name, signal in _SIGNALS.items()]
-        found += [Refusal("fcntl", (Test(1, _F_SETSIG),))]
-        found += [Refusal("prctl", (Test(0, _PR_SET_PDEATHSIG), Test(1, _SIGCONT)))]
-        found += [Refusal("prctl", (Test(0, _PR_SET_DUMPABLE),))]  # the judge reads its memory, and counts it
+        found: list[tuple[str, tuple[Test, ...]]] = [("clone", (test,)) for test in (escapes, continues)]
+        found += [(name, (Test(signal, _SIGCONT),)) for name, signal in _SIGNALS.items()]
+        found += [("fcntl", (Test(1, _F_SETSIG),))]
+        found += [("prctl", (Test(0, _PR_SET_PDEATHSIG), Test(1, _SIGCONT)))]
+        found += [("prctl", (Test(0, _PR_SET_DUMPABLE),))]  # the judge reads its memory, and counts it
         # Landlock refuses every single one of these signals, and the call succeeds.
-        found += [Refusal("kill", (Test(0, _EVERYBODY),))]
-        found += [Refusal(name, (Test(pid, 0, unequal=True),)) for name, pid in _STANDING.items()]
-        found += [Refusal("socket", (Test(0, _UNIX, unequal=True), Test(0, _NETLINK, unequal=True)))]
+        found += [("kill", (Test(0, _EVERYBODY),))]
+        found += [(name, (Test(pid, 0, unequal=True),)) for name, pid in _STANDING.items()]
+        found += [("socket", (Test(0, _UNIX, unequal=True), Test(0, _NETLINK, unequal=True)))]
         # Libraries ask the kernel for routes by netlink. Of its families one carries messages between processes.
-        found += [Refusal("socket", (Test(0, _NETLINK), Test(2, _NETLINK_USERSOCK)))]
+        found += [("socket", (Test(0, _NETLINK), Test(2, _NETLINK_USERSOCK)))]
         if self.shared:  # by its number a thread of the judge's looks like one of the runner's own
-            found += [Refusal("sched_setaffinity", (Test(0, 0, unequal=True),))]
+            found += [("sched_setaffinity", (Test(0, 0, unequal=True),))]
         if self.truncation:  # by an open to read; Landlock sees one to write
             for name, flags in (("open", 1), ("openat", 2)):
-                found += [Refusal(name, (Test(flags, os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE),))]
+                found += [(name, (Test(flags, os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE),))]
         targets = {target for pid in self.protected for target in (pid, -os.getpgid(pid))}
         for target in sorted(targets):
             tests = (Test(0, target & 0xFFFFFFFF),)
-            found += [Refusal(name, tests) for name in _SIGNALS if name != "pidfd_send_signal"]
+            found += [(name, tests) for name in _SIGNALS if name != "pidfd_send_signal"]
         return found
 
 
@@ -171,9 +164,9 @@ def program(bounds: Bounds) -> bytes:
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),  # callers fall back to what they used before
     ]
     numbers = CALLS | TIMERS | OWNERSHIP
-    for refusal in bounds.refusals():
-        body = [(_EQUAL, 0, -1, numbers[refusal.call])]  # a jump of -1: to the next refusal
-        for test in refusal.tests:
+    for call, tests in bounds.refusals():
+        body = [(_EQUAL, 0, -1, numbers[call])]  # a jump of -1: to the next refusal
+        for test in tests:
             body += [(_LOAD, 0, 0, 16 + 8 * test.argument), (_AND, 0, 0, test.mask)]
             body.append((_EQUAL, -1, 0, test.value) if test.unequal else (_EQUAL, 0, -1, test.value))
         body.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))

@@ -10,7 +10,6 @@ that has returned 0 counts. $CHECK_REPORT is "" or a folder for JSON files of wh
 import os
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
@@ -43,39 +42,24 @@ def wanted(problem: Problem, arguments: Options, words: list[str]) -> bool:
     return check is not None and not skipped
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a check ended. status: its exit status, or minus a signal's number; returned: main has returned 0 or 2."""
-
-    status: int
-    returned: bool
-
-    @property
-    def refused(self) -> bool:
-        """Whether main refused its arguments. It has said why."""
-        return self.returned and self.status == output.USAGE_EXIT
-
-    @property
-    def fault(self) -> str:
-        """Why this check does not pass, "" if it does."""
-        if self.status < 0:
-            return f"killed by signal {-self.status}"
-        if not self.status and not self.returned:
-            return f"{FILE} ended with status 0 before its main returned: something that it calls ends the process"
-        early = " before its main returned" if self.status == output.USAGE_EXIT and not self.returned else ""
-        return f"exit status {self.status}{early}" if self.status else ""
-
-
-def run(problem: Problem, device: str, words: list[str]) -> Ending:
-    """Run the check in a separate process. SandboxError: it could not be started."""
+def run(problem: Problem, device: str, words: list[str]) -> tuple[int, str]:
+    """Run the check in a separate process. Return its exit status, and why it does not pass; "" if it does, or has
+    refused its arguments and said why: 2. SandboxError: it could not be started.
+    """
     module = f"problems.{problem.name}.check"
     argv = [sys.executable, check_launcher.__file__, module, *words, "--device", device]
     # Beside other work, pools that spin take three times as long.
     defaults = {"CHECK_REPORT": str(OUT / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
     extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
     status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.console.quiet)
-    vouched = {there: returned for returned, there in check_launcher.RETURNED.items()}
-    return Ending(vouched.get(status, status), status in vouched)
+    returned = {there: said for said, there in check_launcher.RETURNED.items()}
+    if status in returned:
+        return returned[status], ""
+    if status < 0:
+        return status, f"killed by signal {-status}"
+    if not status:
+        return 0, f"{FILE} ended with status 0 before its main returned: something that it calls ends the process"
+    return status, f"exit status {status}{' before its main returned' * (status == output.USAGE_EXIT)}"
 
 
 def _file(problem: Problem) -> Path | None:

@@ -52,7 +52,7 @@ def test_program_allows_table_less_refusals(bounds, number, arguments):
     """The meaning of table and refusals, once more."""
     wanted = ENOSYS if number > syscalls.NEWEST or number == syscalls.CLONE3 else EPERM
     if number in bounds.calls():
-        of_call = [r.tests for r in bounds.refusals() if (CALLS | TIMERS | OWNERSHIP)[r.call] == number]
+        of_call = [tests for call, tests in bounds.refusals() if (CALLS | TIMERS | OWNERSHIP)[call] == number]
         held = [
             all(((arguments[t.argument] & t.mask & 0xFFFFFFFF) == t.value) != t.unequal for t in tests)
             for tests in of_call

@@ -49,18 +49,7 @@ _GRAPH_MODES = {
     "triton.cudagraphs": "leave the option out",
     "cudagraphs": "use the default backend",
 }
-_MODULES = {
-    "base64",
-    "builtins",
-    "code",
-    "codecs",
-    "codeop",
-    "marshal",
-    "pickle",
-    "runpy",
-    "zlib",
-    "ctypes.util",
-}
+_MODULES = {"base64", "builtins", "code", "codecs", "codeop", "marshal", "pickle", "runpy", "zlib", "ctypes.util"}
 # What C++ takes a text for, in this order: (pattern, what it is replaced by).
 _CPP_FORMS: tuple[tuple[re.Pattern, Any], ...] = (
     (re.compile(r"\\[ \t]*\r?\n"), ""),  # a line goes on

@@ -6,7 +6,7 @@ Readers get records as dicts that `check` has passed: no value is converted, and
 
 import datetime
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 from problems.common import venv
 
@@ -351,29 +351,22 @@ _PARTS = {
 
 
 def _table(model: type[BaseModel], kinds: bool = False) -> str:
-    rows = []
-    for name, field in model.model_fields.items():
-        extra: Any = field.json_schema_extra or {}
-        of = extra.get("of", [])
-        row = [f"`{field.alias or name}`", "yes" if field.is_required() else "", _type(field.annotation)]
+    schema, rows = model.model_json_schema(), []
+    for name, field in schema["properties"].items():
+        of = field.get("of", [])
+        row = [f"`{name}`", "yes" if name in schema.get("required", ()) else "", _type(field)]
         row += ["all" if of == list(KINDS) else ", ".join(of)] if kinds else []
-        rows.append([*row, field.description or ""])
+        rows.append([*row, field.get("description", "")])
     header = ["field", "required", "type", *(["records"] if kinds else []), "meaning"]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
-def _type(annotation: Any) -> str:
-    """A field's type in the words of JSON."""
-    words = {str: "text", float: "number", int: "whole number", bool: "true or false", Any: "any"}
-    if annotation in words:
-        return words[annotation]
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return words[type(parts[0])]
-    if origin is list:
-        return f"list of {_type(parts[0])}"
-    # What is left: X | None and Annotated[X, ...], a dict or a model.
-    return _type(parts[0]) if parts and origin is not dict else "object"
+def _type(field: dict) -> str:
+    """The type of a field's JSON schema in words."""
+    words = {"string": "text", "integer": "whole number", "boolean": "true or false", None: "any"}
+    found = field.get("anyOf", [field])[0]  # the other one is null
+    kind = "object" if "$ref" in found else found.get("type")
+    return f"list of {_type(found['items'])}" if kind == "array" else words.get(kind, kind)
 
 
 if __name__ == "__main__":

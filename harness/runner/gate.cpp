@@ -451,10 +451,7 @@ int judge_stop(int reaper, int pid, double limit_s) {
     return stop({reaper, pid}, limit_s, false, &told);
 }
 double judge_ran_on(int reaper, int pid) { return ran_on({reaper, pid}); }
-int judge_resume(int reaper, int pid) {
-    resume({reaper, pid}, descendants(reaper));
-    return 0;
-}
+void judge_resume(int reaper, int pid) { resume({reaper, pid}, descendants(reaper)); }
 int judge_await_ready(void* page, uint32_t number, int pid, double limit_s) {
     return wait_for(&((Gate*)page)->ready, number, pid, limit_s);
 }

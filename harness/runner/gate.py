@@ -41,7 +41,7 @@ class Gate:
         self.page_bytes: int = code.judge_gate_bytes()
         # (*group, limit in s) -> 0: nothing of the group can run; 1: not within the limit; 2: the runner is gone.
         self.stop = _typed(code.judge_stop, *group, c_double)
-        self.resume = _typed(code.judge_resume, *group)
+        self.resume = _typed(code.judge_resume, *group, returns=None)
         # (*group) -> us that the processes of a stopped group ran since; SEEN_US and more where one was seen to.
         self.ran_on = _typed(code.judge_ran_on, *group, returns=c_double)
         # (page, number, pid, limit in s) -> as for stop, when the runner waits for call `number`.
@@ -62,13 +62,7 @@ class Gate:
         self._take_turns = _typed(locked.judge_take_turns, *taken, returns=ctypes.py_object)
 
     def time(
-        self,
-        page: int,
-        number: int,
-        which: int,
-        group: tuple[int, ...],
-        limit_s: float,
-        outputs: list[tuple[int, int]],
+        self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float, outputs: list[tuple[int, int]]
     ) -> tuple[Reading, list[tuple[int, int]]]:
         """Let a stopped runner make call `number`, and stop it again. which: of its calls. outputs: (address, bytes) of
         what the call writes; address 0: the runner notes where it is. Return (the reading, (address, bytes) of each as

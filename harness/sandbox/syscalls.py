@@ -72,14 +72,7 @@ _EXIT_SIGNAL = 0xFF  # of clone's flags: the signal that the parent gets when th
 _SIGCONT, _F_SETSIG, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 18, 10, 1, 4
 _EVERYBODY = 0xFFFFFFFF  # pid -1
 # Which argument is the signal, and of those that change a process's standing, which is its pid: 0 is the caller's own.
-_SIGNALS = {
-    "kill": 1,
-    "tkill": 1,
-    "tgkill": 2,
-    "rt_sigqueueinfo": 1,
-    "rt_tgsigqueueinfo": 2,
-    "pidfd_send_signal": 1,
-}
+_SIGNALS = {"kill": 1, "tkill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2, "pidfd_send_signal": 1}
 _STANDING = {
     "setpriority": 1,
     "ioprio_set": 1,

@@ -211,7 +211,7 @@ class Checker:
         self.buffers[runner] = [*made]
         self.pages[runner] = Page()
         self.freezers[runner] = Freezer(message["reaper"], message["pid"])
-        return {"fds": [os.dup(self.pages[runner].fd), *(fd for buffer in made for fd in buffer.fds())]}
+        return {"fds": [fd for buffer in (self.pages[runner], *made) for fd in buffer.fds()]}
 
     def attach(self, message: dict, fds: list[int]) -> dict:
         """Map a GPU call's memory: `copies` of inputs and outputs, and weights, filled. Return their specification."""

@@ -4,7 +4,6 @@ On a CPU it is an anonymous memory file that the checker owns and a runner maps;
 (harness/player/), mapped in both (recorder.Mapped).
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -20,7 +19,7 @@ class Buffer:
     def __init__(self, nbytes: int, fd: int = -1) -> None:
         self.nbytes, self.memory, self._fd = nbytes, torch.empty(0, dtype=torch.uint8), -1
         if nbytes:
-            made = sealed_file("buffer", nbytes) if fd < 0 else fd
+            made = _sealed_file(nbytes) if fd < 0 else fd
             # Populated now, so that no timed call pays for page faults.
             pages = mmap.mmap(made, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
@@ -43,25 +42,17 @@ class Buffer:
 Shared = Buffer | recorder.Mapped
 
 
-class Page:
+class Page(Buffer):
     """The page that hands over calls on a CPU (gate.cpp). The checker makes it, a runner maps `fd`, which is taken."""
 
-    def __init__(self, fd: int | None = None) -> None:
-        nbytes = -(-gate.bindings().page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = sealed_file("gate", nbytes) if fd is None else fd
-        self._pages = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-        if fd is not None:
-            os.close(fd)
-
-    def close(self) -> None:
-        """Close the checker's descriptor. The memory is unmapped with this object."""
-        os.close(self.fd)
+    def __init__(self, fd: int = -1) -> None:
+        super().__init__(gate.bindings().page_bytes, fd)
+        self.address = self.memory.data_ptr()
 
 
-def sealed_file(name: str, nbytes: int) -> int:
+def _sealed_file(nbytes: int) -> int:
     """A memory file whose size is fixed: a runner that shrank it would have the checker killed at its next look."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd

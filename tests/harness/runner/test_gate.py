@@ -36,9 +36,9 @@ class Gated:
         self.memory = torch.frombuffer(mmap.mmap(self.fd, BYTES), dtype=torch.uint8)
         self.number = 0
         libraries = (gate.artefact().path, build.cpp(SUPPORT / "spinners.cpp").path)
-        words = [*map(str, libraries), str(self.page.fd), str(self.fd), beside, call]
+        words = [*map(str, libraries), str(self.page._fd), str(self.fd), beside, call]
         argv = [sys.executable, "-S", str(SUPPORT / "gated.py"), *words]
-        self._guarded = process.Guarded(argv, dict(os.environ), (self.page.fd, self.fd), None, None)
+        self._guarded = process.Guarded(argv, dict(os.environ), (self.page._fd, self.fd), None, None)
         self.freezer = Freezer(self._guarded.process.pid, self._guarded.pid)
 
     def ready(self, number: int = 1) -> int:
@@ -253,5 +253,5 @@ def test_nobody_is_waited_for_who_is_not_ready():
 def test_a_page_and_its_memory_cannot_shrink():
     page = Page()
     with pytest.raises(PermissionError):
-        os.ftruncate(page.fd, 0)
+        os.ftruncate(page._fd, 0)
     page.close()

@@ -50,7 +50,7 @@ class Events:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         except (OSError, ValueError) as error:
-            raise UsageError(f"--events: cannot write {path}: {_why(error)}") from None
+            raise UsageError(f"--events: cannot write {path}: {getattr(error, 'strerror', error)}") from None
 
     def close(self) -> None:
         if self._fd is not None:
@@ -93,14 +93,9 @@ def see_outputs(json: str | None, events: str | None) -> None:
         try:
             output.see_writable(Path(json))
         except (OSError, ValueError) as error:
-            raise UsageError(f"--json: cannot write {json}: {_why(error)}") from None
+            raise UsageError(f"--json: cannot write {json}: {getattr(error, 'strerror', error)}") from None
         if events and Path(events).resolve() == Path(json).resolve():
             raise UsageError(f"--json and --events must be two files, got {json} for both: --json replaces its own")
-
-
-def _why(error: OSError | ValueError) -> object:
-    """Return the reason of an error, without the file."""
-    return error.strerror if isinstance(error, OSError) else error
 
 
 def _number(said: str) -> float | str:

@@ -3,6 +3,8 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from harness.checker import matmul
 from harness.judge.outcome import Outcome, measured
 from harness.judge.work import Group
@@ -119,7 +121,8 @@ def _take_off_cost(judge_us: dict[str, list[float]], timings: list[Timing], read
     """Take the clock's cost off a case's times on a CPU. Return (that cost, the resolution), in us."""
     empty = judge_us["empty"]
     cost = min(stats.median(empty), COST_LIMIT_US)
-    resolution = min(max(stats.spread(empty), 1.0), RESOLUTION_LIMIT_US)
+    low, high = np.percentile(empty, (25, 75))
+    resolution = min(max(float(high - low), 1.0), RESOLUTION_LIMIT_US)
     for timing in timings:
         for group in timing.outcomes:
             group[:] = [dataclasses.replace(o, us=max(measured(o.us) - cost, resolution)) for o in group]

@@ -125,11 +125,10 @@ class Player:
 
 
 def _content(fd: int) -> bytes:
-    with os.fdopen(fd, "rb", buffering=0) as file:  # whose writer may change it at any time
-        file.seek(0)
-        content = file.read(IMAGE_LIMIT + 1) or b""
-        while part := file.read(IMAGE_LIMIT + 1 - len(content)):
-            content += part
+    try:
+        content = os.pread(fd, IMAGE_LIMIT + 1, 0)  # at once: its writer may change it at any time
+    finally:
+        os.close(fd)
     if len(content) > IMAGE_LIMIT:
         raise RefusedError(f"an image of more than {IMAGE_LIMIT // 2**20} MiB")
     return content

@@ -25,12 +25,6 @@ def median(xs: Sequence[float]) -> float:
     return float(np.median(_values(xs, "xs")))
 
 
-def spread(xs: Sequence[float]) -> float:
-    """Difference of the upper and the lower quartile. ValueError if empty or not finite."""
-    low, high = np.percentile(_values(xs, "xs"), (25, 75))
-    return float(high - low)
-
-
 def geomean(xs: Sequence[float]) -> float:
     """Geometric mean, in log space. ValueError if empty, not finite, or not positive: no such time may be averaged."""
     return float(np.exp(np.log(_positive(xs, "xs")).mean()))

@@ -31,7 +31,9 @@ class Noting:
         self.kept = []  # the kernel finds its memory free again, as that of an answer which nothing keeps
         result = self.kernel(*arguments)
         said, parts = told(result)
-        self.kept = [_near(item) if is_plain(item) else item for item in parts]
+        gaps = [is_plain(item) and tree.extent(item) > item.numel() for item in parts]
+        dense = zip(parts, gaps, strict=True)
+        self.kept = [item.detach().resolve_conj().resolve_neg().contiguous() if gap else item for item, gap in dense]
         places = [
             (item.data_ptr(), tree.extent(item) * item.element_size()) if is_plain(item) else (0, 0)
             for item in self.kept
@@ -42,13 +44,6 @@ class Noting:
         self.said = [said]
         gate.bindings().note_returned(self.page.address, places, json.dumps(self.said).encode())
         return result
-
-
-def _near(item: torch.Tensor) -> torch.Tensor:
-    """`item`, or a contiguous copy where it has gaps."""
-    if tree.extent(item) <= item.numel():
-        return item
-    return item.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:

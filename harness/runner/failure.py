@@ -30,7 +30,7 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
     trace = error.__traceback__
     tail = _from(trace, Path(file)) if file else None
-    text = str(error) if compiler else _traced(error, tail or trace)
+    text = str(error) if compiler else "".join(traceback.format_exception(kind, error, tail or trace))
     place = _place(where, error, Path(file), module) + ": " if file else ""
     first = (compiler and compiler_said(text)) or place + _what(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -58,7 +58,8 @@ def of_folder(error: BaseException, file: Path) -> str:
         return _clip(f"{_place('', error, file, None)}: {_what(error)}")
     tail = _from(error.__traceback__, file)
     place = _place("", error, file, None) + ": " if tail else ""
-    return _clip(f"{place}{_what(error)}\n{_traced(error, tail or error.__traceback__)}")
+    traced = "".join(traceback.format_exception(type(error), error, tail or error.__traceback__))
+    return _clip(f"{place}{_what(error)}\n{traced}")
 
 
 def _from(trace: TracebackType | None, file: Path) -> TracebackType | None:
@@ -91,11 +92,6 @@ def _what(error: BaseException) -> str:
     if frames and (frames[-1].line or "").strip().startswith("from ."):
         said += "; relative imports are not supported, this file is in no package: leave the dots out"
     return said
-
-
-def _traced(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback from `trace` on."""
-    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def compiler_said(report: str) -> str:

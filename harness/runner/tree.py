@@ -65,7 +65,8 @@ class Layout:
 def describe(value: Any, layout: Layout) -> dict:
     """Return the specification of data, whose tensors get places in `layout`. RefusedError: data may not be such."""
     spec = walk(value, layout.leaf)
-    objects.see_found(spec)
+    for node in nodes(spec):
+        objects.see_found(node)
     return spec
 
 

@@ -103,7 +103,8 @@ def times(judged: list[Result]) -> None:
     table.add_column("")
     for j in sorted(judged, key=_order):
         for t in j.times:
-            table.add_row(*map(_cell, _time_row(j, t, distinct[str(t.case)])))
+            cells = _time_row(j, t, distinct[str(t.case)])
+            table.add_row(*(Text(text.line(cell)) for cell in cells))  # rich reads markup in a plain string
         table.add_section()
     console.print(table)
     if shared:
@@ -205,11 +206,6 @@ def gist(reason: str) -> str:
     """Return the line of a report that says what happened: the last one of a traceback, the first of any other."""
     lines = text.clean(reason).strip().split("\n")
     return text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
-
-
-def _cell(said: str) -> Text:
-    """Return text for rich, which reads markup in a plain string of a table or a status line."""
-    return Text(text.line(said))
 
 
 def _order(j: Result) -> tuple:

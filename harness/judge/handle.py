@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from harness.judge import limits, outcome, replies
+from harness.judge import limits, replies
 from harness.judge.outcome import Audit, Outcome
 from harness.problem.folders import Case, Problem, ProblemError, Submission
 from harness.runner import failure, gate, native
@@ -353,7 +353,8 @@ class RunnerHandle:
             child.resume()
             time.sleep(limits.SETTLE_S)
         child.pause()
-        return outcome.left_behind(pids)
+        what = "end all that a call starts before it returns (docs/rules.md, rule 4)"
+        return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {what}")
 
 
 def remarked(report: str, remark: str) -> str:

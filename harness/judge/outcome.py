@@ -76,9 +76,3 @@ def worked_on(reading: gate.Reading) -> Outcome | None:
     if reading.ran_us > RAN_LIMIT_US:
         return Outcome("CHEAT_SUSPECTED", "its processes ran while they were stopped, before the call or after it")
     return None
-
-
-def left_behind(pids: list[int]) -> Outcome:
-    """Return the fault of processes that a call started and did not end."""
-    what = "end all that a call starts before it returns (docs/rules.md, rule 4)"
-    return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {what}")

@@ -97,27 +97,20 @@ def _disguised(file: Path, text: str, written: set[str], ours: bool) -> list[Fin
     for findings; where it is False, comments of C++ do not count, in a string neither.
     """
     found: dict[str, int] = {}
-    for line, said in _read_by_compiler(text, file.suffix == ".py"):
-        for word in _AROUND.findall(said if ours else _uncommented(said)):
+    if file.suffix == ".py":
+        pieces = _read_by_python(text)
+    else:
+        for pattern, plain in _CPP_FORMS:
+            text = pattern.sub(plain, text)
+        pieces = iter([(1, text)])
+    for line, said in pieces:
+        for word in _AROUND.findall(said if ours or not WORD.search(said) else _uncommented(said)):
             if word not in written:
                 found.setdefault(word, line)
     return [
         Finding(file, line, f'"{_short(word)}" is put together in the code from here on, and holds the word of rule 1')
         for word, line in found.items()
     ]
-
-
-def _read_by_compiler(text: str, python: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, what is taken for code from there on) of those pieces of a source that hold the word."""
-    pieces = _read_by_python(text) if python else [(1, _read_by_cpp(text))]
-    return ((line, said) for line, said in pieces if WORD.search(said))
-
-
-def _read_by_cpp(text: str) -> str:
-    """Return a C++ source with the forms undone in which a name can be written."""
-    for pattern, plain in _CPP_FORMS:
-        text = pattern.sub(plain, text)
-    return text
 
 
 def _read_by_python(text: str) -> Iterator[tuple[int, str]]:

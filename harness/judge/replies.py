@@ -142,6 +142,7 @@ class SelfTimed(Noted):
     """A call on a GPU that its runner timed is over."""
 
     us: Taken
+    claims: Claims = []
 
 
 Word = Annotated[int, Field(ge=0, lt=2**32)]

@@ -173,7 +173,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
         child.close()
         assert reply["artefacts"][0]["bytes"] > 0, reply
         assert list(box.jail.cache.glob("build/sub-cpu-*/sub.so"))
-        assert len(list(box.jail.cache.glob("build/judge-cpu-*/judge.so"))) == 1, "the judge's is not built again"
+        assert len(list(box.jail.cache.glob("build/gate-cpu-*/gate.so"))) == 1, "the judge's is not built again"
     finally:
         box.remove()
 
@@ -229,14 +229,14 @@ def test_what_was_published_first_stays(builds, box):
 def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, place):
     """A compile step that replaces it serves nobody, not even where it was published by other means."""
     first = Workdir.make(CPU, GEMV, base=place)
-    artefact = next(first.jail.cache.glob("build/judge-cpu-*/judge.so"))
+    artefact = next(first.jail.cache.glob("build/gate-cpu-*/gate.so"))
     honest = artefact.read_bytes()
     artefact.write_bytes(b"poisoned")
     poisoned = tmp_path / "poisoned"
     shutil.copytree(first.jail.cache, poisoned)
     first.remove()
     second = Workdir.make(CPU, GEMV, poisoned, base=place)
-    found = next(second.jail.cache.glob("build/judge-cpu-*/judge.so")).read_bytes()
+    found = next(second.jail.cache.glob("build/gate-cpu-*/gate.so")).read_bytes()
     second.remove()
     assert found == honest
 

@@ -267,8 +267,8 @@ class Checker:
         self.caught.pop(runner, None)
         if message["first"] and (code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):
             return {"code": code, "waiting": False}
-        ran = [] if message["first"] else [gate.bindings().ran_on(*freezer.handle)]  # since the end of its last call
-        if gate.bindings().stop(*freezer.handle, STOP_LIMIT_S):
+        ran = [] if message["first"] else [gate.bindings().ran_on(*freezer)]  # since the end of its last call
+        if gate.bindings().stop(*freezer, STOP_LIMIT_S):
             return {"code": RUNS_ON, "waiting": True}
         before = freezer.processes()
         if message["fill"]:
@@ -277,14 +277,14 @@ class Checker:
         self._make_cold(buffer, message)
         outputs = [] if message["judges"] else self._written(buffer)
         reading, noted = gate.bindings().time(
-            page.address, number, message["which"], freezer.handle, message["limit_s"], outputs
+            page.address, number, message["which"], freezer, message["limit_s"], outputs
         )
         if reading.code == 0 and not message["judges"]:
             self.caught[runner] = self._catch(runner, buffer, freezer.pid, noted)
         said = "" if self.ours or message["judges"] else gate.bindings().noted().decode(errors="replace")
         if message["last"]:
             gate.bindings().leave(page.address, number)
-        ran += [reading.ran_us, gate.bindings().ran_on(*freezer.handle) if reading.code == 0 else 0.0]
+        ran += [reading.ran_us, gate.bindings().ran_on(*freezer) if reading.code == 0 else 0.0]
         report = {**dataclasses.asdict(reading), "ran_us": max(ran), "waiting": True, "before": before, "said": said}
         return {**report, "after": freezer.processes()}
 

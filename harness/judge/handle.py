@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from harness.judge import limits, replies
 from harness.judge.outcome import Audit, Outcome
@@ -176,7 +176,7 @@ class RunnerProcess:
             return
         self.end_series()
         request = {"op": "allocate", "runner": self.name, "bytes": content.host, "count": buffers}
-        request |= asdict(self.child.freezer)
+        request |= self.child.freezer._asdict()
         _, fds = self.checker.request(request, "the checker could not allocate buffers")
         message = {"op": "open", "bytes": content.host, "count": buffers, **content.layout}
         if reads is not None:

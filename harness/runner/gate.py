@@ -31,7 +31,7 @@ class Reading:
 
 
 class Gate:
-    """Bindings to gate.cpp. `group`: reaper and pid (Freezer.handle)."""
+    """Bindings to gate.cpp. `group`: reaper and pid (a Freezer)."""
 
     def __init__(self) -> None:
         path = str(artefact().path)

@@ -4,7 +4,7 @@ Each process below the runner's reaper gets SIGSTOP, the runner's own first; the
 and all that could have the kernel send it.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from harness.runner import gate
 from harness.sandbox import reaper
@@ -18,26 +18,20 @@ class StopError(RuntimeError):
     """The processes of a runner could not be stopped, or are gone."""
 
 
-@dataclass(frozen=True)
-class Freezer:
-    """Of the runner `pid` below its reaper."""
+class Freezer(NamedTuple):
+    """Of the runner `pid` below its reaper; harness/runner/gate.cpp takes both."""
 
     reaper: int
     pid: int
 
-    @property
-    def handle(self) -> tuple[int, int]:
-        """Reaper and pid, as harness/runner/gate.cpp takes them."""
-        return self.reaper, self.pid
-
     def stop(self) -> None:
         """Return when nothing of the runner can run. StopError: it still runs, or its process is gone."""
-        if code := gate.bindings().stop(*self.handle, STOP_LIMIT_S):
+        if code := gate.bindings().stop(*self, STOP_LIMIT_S):
             why = "its process is gone" if code == GONE else f"processes still ran after {STOP_LIMIT_S:g} s"
             raise StopError(f"the runner could not be stopped: {why}")
 
     def resume(self) -> None:
-        gate.bindings().resume(*self.handle)
+        gate.bindings().resume(*self)
 
     def processes(self) -> list[int]:
         """Return the pids of what the runner started and did not end: an exact list if it is stopped."""

@@ -51,13 +51,11 @@ class Gated:
         if stop:
             self.freezer.stop()
         regions = [(0, BYTES // 2)] if outputs is None else [(part.data_ptr(), part.numel()) for part in outputs]
-        reading, self.noted = gate.bindings().time(
-            self.page.address, self.number, 0, self.freezer.handle, limit_s, regions
-        )
+        reading, self.noted = gate.bindings().time(self.page.address, self.number, 0, self.freezer, limit_s, regions)
         return reading
 
     def ran_on(self) -> float:
-        return gate.bindings().ran_on(*self.freezer.handle)
+        return gate.bindings().ran_on(*self.freezer)
 
     def counted(self) -> int:
         return int(self.memory[:8].view(torch.int64))

@@ -28,7 +28,7 @@ EXAMPLES = {
     "path/to/gpu_mode_problem": "tests/support/gpu_mode/vectoradd",
     "path/to/my.py": "problems/nvfp4_gemv/variants/torch_dequant.py",
     " my.py": " problems/nvfp4_gemv/variants/torch_dequant.py",
-    "/tmp/cpu_mine.py": "problems/nvfp4_gemv/variants/torch_dequant.py",
+    "/tmp/cpu_draft.py": "problems/nvfp4_gemv/variants/torch_dequant.py",
     "--variant cpu_mine": "--variant cpu_portable",
     "--variant sm90_mine": "--variant sm90_plain",
     "sm90_naive": "sm90_plain",

@@ -41,7 +41,9 @@ def reading(what: str, named: bool = False) -> Iterator[None]:
     except UsageError:
         raise
     except SyntaxError as error:
-        raise UsageError(f"{Path(error.filename or what).name}:{error.lineno}: not Python: {error.msg}") from error
+        name = Path(error.filename or what).name
+        place = name if name == what else f"{what}: {name}"
+        raise UsageError(f"{place}:{error.lineno}: not Python: {error.msg}") from error
     except Exception as error:
         if named and isinstance(error, ValueError | build.BuildError) and not isinstance(error, UnicodeError):
             raise UsageError(str(error)) from error

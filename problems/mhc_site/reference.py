@@ -198,16 +198,16 @@ def compare(data: input_t, want: Answer, output: output_t, peer: bool = False) -
     for name, got, right, dtype in zip(OUTPUTS, output, want, dtypes, strict=True):
         if fault := check.form_error(got, right.shape, dtype):
             return check.Result(False, f"{fault} ({name})")
-    if peer:
-        found = [_norm(output[0], want[0], dtypes[0])]
-    else:
-        found = [check.elementwise(output[0], want[0], copies_tolerance(data, want[0]), dtypes[0])]
+    admitted = copies_tolerance(data, want[0])
+    found = [
+        _norm(output[0], want[0], dtypes[0]) if peer else check.elementwise(output[0], want[0], admitted, dtypes[0])
+    ]
     if found[0].ok:
         rights, tolerances, leans = follow(data, output[0])
         if peer:
             found += map(_norm, output[1:], rights, dtypes[1:])
         else:
-            found += [check.elementwise(*each) for each in zip(output[1:], rights, tolerances, dtypes[1:], strict=True)]
+            found += map(check.elementwise, output[1:], rights, tolerances, dtypes[1:])
             if found[1].ok:
                 found[1] = _straight(found[1], output[1].double(), rights[0], leans)
     for name, result in zip(OUTPUTS, found, strict=False):

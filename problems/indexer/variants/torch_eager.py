@@ -8,9 +8,8 @@ TILE = 2**26  # products of heads and entries held at a time: 256 MB
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """Write the chosen places into data.out, int32 (B, S, k), and return it. ValueError as unpack says.
-
-    Scores all that the table has room for, and masks: what is visible is not read on the host.
+    """Write the chosen places into data.out, int32 (B, S, k), and return it. ValueError as unpack says. Scores all that
+    the table has room for, and masks: what is visible is not read on the host.
     """
     sizes = unpack(data)
     n, k = sizes.blocks * sizes.per_page, sizes.topk

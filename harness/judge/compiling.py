@@ -16,8 +16,8 @@ from harness.sandbox import workdir
 from harness.sandbox.workdir import Workdir
 from problems.common import build, cubins, load
 
-COMPILING = ("triton", "cutlass", "torch.utils.cpp_extension", "problems.common.build", "numba")  # imports
-_COMPILE = re.compile(r"torch\.compile\b|from torch import .*\bcompile\b")
+COMPILING = ("triton", "cutlass", "torch.compile", "torch.utils.cpp_extension", "problems.common.build", "numba")
+_COMPILE = re.compile(r"torch\.compile\b")
 
 
 def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> str:

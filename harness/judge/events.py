@@ -96,6 +96,9 @@ def see_outputs(json: str | None, events: str | None) -> None:
             raise UsageError(f"--json: cannot write {json}: {getattr(error, 'strerror', error)}") from None
         if events and Path(events).resolve() == Path(json).resolve():
             raise UsageError(f"--json and --events must be two files, got {json} for both: --json replaces its own")
+    out = Path("/dev/stdout")
+    if json == "-" and events and out.exists() and Path(events).exists() and out.samefile(events):
+        raise UsageError(f"--json - and --events must be two files, got standard output, {events}, for both")
 
 
 def _number(said: str) -> float | str:

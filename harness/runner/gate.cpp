@@ -546,7 +546,7 @@ int judge_read(const void* data, size_t bytes, int index) {
     return 0;
 }
 
-// Read `bytes` of `data` from every processor, each a share of its own: what any of their caches held is gone.
+// Read `bytes` of `data` from every processor, each a different share, which evicts what their caches held.
 int judge_evict(const void* data, size_t bytes) {
     std::atomic<uint64_t> sum{0};
     pool().run_everywhere(reader(data, bytes / 64, 0, pool().size(), size_t(pool().size()) * EVICT_TURNS, &sum));

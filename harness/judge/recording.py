@@ -24,6 +24,9 @@ SCRATCH_BYTES = 4 * 2**30  # of scratch memory, besides what a case's inputs, ou
 SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
 PREPARED = 1.25  # times the weights
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
+READ_BYTES = 4 * 2**30  # that the judge's readers read at most; a case that moves more gets their time in proportion
+    4 * 2**30
+)  # that the judge's plain readers read at most; a case that moves more gets their time in proportion
 FLUSH_BYTES = 256 * 2**20  # written ahead of a call that is timed in its runner
 
 
@@ -146,6 +149,7 @@ class Replays:
         session, done = self.session, list[int]()
         for one in those:
             self._release(one)
+        session.stop(*(one.handle for one in those))  # which hold scratch memory
         self._start([one for one in those if not one.handle.broken])
         for number in numbers if those else ():
             self._weigh(number)
@@ -165,14 +169,19 @@ class Replays:
         return done
 
     def _start(self, those: list[Played]) -> None:
-        """Start a player for each, and a runner, which takes its memory from the player's. ProblemError: no memory."""
+        """Start a player for each, and a runner, which takes its memory from the player's. ProblemError: no player can
+        be started.
+        """
         for one in those:
             try:
                 one.player = one.player or Player(one.handle.target)
-                one.handle.scratch = one.player.scratch(self._scratch_bytes())
             except Died as died:
                 raise ProblemError(f"the player of {one.handle.name} failed: {died.reason}") from None
-        self.session.start(*(one.handle for one in those))
+            try:
+                one.handle.scratch = one.player.scratch(self._scratch_bytes())
+            except Died as died:
+                one.player, one.handle.broken = None, Outcome(died.status, f"its player failed: {died.reason}")
+        self.session.start(*(one.handle for one in those if one.player))
 
     def _scratch_bytes(self) -> int:
         largest = max(
@@ -183,11 +192,14 @@ class Replays:
         return min(SCRATCH_BYTES + int(largest), share)
 
     def _has_room(self, many: int) -> bool:
-        """Return whether the present content has room for as many submissions: its memory, and a copy of scratch."""
-        parts, weights = self.session.present.parts, self.session.weights_bytes
-        need = player.COPIES * (parts["inputs"] + parts["outputs"]) + int((1 + 2 * PREPARED) * weights)
+        """Return whether the present content has room for as many submissions, each with its memory and a copy of
+        scratch, beside the judge's readers and other memory for a call that moves.
+        """
+        present, weights = self.session.present, self.session.weights_bytes
+        parts = player.COPIES * (present.parts["inputs"] + present.parts["outputs"])
+        spare = RESERVE_BYTES + player.COPIES * min(present.moved, READ_BYTES) + parts + weights
         free = self.session.checker.ask({"op": "memory"})["free"]
-        return bool(free > RESERVE_BYTES + many * need)
+        return bool(free > spare + many * (parts + int((1 + 2 * PREPARED) * weights)))
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
         """Record a submission's call on the present content, of this case, under this number. Return None if its runner

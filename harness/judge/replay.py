@@ -15,7 +15,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.phases import Benchmark, Budget
 from harness.judge.player import EMPTY, READER, Player
 from harness.judge.readings import HOST
-from harness.judge.recording import PREPARED, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
+from harness.judge.recording import PREPARED, READ_BYTES, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
 from harness.judge.session import Session
 from harness.judge.work import NOTHING, Finished
 from harness.player import player
@@ -126,7 +126,8 @@ class ReplayBenchmark(Benchmark):
     def _parts(self) -> list[list[RunnerHandle]]:
         """Return the submissions in parts whose prepared weights have room together."""
         largest = max((case.weight_bytes for case in self.cases), default=0)
-        room = self.session.checker.ask({"op": "memory"})["total"] - RESERVE_BYTES - 2 * largest
+        spare = RESERVE_BYTES + player.COPIES * min(largest, READ_BYTES) + largest
+        room = self.session.checker.ask({"op": "memory"})["total"] - spare
         size = max(1, int(room // ((1 + 2 * PREPARED) * largest + SCRATCH_BYTES))) if largest else len(self.handles)
         if self.counts.paired or not self.handles:
             return [self.handles]
@@ -136,7 +137,7 @@ class ReplayBenchmark(Benchmark):
         """Make all calls of one case."""
         case = self.cases[number]
         self.session.content(case)
-        self.bytes = self.session.present.moved // 16 * 16
+        self.bytes = min(self.session.present.moved, READ_BYTES) // 16 * 16
         nbytes = -(-self.bytes // player.PAGE) * player.PAGE
         for fd in self.judges.memory(1, {"inputs": nbytes, "outputs": 0, "weights": 0}):
             os.close(fd)
@@ -169,7 +170,8 @@ class ReplayBenchmark(Benchmark):
         what = EMPTY if name == "empty" else READER + self.reads[name]
         us, host_us = self.judges.play(1, sample % player.COPIES, self.session.call_limit_s, what, self.bytes)
         if sample >= 0:
-            self.group.judge_us.setdefault(name, []).append(us)
+            scale = 1.0 if name == "empty" else max(1.0, self.session.present.moved / READ_BYTES)
+            self.group.judge_us.setdefault(name, []).append(us * scale)
             if name == "empty":
                 self.group.judge_us.setdefault(HOST, []).append(host_us)
 

@@ -6,6 +6,7 @@
 
 namespace memory {
 
+using shared::Failed;
 using shared::need;
 
 // Physical memory. Freed with this object, once nothing maps it.
@@ -68,18 +69,23 @@ struct Window {
     }
 };
 
-// Other physical memory with the same contents, shown in the same window.
-inline Memory moved(Window& window, Memory old, bool fixed) {
-    if (!window.bytes) return old;
-    Memory fresh(old.bytes);
+// Put other physical memory with the same contents into a window, if there is room for both.
+inline void move(Window& window, Memory& memory, bool fixed) {
+    Memory fresh;
+    try {
+        fresh = Memory(memory.bytes);
+    } catch (const Failed&) {
+        return;
+    }
+    if (!fresh.bytes) return;
     {
-        Window from(0, old.bytes), to(0, old.bytes);
-        from.show(old, Memory(), true), to.show(fresh, Memory(), false);
-        need(cuMemcpyDtoD(to.place, from.place, old.bytes), "moving memory");
+        Window from(0, memory.bytes), to(0, memory.bytes);
+        from.show(memory, Memory(), true), to.show(fresh, Memory(), false);
+        need(cuMemcpyDtoD(to.place, from.place, memory.bytes), "moving memory");
         need(cuCtxSynchronize(), "moving memory");
     }
     window.show(fresh, Memory(), fixed);
-    return fresh;
+    memory = std::move(fresh);
 }
 
 }  // namespace memory

@@ -262,7 +262,8 @@ int player_memory(size_t number, size_t inputs, size_t outputs, size_t weights, 
     });
 }
 
-// Give call `number` other physical memory. Its weights keep their contents; scratch memory is filled before each call.
+// Give call `number` other physical memory, its weights if there is room. Their contents stay; scratch memory is filled
+// before each call.
 // descriptors: as above.
 int player_move(size_t number, int* descriptors) {
     return guarded([=] {
@@ -272,7 +273,7 @@ int player_move(size_t number, int* descriptors) {
             call.inputs[i] = Memory(call.inputs[i].bytes), call.outputs[i] = Memory(call.outputs[i].bytes);
             descriptors[2 * i] = call.inputs[i].descriptor(), descriptors[2 * i + 1] = call.outputs[i].descriptor();
         }
-        call.weights = memory::moved(call.held, std::move(call.weights), true);
+        memory::move(call.held, call.weights, true);
         Memory old = std::move(scratch);
         try {
             scratch = Memory(old.bytes);

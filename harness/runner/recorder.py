@@ -23,7 +23,7 @@ from problems.common import build, cubins, load
 
 _HERE = Path(__file__).resolve().parent
 PER_THREAD = 2  # cudaStreamPerThread, which is recorded; the legacy default stream cannot be
-RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use; what is in no range is not kept
+RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use: fewer than half as many
 VARIABLE_BYTES = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
 
 
@@ -139,6 +139,8 @@ def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[
     message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables}
     words = (c_size_t * RANGE_WORDS)()
     message["used"] = words[: _library().capture_used(words, RANGE_WORDS)]
+    if len(message["used"]) == RANGE_WORDS:
+        raise NotRecordedError(f"its tensors lie in {RANGE_WORDS // 2} ranges of memory or more")
     return message, [_file(image) for image in images], result
 
 

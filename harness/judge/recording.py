@@ -25,8 +25,6 @@ SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
 PREPARED = 1.25  # times the weights
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
 READ_BYTES = 4 * 2**30  # that the judge's readers read at most; a case that moves more gets their time in proportion
-    4 * 2**30
-)  # that the judge's plain readers read at most; a case that moves more gets their time in proportion
 FLUSH_BYTES = 256 * 2**20  # written ahead of a call that is timed in its runner
 
 

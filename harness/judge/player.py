@@ -1,7 +1,10 @@
 """The judge's side of the player, the process that makes recorded calls on a GPU (harness/player/player.py)."""
 
+import contextlib
+
 from harness.judge import limits, replies
 from harness.player import player
+from harness.problem.folders import ProblemError
 from harness.sandbox.process import Child, Died
 
 EMPTY, READER = 1, 2  # what a player does in place of a call: nothing; reader READER + n
@@ -13,54 +16,74 @@ MEMORY_HINT = (
 
 
 class Player:
-    """A player's process. Died from any request: it is gone, or failed and is ended."""
+    """A player's process. Died from any request: it is gone, or failed and is ended. ProblemError: it cannot start."""
 
     def __init__(self, target: str) -> None:
-        self.child, self.lost = Child("harness.player.player"), False
-        self.readers: int = self._request({"library": str(player.artefact(target).path)})[0]["readers"]
+        self.child = Child("harness.player.player")
+        self._readers: int | None = None  # None: its first reply, which takes a second, is still to come
+        with contextlib.suppress(Died):  # as the first request says
+            self.child.send({"library": str(player.artefact(target).path)})
+
+    @property
+    def readers(self) -> int:
+        """How many plain readers it has."""
+        if self._readers is None:
+            try:
+                self._readers = self._taken(self.child.receive(limits.CHECKER_LIMIT_S))[0]["readers"]
+            except Died as died:
+                raise ProblemError(f"no player can be started: {died.reason}") from None
+        return self._readers
 
     def _request(
         self, message: dict, fds: tuple[int, ...] = (), limit_s: float = limits.CHECKER_LIMIT_S
     ) -> tuple[dict, list[int]]:
-        reply, given = self.child.request(message, limit_s, fds)
+        self.readers  # noqa: B018  it has started
+        return self._taken(self.child.request(message, limit_s, fds))
+
+    def _taken(self, answer: tuple[dict, list[int]]) -> tuple[dict, list[int]]:
+        """Return a reply and its descriptors. Died: it says that the player failed."""
+        reply, given = answer
         if "failed" not in reply:
             return reply, given
         text = reply["text"]
         if reply["failed"] == player.RefusedError.__name__:
             raise Died("RUNTIME_ERROR", f"its recorded call is refused: {text}")
         self.child.kill()
-        self.lost = True
         if text.startswith("TIMEOUT "):
             raise Died("TIMEOUT", text.removeprefix("TIMEOUT "))
         raise Died("RUNTIME_ERROR", f"{text}; {MEMORY_HINT}" if MEMORY in text else text)
 
     def scratch(self, nbytes: int) -> tuple[dict, int]:
-        """Forget all calls, and make scratch memory for those of the next runner. Return what the runner needs, with
-        the descriptor.
+        """Forget the call, and make scratch memory for those of the next runner. Return what the runner needs, with the
+        descriptor.
         """
         nbytes = -(-nbytes // player.PAGE) * player.PAGE
         reply, (fd,) = self._request({"op": "scratch", "bytes": nbytes})
         return {"address": reply["address"], "nbytes": nbytes}, fd
 
     def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
-        """Make the memory of a call: "inputs", "outputs" and "weights" bytes. Return the descriptors."""
+        """Forget the call, and make the memory of another: "inputs", "outputs" and "weights" bytes. Return the
+        descriptors.
+        """
         return self._request({"op": "memory", "number": number, **sizes})[1]
 
-    def move(self, number: int) -> list[int]:
-        """Put a call's memory elsewhere. Return the descriptors, as `memory` does."""
-        return self._request({"op": "move", "number": number})[1]
+    def snapshot(self, used: list[int]) -> list[int]:
+        """Copy ranges of scratch memory, each an offset and a size. Return the copy's descriptor, if there are any."""
+        return self._request({"op": "snapshot", "used": used})[1]
 
-    def load(self, number: int, recorded: replies.Recorded, images: list[int]) -> None:
-        """Take a recorded call. images: descriptors of its code."""
+    def load(self, recorded: replies.Recorded, images: list[int], kept: list[int]) -> None:
+        """Take a recorded call, whose memory was made. images, kept: descriptors of its code, and of the copy of the
+        scratch memory that it uses.
+        """
         parts = recorded.model_dump(by_alias=True, include={"before", "nodes", "variables", "used"})
-        self._request({"op": "load", "number": number, **parts}, tuple(images))
+        self._request({"op": "load", **parts, "kept": bool(kept)}, (*images, *kept))
 
     def play(
-        self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list[dict] | None = None
+        self, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list[dict] | None = None
     ) -> tuple[float, float]:
-        """Make a call on the contents of one of its copies. Return (us of the event pair, us of the host's clock)."""
-        message = {"op": "play", "number": number, "copy": copy, "what": what, "bytes": nbytes, "limit_s": limit_s}
-        reply, _ = self._request({**message, "takes": takes or []}, limit_s=3 * limit_s + limits.CHECKER_LIMIT_S)
+        """Make the call on the contents of one of its copies. Return (us of the event pair, us of the host's clock)."""
+        message = {"op": "play", "copy": copy, "what": what, "bytes": nbytes, "limit_s": limit_s, "takes": takes or []}
+        reply, _ = self._request(message, limit_s=3 * limit_s + limits.CHECKER_LIMIT_S)
         return reply["us"], reply["host_us"]
 
     def close(self) -> None:

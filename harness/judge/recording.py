@@ -1,11 +1,12 @@
 """Recorded calls of submissions on a GPU: runners record them and are killed, then players make them on fresh contents.
 
 A wave is as many cases as have room: the call of each submission on each of them is recorded in one runner. Contents of
-calls that count come to exist when no runner of the wave lives any more. What cannot be recorded is UNSUPPORTED, but
-for baselines and for folders in GPU MODE's format: their calls are then made and timed in their runner, which stays
-(docs/rules.md).
+calls that count come to exist when no runner of the wave lives any more. Each group of them has fresh players, since
+each process has its level of times. What cannot be recorded is UNSUPPORTED, but for baselines and for folders in GPU
+MODE's format: their calls are then made and timed in their runner, which stays (docs/rules.md).
 """
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.player import Player
 from harness.judge.session import Session
 from harness.player import player
-from harness.problem.folders import Case, ProblemError
+from harness.problem.folders import Case
 from harness.sandbox.process import Died
 
 SCRATCH_BYTES = 4 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
@@ -35,7 +36,7 @@ class Recording:
     """
 
     name: str
-    number: int  # in its player
+    number: int  # in its runner
     content: Content
     message: dict = field(default_factory=dict)  # what its runner gets to map its memory
     fds: list[int] = field(default_factory=list)  # of that memory, while it is timed in the runner
@@ -43,53 +44,61 @@ class Recording:
     takes: list[dict] = field(default_factory=list)  # copies of a GPU MODE folder's answer, made behind the call
     failure: Outcome | None = None
     self_timed: str = ""
+    recorded: replies.Recorded | None = None  # what players get
+    images: list[int] = field(default_factory=list)  # descriptors of its code, which all calls share
+    kept: list[int] = field(default_factory=list)  # of the scratch memory that it uses, as it was then: none or one
 
-    def make(self, session: Session, made: Player, baseline: bool) -> None:
-        """Make the memory of the call, with the present content in it."""
+    def make(self, session: Session, made: Player, baseline: bool) -> list[int]:
+        """Make the memory of the call, with the weights in it, which the checker maps. Return descriptors for its
+        runner.
+        """
         sizes = {**self.content.parts, "weights": session.weights_bytes}
+        fds = made.memory(self.number, sizes)
+        pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
+        given = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
+        message = {"op": "attach", "runner": self.name, "sizes": sizes, "copies": player.COPIES}
+        weights: dict | None = session.checker.request(message, fds=fds)[0]["weights"]
         self.message = {
             "address": player.place_of(self.number),
             "weights_address": player.place_of(self.number) + player.WEIGHTS,
             "sizes": sizes,
+            "weights": weights,
             "baseline": baseline,
             **self.content.layout,
         }
-        fds = made.memory(self.number, sizes)
-        pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
-        self.fds = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
-        self.message["weights"] = self.attach(session, fds)
-        session.checker.ask({"op": "fill", "runner": self.name, "buffer": 0})
-
-    def attach(self, session: Session, fds: list[int]) -> dict | None:
-        """Have the checker map the call's memory. Return the specification of its weights, None without such. fds: of
-        all of it, which are closed here.
-        """
-        message = {"op": "attach", "runner": self.name, "sizes": self.message["sizes"], "copies": player.COPIES}
-        weights: dict | None = session.checker.request(message, fds=fds)[0]["weights"]
-        return weights
+        return given
 
     def close(self) -> None:
-        for fd in self.fds:
+        _close(self.fds, self.kept)
+
+
+def _close(*those: list[int]) -> None:
+    for fds in those:
+        for fd in fds:
             os.close(fd)
-        self.fds = []
+        fds.clear()
 
 
 @dataclass
 class Played:
-    """A submission in a wave: its player, and by the case's number its recorded calls."""
+    """A submission in a wave: its player, whether that has scratch memory, and of how many bytes; by the case's number
+    its recorded calls.
+    """
 
     handle: RunnerHandle
     player: Player | None = None
+    has_scratch: bool = False
+    scratch_bytes: int = 0
     recordings: dict[int, Recording] = field(default_factory=dict)
-
-    def lacks(self, number: int) -> bool:
-        """Return whether the call on this case is to be recorded, again or at last."""
-        recording = self.recordings.get(number)
-        return recording is None or (self.player is None and not recording.failure)
 
     @property
     def self_times(self) -> bool:
         return any(one.self_timed and not one.failure for one in self.recordings.values())
+
+    def end_player(self) -> None:
+        if self.player:
+            self.player.close()
+        self.player, self.has_scratch = None, False
 
 
 class Replays:
@@ -111,30 +120,68 @@ class Replays:
         self.played = {handle.name: Played(handle) for handle in handles}
         self._weighed: int | None = None  # the case whose weights the checker has
         self._mapped: dict[str, int] = {}  # by submission that is timed in its runner, the case whose memory it maps
+        self._images: dict[bytes, int] = {}  # by its hash, a descriptor of code
+        self._wave: list[int] = []
 
     def __enter__(self) -> "Replays":
         return self
 
     def __exit__(self, *_: object) -> None:
         for one in self.played.values():
-            self._release(one)
+            self._forget(one)
             self.session.stop(one.handle)
-            if one.player:
-                one.player.close()
+            one.end_player()
+        for fd in self._images.values():
+            os.close(fd)
 
-    def waves(self) -> Iterator[int]:
-        """Yield the numbers of all cases, each when its calls are recorded and the checker has its weights."""
+    def waves(self) -> Iterator[list[int]]:
+        """Yield the numbers of all cases in waves, each when its calls are recorded."""
         todo = list(self.cases)
         while todo and self.played:
-            wave = self._record(list(self.played.values()), todo)
-            for place, number in enumerate(wave):
-                # A runner or player that was lost took the calls along that it had besides, or was still to record.
-                self._record([one for one in self.played.values() if one.lacks(number)], wave[place:])
-                self._weigh(number)
-                yield number
-            todo = todo[len(wave) :]
+            self._wave = self._record(list(self.played.values()), todo)
+            for place, number in enumerate(self._wave):
+                # A runner that was lost left calls behind that were still to be recorded.
+                lacking = [one for one in self.played.values() if number not in one.recordings]
+                self._record(lacking, self._wave[place:])
+            yield self._wave
+            todo = todo[len(self._wave) :]
             for one in self.played.values():
-                self._release(one)
+                self._forget(one)
+
+    def renew(self) -> None:
+        """Have other processes make the calls from now on."""
+        for one in self.played.values():
+            one.end_player()
+            if any(recording.recorded and not recording.failure for recording in one.recordings.values()):
+                one.player = Player(one.handle.target)  # all of them start at the same time
+
+    def place(self, number: int) -> None:
+        """Give players their calls on a case, with its weights."""
+        for one in self.played.values():
+            recording = one.recordings.get(number)
+            lost = recording and recording.self_timed and not recording.failure and one.handle.process is None
+            if recording is None or lost:  # its runner was, by another call
+                self._record([one], self._wave[self._wave.index(number) :])
+        self._weigh(number)
+        for one in self.played.values():
+            recording = one.recordings[number]
+            if recording.recorded is None or recording.failure:
+                continue
+            try:
+                one.player = one.player or Player(one.handle.target)
+                if not one.has_scratch:
+                    os.close(one.player.scratch(one.scratch_bytes)[1])
+                    one.has_scratch = True
+                _close(recording.make(self.session, one.player, one.handle.baseline))
+                one.player.load(recording.recorded, recording.images, recording.kept)
+            except Died as died:
+                self._lose(one, recording, died)
+
+    def free(self, number: int) -> None:
+        """Free what the checker holds of the players' calls on a case."""
+        for one in self.played.values():
+            if one.recordings[number].recorded:
+                self._release(one.recordings[number])
 
     def _weigh(self, number: int) -> None:
         """Make the weights of a case, the same each time."""
@@ -145,8 +192,6 @@ class Replays:
     def _record(self, those: list[Played], numbers: list[int]) -> list[int]:
         """Record these submissions on these cases, in one runner each. Return the cases that had room."""
         session, done = self.session, list[int]()
-        for one in those:
-            self._release(one)
         session.stop(*(one.handle for one in those))  # which hold scratch memory
         self._start([one for one in those if not one.handle.broken])
         for number in numbers if those else ():
@@ -158,6 +203,7 @@ class Replays:
             for place, one in enumerate(those, len(done) * len(those)):
                 said = f"{self.cases[number]}  {one.handle.runner}"
                 session.progress(Step("record", place, len(numbers) * len(those), said))
+                self._forget(one, number)
                 if recording := self._recorded(one, number, len(done) + 1):
                     one.recordings[number] = recording
             done.append(number)
@@ -167,19 +213,22 @@ class Replays:
         return done
 
     def _start(self, those: list[Played]) -> None:
-        """Start a player for each, and a runner, which takes its memory from the player's. ProblemError: no player can
-        be started.
-        """
+        """Start a player for each, and a runner, which takes its memory from the player's."""
         for one in those:
+            one.end_player()
+        for one, made in [(one, Player(one.handle.target)) for one in those]:
+            self._mapped.pop(one.handle.name, None)
+            one.player, one.scratch_bytes = made, self._scratch_bytes()
             try:
-                one.player = one.player or Player(one.handle.target)
+                one.handle.scratch, one.has_scratch = made.scratch(one.scratch_bytes), True
             except Died as died:
-                raise ProblemError(f"the player of {one.handle.name} failed: {died.reason}") from None
-            try:
-                one.handle.scratch = one.player.scratch(self._scratch_bytes())
-            except Died as died:
-                one.player, one.handle.broken = None, Outcome(died.status, f"its player failed: {died.reason}")
+                one.handle.broken = Outcome(died.status, f"its player failed: {died.reason}")
+                one.end_player()
         self.session.start(*(one.handle for one in those if one.player))
+        for handle in (one.handle for one in those):
+            if handle.scratch:  # it was not started
+                os.close(handle.scratch[1])
+                handle.scratch = None
 
     def _scratch_bytes(self) -> int:
         largest = max(
@@ -191,13 +240,13 @@ class Replays:
 
     def _has_room(self, many: int) -> bool:
         """Return whether the present content has room for as many submissions, each with its memory and a copy of
-        scratch, beside the judge's readers and other memory for a call that moves.
+        scratch memory, beside the judge's readers.
         """
         present, weights = self.session.present, self.session.weights_bytes
-        parts = player.COPIES * (present.parts["inputs"] + present.parts["outputs"])
-        spare = RESERVE_BYTES + player.COPIES * min(present.moved, READ_BYTES) + parts + weights
+        need = player.COPIES * (present.parts["inputs"] + present.parts["outputs"]) + int((1 + PREPARED) * weights)
+        spare = RESERVE_BYTES + player.COPIES * min(present.moved, READ_BYTES)
         free = self.session.checker.ask({"op": "memory"})["free"]
-        return bool(free > spare + many * (parts + int((1 + 2 * PREPARED) * weights)))
+        return bool(free > spare + many * need)
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
         """Record a submission's call on the present content, of this case, under this number. Return None if its runner
@@ -221,31 +270,38 @@ class Replays:
                 self._mapped[handle.name] = case
             except Died as died:
                 recording.failure = handle.lose(handle.running.failure(died))
-                one.player = None if one.player.lost else one.player
         return recording
 
     def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player) -> None:
-        """Make the memory of a call, record it, and give it to the player. Died: that failed."""
+        """Make the memory of a call, and record it. Died: that failed."""
         session, process = self.session, handle.running
-        recording.make(session, made, handle.baseline)
+        recording.fds = recording.make(session, made, handle.baseline)
+        session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
         limit_s = session.first_call_limit_s + limits.PREPARE_LIMIT_S
         reply, images = process.child.receive(limit_s, descriptors=True)
-        try:
-            recorded = admitted(replies.read(replies.Recorded, reply))
-            self._take(recording, handle, recorded)
-            # What the runner's own calls left: its fault has the better message.
-            if not recording.failure and session.problem.ours:
-                claims = None if recording.self_timed else recorded.claims
-                verdict = session.verdict(recording.name, 0, claims, handle.baseline)
-                recording.failure = verdict if verdict.status != "PASSED" else None
-            if not recording.failure and not recording.self_timed:
-                made.load(recording.number, recorded, images)
-        finally:
-            for fd in images:
-                os.close(fd)
-            if not recording.self_timed:
-                recording.close()
+        recording.images = [self._image(fd) for fd in images]
+        recorded = admitted(replies.read(replies.Recorded, reply))
+        self._take(recording, handle, recorded)
+        # What the runner's own calls left: its fault has the better message.
+        if not recording.failure and session.problem.ours:
+            claims = None if recording.self_timed else recorded.claims
+            verdict = session.verdict(recording.name, 0, claims, handle.baseline)
+            recording.failure = verdict if verdict.status != "PASSED" else None
+        if recording.self_timed:
+            return
+        if not recording.failure and not self.compiles:
+            recording.kept, recording.recorded = made.snapshot(recorded.used), recorded
+        self._release(recording)
+        _close(recording.fds)
+
+    def _image(self, fd: int) -> int:
+        """Return a descriptor of the same code, which is kept: one for all calls that have it."""
+        code = hashlib.sha256(os.pread(fd, player.IMAGE_LIMIT + 1, 0)).digest()
+        kept = self._images.setdefault(code, fd)
+        if kept != fd:
+            os.close(fd)
+        return kept
 
     def _take(self, recording: Recording, handle: RunnerHandle, recorded: replies.Recorded) -> None:
         """Take over what a runner says of the call that it was to record. Died: it has no such call."""
@@ -274,20 +330,6 @@ class Replays:
         session.content(recording.content.case)
         return session.present.layout != recording.content.layout
 
-    def move(self, number: int) -> None:
-        """Put the memory of a case's calls elsewhere, as a new process would."""
-        for one in self.played.values():
-            recording = one.recordings[number]
-            if recording.failure or recording.self_timed or one.player is None:
-                continue
-            try:
-                fds = one.player.move(recording.number)
-            except Died as died:
-                self._lose(one, recording, died)
-                continue
-            self.session.checker.ask({"op": "release", "runner": recording.name})
-            recording.attach(self.session, fds)
-
     def play(self, handle: RunnerHandle, number: int, copy: int, remaining_s: float) -> Outcome:
         """Make a submission's call on the present content, which lies in memory `copy`, and judge what it wrote."""
         one, session = self.played[handle.name], self.session
@@ -300,7 +342,7 @@ class Replays:
             session.checker.ask({"op": "fill", "runner": recording.name, "buffer": copy})
             if one.player is None:
                 raise Died("RUNTIME_ERROR", "its player was lost")
-            us, host_us = one.player.play(recording.number, copy, limit_s, takes=recording.takes)
+            us, host_us = one.player.play(copy, limit_s, takes=recording.takes)
         except Died as died:
             return self._lose(one, recording, died)
         found = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
@@ -309,9 +351,7 @@ class Replays:
 
     def _lose(self, one: Played, recording: Recording, died: Died) -> Outcome:
         """Note that a call failed, and with it its player, or the runner that timed it."""
-        if one.player:
-            one.player.close()
-            one.player = None
+        one.end_player()
         recording.failure = Outcome(died.status, died.reason)
         if recording.self_timed and one.handle.process:
             recording.failure = one.handle.lose(one.handle.running.failure(died))
@@ -333,9 +373,13 @@ class Replays:
         found.us, found.bytes, found.self_timed = reply.us, session.present.bytes, True
         return found
 
-    def _release(self, one: Played) -> None:
-        """Free what the checker and the player hold of a submission's calls."""
-        for recording in one.recordings.values():
-            recording.close()
-            self.session.checker.ask({"op": "release", "runner": recording.name})
-        one.recordings.clear()
+    def _release(self, recording: Recording) -> None:
+        """Free what the checker holds of a call's memory."""
+        self.session.checker.ask({"op": "release", "runner": recording.name})
+
+    def _forget(self, one: Played, *numbers: int) -> None:
+        """Free what is held of a submission's calls on these cases, of all without any."""
+        for number in numbers or list(one.recordings):
+            if recording := one.recordings.pop(number, None):
+                recording.close()
+                self._release(recording)

@@ -44,8 +44,8 @@ def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: floa
     made, process = Player(handle.target), handle.running
     one = Recording(handle.runner, 1, session.present)
     try:
-        one.make(session, made, handle.baseline)
-        fds, one.fds = one.fds, []
+        fds = one.make(session, made, handle.baseline)
+        session.checker.ask({"op": "fill", "runner": one.name, "buffer": 0})
         process.hand_over(replies.Done, {"op": "map_call", **one.message}, fds, "map its memory", limit_s)
         return process.ask(replies.Profiled, message, limit_s)
     except Died as died:
@@ -73,10 +73,13 @@ def run_tests(
     seeds = {n: session.secret_seed(case) if case in twice else case.seed for n, case in todo.items()}
     session.build(*handles, try_out=functools.partial(_try_out, session))
     with Replays(session, handles, todo, seeds) as replays:
-        waves = replays.waves()
+        waves, wave = replays.waves(), list[int]()
         for number, case in enumerate(cases):
             if number in todo:
-                next(waves)
+                if number not in wave:
+                    wave = next(waves)
+                    replays.renew()
+                replays.place(number)
                 session.content(case, session.secret_seed(case) if case in twice else case.seed)
             for place, handle in enumerate(handles):
                 outcome = have.test(handle.name, number)
@@ -85,12 +88,14 @@ def run_tests(
                     outcome = budget.call(handle, functools.partial(replays.play, handle, number, 1))
                 results[handle.name].append(outcome)
                 done(handle, case, outcome)
+            if number in todo:
+                replays.free(number)
     progress(Step("test", total, total, "done"))
     return results
 
 
 class ReplayBenchmark(Benchmark):
-    """The timed calls of submissions on cases, recorded ones. Each group of calls finds its memory elsewhere."""
+    """The timed calls of submissions on cases, recorded ones. Each group of calls is made by another process."""
 
     replays: Replays
     judges: Player  # makes the judge's own calls
@@ -120,8 +125,12 @@ class ReplayBenchmark(Benchmark):
                 todo[number] = case
         seeds = {number: self.session.secret_seed(case) for number, case in todo.items()}
         with Replays(self.session, handles, todo, seeds) as self.replays:
-            for number in self.replays.waves():
-                self._replay(number, part, handles)
+            for wave in self.replays.waves():
+                for process in range(self.counts.processes):
+                    self.replays.renew()
+                    for number in wave:
+                        if not self.have.group(process, number, part):
+                            self._replay(process, number, part, handles)
 
     def _parts(self) -> list[list[RunnerHandle]]:
         """Return the submissions in parts whose prepared weights have room together."""
@@ -133,34 +142,33 @@ class ReplayBenchmark(Benchmark):
             return [self.handles]
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
 
-    def _replay(self, number: int, part: int, handles: list[RunnerHandle]) -> None:
-        """Make all calls of one case."""
+    def _replay(self, process: int, number: int, part: int, handles: list[RunnerHandle]) -> None:
+        """Make the calls of one group."""
         case = self.cases[number]
-        self.session.content(case)
-        self.bytes = min(self.session.present.moved, READ_BYTES) // 16 * 16
-        nbytes = -(-self.bytes // player.PAGE) * player.PAGE
+        self.replays.place(number)
+        self.bytes = 0
+        if process == 0:
+            self.session.content(case)
+            self.bytes = min(self.session.present.moved, READ_BYTES) // 16 * 16
+        nbytes = max(1, -(-self.bytes // player.PAGE)) * player.PAGE
         for fd in self.judges.memory(1, {"inputs": nbytes, "outputs": 0, "weights": 0}):
             os.close(fd)
-        for process in range(self.counts.processes):
-            if self.have.group(process, number, part):
-                continue
-            if process:
-                self.replays.move(number)
-            self._open(process, number, part, handles)
-            if case.weight_bytes:
-                self.group.seeds.append(f"weights {self.replays.seeds[number]}")
-            for sample in range(-self.counts.warmups, self.counts.samples):
-                self._show(case, sample)
-                self._round(case, sample)
-                for name in self.reads if process == 0 else ():
-                    self._judge_call(name, sample)
-            for handle in handles:
-                self._complete(handle.name)
-            if case.flops and not self.rated:
-                self.group.judge_us[matmul.NAME], self.rated = self.session.product_us(self.counts.samples), True
-            self.group.state = environment.gpu_state()
-            self._close()
-            self.rounds_done += self.rounds
+        self._open(process, number, part, handles)
+        if case.weight_bytes:
+            self.group.seeds.append(f"weights {self.replays.seeds[number]}")
+        for sample in range(-self.counts.warmups, self.counts.samples):
+            self._show(case, sample)
+            self._round(case, sample)
+            for name in self.reads if process == 0 else ():
+                self._judge_call(name, sample)
+        for handle in handles:
+            self._complete(handle.name)
+        if case.flops and not self.rated:
+            self.group.judge_us[matmul.NAME], self.rated = self.session.product_us(self.counts.samples), True
+        self.group.state = environment.gpu_state()
+        self._close()
+        self.rounds_done += self.rounds
+        self.replays.free(number)
 
     def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
         return self.replays.play(handle, self.group.case, sample % player.COPIES, remaining_s)
@@ -168,7 +176,7 @@ class ReplayBenchmark(Benchmark):
     def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls, in a player without a submission."""
         what = EMPTY if name == "empty" else READER + self.reads[name]
-        us, host_us = self.judges.play(1, sample % player.COPIES, self.session.call_limit_s, what, self.bytes)
+        us, host_us = self.judges.play(sample % player.COPIES, self.session.call_limit_s, what, self.bytes)
         if sample >= 0:
             scale = 1.0 if name == "empty" else max(1.0, self.session.present.moved / READ_BYTES)
             self.group.judge_us.setdefault(name, []).append(us * scale)

@@ -6,10 +6,9 @@
 
 namespace memory {
 
-using shared::Failed;
 using shared::need;
 
-// Physical memory. Freed with this object, once nothing maps it.
+// Physical memory, made here or by another player. Freed with this object, once nothing maps it.
 struct Memory {
     size_t bytes = 0;
     CUmemGenericAllocationHandle handle = 0;
@@ -18,6 +17,9 @@ struct Memory {
         if (!bytes) return;
         const CUmemAllocationProp kind = shared::kind();
         need(cuMemCreate(&handle, bytes, &kind, 0), "cuMemCreate of " + std::to_string(bytes) + " bytes");
+    }
+    Memory(size_t wanted, int descriptor) : bytes(wanted) {
+        if (bytes) handle = shared::import(descriptor);
     }
     Memory(Memory&& other) { std::swap(bytes, other.bytes), std::swap(handle, other.handle); }
     Memory& operator=(Memory&& other) {
@@ -68,24 +70,5 @@ struct Window {
         if (second.bytes) shared::allow(place + first.bytes, second.bytes, true);
     }
 };
-
-// Put other physical memory with the same contents into a window, if there is room for both.
-inline void move(Window& window, Memory& memory, bool fixed) {
-    Memory fresh;
-    try {
-        fresh = Memory(memory.bytes);
-    } catch (const Failed&) {
-        return;
-    }
-    if (!fresh.bytes) return;
-    {
-        Window from(0, memory.bytes), to(0, memory.bytes);
-        from.show(memory, Memory(), true), to.show(fresh, Memory(), false);
-        need(cuMemcpyDtoD(to.place, from.place, memory.bytes), "moving memory");
-        need(cuCtxSynchronize(), "moving memory");
-    }
-    window.show(fresh, Memory(), fixed);
-    memory = std::move(fresh);
-}
 
 }  // namespace memory

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <ctime>
 #include <functional>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -36,7 +35,7 @@ void need(cudaError_t code, const std::string& what) {
     if (code) throw Failed(what + ": " + cudaGetErrorString(code));
 }
 
-// The addresses of call n are those of slot n; of scratch memory, which all calls of a runner share, those of slot 0.
+// The addresses of call n of a runner are those of slot n; of scratch memory, which all of them share, those of slot 0.
 constexpr CUdeviceptr BASE = 0x600000000000, SLOT = 1ull << 38, WEIGHTS = SLOT / 2;
 constexpr size_t PAGE = 2 << 20;
 constexpr size_t MOST_CALLS = 64, COPIES = 2;
@@ -69,22 +68,21 @@ struct Variable {
 struct Call {
     Memory inputs[COPIES], outputs[COPIES], weights;
     Window io, held;
-    int shown = 0;
     std::vector<CUmodule> modules;
     Nodes before, nodes;  // of a baseline's setup, which is not timed; of the call
     std::vector<Variable> variables;
-    CUdeviceptr snapshot = 0;                     // of scratch memory at capture, its ranges in use behind each other
+    Memory snapshot;  // of scratch memory at capture: its ranges in use, one behind the other
+    Window kept;      // where it is mapped
     std::vector<std::pair<size_t, size_t>> used;  // offset and size of each of these
     ~Call() {
         for (CUmodule module : modules) cuModuleUnload(module);
-        if (snapshot) cuMemFree(snapshot);
     }
 };
 
 std::string error_text;
 CUstream queue;
 CUevent before, after;
-std::map<size_t, Call> calls;
+std::unique_ptr<Call> present;
 Memory scratch;
 Window scratch_window;
 struct Page {
@@ -112,10 +110,9 @@ __global__ void touch(const char* data, size_t bytes, size_t stride, unsigned* s
     if (sum == 0x9E3779B9u) atomicXor(sink, sum);
 }
 
-Call& call_of(size_t number) {
-    auto found = calls.find(number);
-    require(found != calls.end(), "there is no such call");
-    return found->second;
+Call& call() {
+    require(bool(present), "there is no call");
+    return *present;
 }
 
 bool holds(CUdeviceptr first, size_t length, CUdeviceptr at, size_t bytes) {
@@ -128,6 +125,26 @@ void inside(const Call& call, CUdeviceptr at, size_t bytes, bool written, const 
     good |= holds(call.io.place + fixed, call.io.bytes - fixed, at, bytes);
     if (!written) good |= holds(call.io.place, call.io.bytes, at, bytes) || holds(call.held.place, call.held.bytes, at, bytes);
     require(good, what);
+}
+
+size_t whole_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+
+using Ranges = std::vector<std::pair<size_t, size_t>>;  // of scratch memory: offset and size of each
+Ranges ranges_of(const size_t* used, size_t count) {
+    Ranges ranges;
+    size_t total = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const size_t offset = used[2 * i], bytes = used[2 * i + 1];
+        require(holds(0, scratch.bytes, offset, bytes), "a range beyond scratch memory");
+        ranges.push_back({offset, bytes}), total += bytes;
+        require(total <= scratch.bytes, "ranges of more than scratch memory");
+    }
+    return ranges;
+}
+size_t sum_of(const Ranges& ranges) {
+    size_t total = 0;
+    for (auto [_, bytes] : ranges) total += bytes;
+    return total;
 }
 
 // at_full: what is done when the queue takes no more while it waits.
@@ -144,7 +161,7 @@ void launch(const Nodes& nodes, Full at_full) {
 // is carried from call to call.
 void restore(Call& call) {
     need(cuMemsetD8Async(scratch_window.place, 0xFF, scratch.bytes, queue), "poisoning scratch memory");
-    CUdeviceptr kept = call.snapshot;
+    CUdeviceptr kept = call.kept.place;
     for (auto [offset, bytes] : call.used) {
         need(cuMemcpyDtoDAsync(scratch_window.place + offset, kept, bytes, queue), "restoring scratch memory");
         kept += bytes;
@@ -229,27 +246,29 @@ int player_start() {
     });
 }
 
-// Forget all calls. Make scratch memory for those of the next runner.
+// Forget the call. Make scratch memory for those of the next runner.
 int player_scratch(size_t bytes, int* descriptor) {
     return guarded([=] {
-        calls.clear();
-        scratch_window = Window(), scratch = Memory();
-        scratch = Memory((bytes + PAGE - 1) / PAGE * PAGE);
+        present.reset();
+        scratch_window = Window();
+        scratch = Memory();
+        scratch = Memory(whole_pages(bytes));
         scratch_window = Window(BASE, scratch.bytes);
         scratch_window.show(scratch, Memory(), false);
         *descriptor = scratch.descriptor();
     });
 }
 
-// Make the memory of call `number`, a multiple of 2 MiB each. descriptors: of inputs and of outputs, COPIES times each,
-// and of weights; -1 for none.
+// Forget the call. Make the memory of call `number` of a runner, a multiple of 2 MiB each. descriptors: of inputs and of
+// outputs, COPIES times each, and of weights; -1 for none.
 int player_memory(size_t number, size_t inputs, size_t outputs, size_t weights, int* descriptors) {
     return guarded([=] {
         require(number && number < MOST_CALLS, "a call must have a number from 1 to 63");
         require(inputs % PAGE + outputs % PAGE + weights % PAGE == 0, "memory must be whole pages");
         require(inputs < WEIGHTS / 2 && outputs < WEIGHTS / 2 && weights < WEIGHTS, "a call's memory is too large");
-        calls.erase(number);
-        Call& call = calls[number];
+        present.reset();
+        present.reset(new Call);
+        Call& call = *present;
         for (size_t i = 0; i < COPIES; ++i) call.inputs[i] = Memory(inputs), call.outputs[i] = Memory(outputs);
         call.weights = Memory(weights);
         call.io = Window(BASE + number * SLOT, inputs + outputs);
@@ -262,34 +281,26 @@ int player_memory(size_t number, size_t inputs, size_t outputs, size_t weights, 
     });
 }
 
-// Give call `number` other physical memory, its weights if there is room. Their contents stay; scratch memory is filled
-// before each call.
-// descriptors: as above.
-int player_move(size_t number, int* descriptors) {
+// Copy the ranges of scratch memory that are in use. used: offset and size of each. descriptor: of the copy, -1 for none.
+int player_snapshot(const size_t* used, size_t count, int* descriptor) {
     return guarded([=] {
-        Call& call = call_of(number);
-        call.io.hide();
-        for (size_t i = 0; i < COPIES; ++i) {
-            call.inputs[i] = Memory(call.inputs[i].bytes), call.outputs[i] = Memory(call.outputs[i].bytes);
-            descriptors[2 * i] = call.inputs[i].descriptor(), descriptors[2 * i + 1] = call.outputs[i].descriptor();
+        const Memory copy(whole_pages(sum_of(ranges_of(used, count))));
+        *descriptor = copy.descriptor();
+        if (!copy.bytes) return;
+        Window window(0, copy.bytes);
+        window.show(copy, Memory(), false);
+        CUdeviceptr to = window.place;
+        for (auto [offset, bytes] : ranges_of(used, count)) {
+            need(cuMemcpyDtoD(to, scratch_window.place + offset, bytes), "copying scratch memory");
+            to += bytes;
         }
-        memory::move(call.held, call.weights, true);
-        Memory old = std::move(scratch);
-        try {
-            scratch = Memory(old.bytes);
-        } catch (const Failed&) {  // no room for both
-            scratch_window.hide();
-            const size_t bytes = old.bytes;
-            old = Memory(), scratch = Memory(bytes);
-        }
-        scratch_window.show(scratch, Memory(), false);
-        descriptors[2 * COPIES] = call.weights.descriptor();
+        need(cuCtxSynchronize(), "copying scratch memory");
     });
 }
 
-int player_image(size_t number, const void* image) {
+int player_image(const void* image) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         CUmodule module;
         need(cuModuleLoadData(&module, image), "cuModuleLoadData");
         call.modules.push_back(module);
@@ -303,10 +314,10 @@ struct Launch {
 };
 
 // A kernel of image `image`. layout: offset and size of each parameter; values: of all parameters, by these offsets.
-int player_kernel(size_t number, size_t image, const char* name, const Launch* about, const unsigned* layout,
+int player_kernel(size_t image, const char* name, const Launch* about, const unsigned* layout,
                   size_t count, const char* values, size_t bytes) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         require(image < call.modules.size(), "a kernel of no image");
         const auto kernel = std::make_shared<Kernel>();
         CUfunction& function = kernel->function;
@@ -352,18 +363,18 @@ int player_kernel(size_t number, size_t image, const char* name, const Launch* a
     });
 }
 
-int player_copy(size_t number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+int player_copy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         inside(call, to, bytes, true, "a copy to memory that is neither scratch nor output");
         inside(call, from, bytes, false, "a copy from memory that is not the call's");
         call.nodes.push_back([=] { need(cuMemcpyDtoDAsync(to, from, bytes, queue), "copy"); });
     });
 }
 
-int player_fill(size_t number, CUdeviceptr to, size_t pitch, size_t width, size_t height, size_t value, size_t element) {
+int player_fill(CUdeviceptr to, size_t pitch, size_t width, size_t height, size_t value, size_t element) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         require(element == 1 || element == 2 || element == 4, "a fill of elements of an unknown size");
         require(height && width < SLOT && height < SLOT / (pitch | 1), "a fill that is too large");
         inside(call, to, pitch * (height - 1) + width * element, true, "a fill of memory that is neither scratch nor output");
@@ -377,17 +388,17 @@ int player_fill(size_t number, CUdeviceptr to, size_t pitch, size_t width, size_
 }
 
 // The nodes so far are those of a setup.
-int player_before(size_t number) {
+int player_before() {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         call.before.swap(call.nodes);
     });
 }
 
 // A module's variable, with its value at capture; null: the one that it has now.
-int player_variable(size_t number, size_t image, const char* name, const void* value, size_t bytes) {
+int player_variable(size_t image, const char* name, const void* value, size_t bytes) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         require(image < call.modules.size(), "a variable of no image");
         Variable variable;
         const std::string named = std::string("variable ") + name;
@@ -402,32 +413,22 @@ int player_variable(size_t number, size_t image, const char* name, const void* v
     });
 }
 
-// All of the call is there. used: offset and size of each range of scratch memory whose contents are kept.
-int player_ready(size_t number, const size_t* used, size_t count) {
+// All of the call is there. used, descriptor: the ranges of scratch memory whose contents are kept, and of their copy.
+int player_ready(const size_t* used, size_t count, int descriptor) {
     return guarded([=] {
-        Call& call = call_of(number);
-        size_t total = 0;
-        for (size_t i = 0; i < count; ++i) {
-            const size_t offset = used[2 * i], bytes = used[2 * i + 1];
-            require(holds(0, scratch.bytes, offset, bytes), "a range beyond scratch memory");
-            call.used.push_back({offset, bytes}), total += bytes;
-            require(total <= scratch.bytes, "ranges of more than scratch memory");
-        }
-        if (!total) return;
-        need(cuMemAlloc(&call.snapshot, total), "memory for a copy of scratch memory");
-        CUdeviceptr to = call.snapshot;
-        for (auto [offset, bytes] : call.used) {
-            need(cuMemcpyDtoD(to, scratch_window.place + offset, bytes), "copying scratch memory");
-            to += bytes;
-        }
+        Call& call = ::call();
+        call.used = ranges_of(used, count);
+        call.snapshot = Memory(whole_pages(sum_of(call.used)), descriptor);
+        call.kept = Window(0, call.snapshot.bytes);
+        call.kept.show(call.snapshot, Memory(), true);
     });
 }
 
-// Make call `number` on the contents of copy `copy`. us: event pair, host's clock. what: 0 the call, 1 nothing, 2 and
+// Make the call on the contents of copy `copy`. us: event pair, host's clock. what: 0 the call, 1 nothing, 2 and
 // more a plain reader over `bytes` from its inputs on.
-int player_play(size_t number, size_t copy, size_t what, size_t bytes, double limit_s, double* us) {
+int player_play(size_t copy, size_t what, size_t bytes, double limit_s, double* us) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         const double limit_us = limit_s * 1e6;
         require(copy < COPIES && what < 2 + readers::count(), "no such copy or reader");
         require(what < 2 || bytes <= call.io.bytes, "a reader of more than there is");
@@ -477,9 +478,9 @@ int player_play(size_t number, size_t copy, size_t what, size_t bytes, double li
 }
 
 // Copy bytes of a call's memory, say an answer in scratch memory to its outputs.
-int player_take(size_t number, CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+int player_take(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
     return guarded([=] {
-        Call& call = call_of(number);
+        Call& call = ::call();
         inside(call, to, bytes, true, "an answer's copy outside the outputs");
         inside(call, from, bytes, false, "an answer in memory that is not the call's");
         need(cuMemcpyDtoD(to, from, bytes), "copying an answer");

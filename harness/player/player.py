@@ -62,66 +62,79 @@ class Player:
             raise (RefusedError if code == 1 else LostError)(text if code != 3 else f"TIMEOUT {text}")
 
     def scratch(self, message: dict, _: list[int]) -> dict:
-        """Forget all calls, and make scratch memory for the calls of the next runner."""
+        """Forget the call, and make scratch memory for the calls of the next runner."""
         fd = c_int(-1)
         self._do("scratch", message["bytes"], byref(fd))
         return {"address": BASE, "fds": [fd.value]}
 
     def memory(self, message: dict, _: list[int]) -> dict:
-        """Make the memory of a call: "inputs", "outputs" and "weights" bytes. Descriptors: inputs and outputs COPIES
-        times, then weights, without those of no bytes.
+        """Forget the call, and make the memory of another: "inputs", "outputs" and "weights" bytes. Descriptors: inputs
+        and outputs COPIES times, then weights, without those of no bytes.
         """
         made = (c_int * (2 * COPIES + 1))()
         self._do("memory", *(message[name] for name in ("number", "inputs", "outputs", "weights")), made)
         return {"fds": [fd for fd in made if fd >= 0]}
 
-    def move(self, message: dict, _: list[int]) -> dict:
-        """Put the memory of a call elsewhere, as it would be in a new process. Descriptors as of `memory`."""
-        made = (c_int * (2 * COPIES + 1))()
-        self._do("move", message["number"], made)
-        return {"fds": [fd for fd in made if fd >= 0]}
+    def snapshot(self, message: dict, _: list[int]) -> dict:
+        """Copy the ranges of scratch memory that a call has in use. Descriptor: of the copy, if there are any."""
+        fd, (used, count) = c_int(-1), _ranges(message)
+        self._do("snapshot", used, count, byref(fd))
+        return {"fds": [fd.value] if fd.value >= 0 else []}
 
     def load(self, message: dict, fds: list[int]) -> dict:
-        """Take a recorded call, whose memory was made: its images, kernels, copies, fills and variables."""
-        number, images = message["number"], [_content(fd) for fd in fds]
+        """Take a recorded call, whose memory was made: its images, kernels, copies, fills and variables. fds: of the
+        images, and of the copy of scratch memory, if there is one.
+        """
+        used, count = _ranges(message)
+        kept = fds.pop() if message["kept"] else -1
+        images = [_content(fd) for fd in fds]
         known = {(at["image"], at["name"]): bytes.fromhex(at["value"]) for at in message["variables"]}
         for image in images:
-            self._do("image", number, image)
+            self._do("image", image)
         for node in message["before"]:
-            getattr(self, f"_{node['kind']}")(number, node)
-        self._do("before", number)  # the nodes so far are not timed
+            getattr(self, f"_{node['kind']}")(node)
+        self._do("before")  # the nodes so far are not timed
         for node in message["nodes"]:
-            getattr(self, f"_{node['kind']}")(number, node)
+            getattr(self, f"_{node['kind']}")(node)
         for i, image in enumerate(images):
             for name, _ in cubins.variables(image):
                 value = known.get((i, name))
-                self._do("variable", number, i, name.encode(), value, len(value or b""))
-        used = (c_size_t * len(message["used"]))(*message["used"])
-        self._do("ready", number, used, len(used) // 2)
+                self._do("variable", i, name.encode(), value, len(value or b""))
+        try:
+            self._do("ready", used, count, kept)
+        finally:
+            if kept >= 0:
+                os.close(kept)
         return {}
 
-    def _kernel(self, number: int, node: dict) -> None:
+    def _kernel(self, node: dict) -> None:
         words = [*node["grid"], *node["block"], node["shared"], node["cooperative"], *node["cluster"], node["early"]]
         words += [node["dynamic_shared"], node["carveout"], node["not_portable"]]
         launch, layout = (c_uint * len(words))(*words), (c_uint * len(node["layout"]))(*node["layout"])
         name, values = node["name"].encode(), bytes.fromhex(node["values"])
-        self._do("kernel", number, node["image"], name, launch, layout, len(layout) // 2, values, len(values))
+        self._do("kernel", node["image"], name, launch, layout, len(layout) // 2, values, len(values))
 
-    def _copy(self, number: int, node: dict) -> None:
-        self._do("copy", number, node["to"], node["from"], node["bytes"])
+    def _copy(self, node: dict) -> None:
+        self._do("copy", node["to"], node["from"], node["bytes"])
 
-    def _fill(self, number: int, node: dict) -> None:
-        self._do("fill", number, *(node[name] for name in ("to", "pitch", "width", "height", "value", "element")))
+    def _fill(self, node: dict) -> None:
+        self._do("fill", *(node[name] for name in ("to", "pitch", "width", "height", "value", "element")))
 
     def play(self, message: dict, _: list[int]) -> dict:
-        """Make a call on the contents of one of its copies. Return "us" of the event pair, and "host_us" of the host's
+        """Make the call on the contents of one of its copies. Return "us" of the event pair, "host_us" of the host's
         clock. what: 0 the call, 1 nothing, 2 and more a plain reader over "bytes".
         """
-        us, number, limit_s = (c_double * 2)(), message["number"], c_double(message["limit_s"])
-        self._do("play", number, message["copy"], message["what"], message["bytes"], limit_s, us)
+        us, limit_s = (c_double * 2)(), c_double(message["limit_s"])
+        self._do("play", message["copy"], message["what"], message["bytes"], limit_s, us)
         for take in message["takes"]:
-            self._do("take", number, take["to"], take["from"], take["bytes"])
+            self._do("take", take["to"], take["from"], take["bytes"])
         return {"us": us[0], "host_us": us[1]}
+
+
+def _ranges(message: dict) -> tuple[ctypes.Array, int]:
+    """Return the ranges of scratch memory of a message, as words, and their number."""
+    used = (c_size_t * len(message["used"]))(*message["used"])
+    return used, len(used) // 2
 
 
 def _content(fd: int) -> bytes:

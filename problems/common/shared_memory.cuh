@@ -53,11 +53,17 @@ inline CUdeviceptr reserve(CUdeviceptr wanted, size_t bytes) {
     return place;
 }
 
-// Map what a descriptor stands for at reserved addresses. The mapping keeps the memory.
-inline void map(CUdeviceptr place, size_t bytes, int descriptor) {
+// What a descriptor stands for, which stays open.
+inline CUmemGenericAllocationHandle import(int descriptor) {
     CUmemGenericAllocationHandle memory;
     need(cuMemImportFromShareableHandle(&memory, (void*)(uintptr_t)descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
          "cuMemImportFromShareableHandle");
+    return memory;
+}
+
+// Map it at reserved addresses. The mapping keeps the memory.
+inline void map(CUdeviceptr place, size_t bytes, int descriptor) {
+    const CUmemGenericAllocationHandle memory = import(descriptor);
     need(cuMemMap(place, bytes, 0, memory, 0), "cuMemMap");
     need(cuMemRelease(memory), "cuMemRelease");
     allow(place, bytes, true);

@@ -150,33 +150,35 @@ class FakePlayer:
     readers = 2
 
     def __init__(self, world: World, target: str) -> None:
-        self.world, self.target, self.lost, self.numbers = world, target, False, set[int]()
+        self.world, self.target, self.has = world, target, set[str]()
+        world.events.append(f"player {target}")
 
     def scratch(self, nbytes: int) -> tuple[dict, int]:
-        self.numbers.clear()
+        self.has = {"scratch"}
         return {"address": player.BASE, "nbytes": nbytes}, os.open(os.devnull, os.O_RDONLY)
 
     def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
+        self.has -= {"call"}
         return [os.open(os.devnull, os.O_RDONLY) for _ in range(player.COPIES * sum(1 for n in sizes.values() if n))]
 
-    def move(self, number: int) -> list[int]:
-        self.world.events.append(f"move {number}")
-        return [os.open(os.devnull, os.O_RDONLY) for _ in range(2 * player.COPIES)]
+    def snapshot(self, used: list[int]) -> list[int]:
+        return [os.open(os.devnull, os.O_RDONLY)]
 
-    def load(self, number: int, recorded: replies.Recorded, images: list[int]) -> None:
-        self.numbers.add(number)
+    def load(self, recorded: replies.Recorded, images: list[int], kept: list[int]) -> None:
+        assert "scratch" in self.has and all(os.fstat(fd) for fd in (*images, *kept)) and len(kept) == 1
+        self.has.add("call")
 
-    def play(self, number: int, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: object = ()) -> tuple:
+    def play(self, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: object = ()) -> tuple:
         if what:
             return 3.0 if what == judges_player.EMPTY else 4.0, 10.0
-        assert number in self.numbers, "there is no such call"
+        assert "call" in self.has
         if (self.target, self.world.number) in self.world.lost:
             self.world.lost.remove((self.target, self.world.number))
             raise Died("RUNTIME_ERROR", "CUDA_ERROR_ILLEGAL_ADDRESS")
         return 5.0, 12.0
 
     def close(self) -> None:
-        self.numbers.clear()
+        self.has.clear()
 
 
 @pytest.fixture
@@ -211,8 +213,8 @@ def statuses(outcomes: list[Outcome]) -> list[str]:
 def test_no_runner_lives_when_a_case_is_judged(world):
     handles = submissions("a", "b")
     with Replays(FakeSession(world), handles, dict(enumerate(cases(3))), dict.fromkeys(range(3), 5)) as replays:
-        for turn, number in enumerate(replays.waves()):
-            assert number == turn and not world.living and all(handle.process is None for handle in handles)
+        for wave in replays.waves():
+            assert wave == [0, 1, 2] and not world.living and all(handle.process is None for handle in handles)
             assert sum(event.startswith("record ") for event in world.events) == 6, "all of a wave are recorded first"
     found = outcomes(world, handles, 3)
     assert {name: statuses(of) for name, of in found.items()} == {"a": ["PASSED"] * 3, "b": ["PASSED"] * 3}
@@ -232,16 +234,8 @@ def test_a_lost_player_costs_one_case(world):
     found = outcomes(world, submissions("a", "b"), 4)
     assert statuses(found["a"]) == ["PASSED", "RUNTIME_ERROR", "PASSED", "PASSED"] and "ADDRESS" in found["a"][1].reason
     assert statuses(found["b"]) == ["PASSED"] * 4
-    assert (world.events.count("start a"), world.events.count("start b")) == (2, 1)
-
-
-def test_calls_that_a_lost_player_had_are_recorded_again_also_where_room_is_short(world, monkeypatch):
-    """Its other calls are not those of the next player: none is played that was recorded for the one before."""
-    start = FakeSession.start
-    world.lost = {("a", 0)}
-    monkeypatch.setattr(FakeSession, "start", lambda *it: (start(*it), setattr(world, "room", 1)))
-    assert statuses(outcomes(world, submissions("a"), 4)["a"]) == ["RUNTIME_ERROR", *["PASSED"] * 3]
-    assert world.events.count("start a") == 4
+    assert (world.events.count("start a"), world.events.count("start b")) == (1, 1), "nothing is recorded again"
+    assert (world.events.count("player a"), world.events.count("player b")) == (3, 2)
 
 
 def test_a_runner_that_is_lost_costs_its_case_and_after_some_the_rest(world):
@@ -296,15 +290,20 @@ def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its
     assert [o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]] == [False, False]
 
 
-def test_groups_of_timed_calls_find_their_memory_elsewhere(world):
+def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
     how, groups = Counts(processes=4, samples=3, warmups=1, buffers=2), []
     timed = cases(2, flops=matmul.FLOPS)
     session, handles = FakeSession(world), submissions("a", "b")
     timings, readings = replay.run_benchmarks(session, handles, timed, lambda _: None, how, groups.append)
     assert [[len(g) for t in timings[name] for g in t.outcomes] for name in "ab"] == [[3] * 8] * 2
-    assert sum(event.startswith("move ") for event in world.events) == 2 * 2 * 3, "all but the first group of a case"
+    counts = {name: world.events.count(f"player {name}") for name in "ab"}
+    assert counts == {"a": 1 + 1 + 4, "b": 1 + 4}, "the judge's own, one to record with, and one for each group"
+    assert world.events.count("start a") == 1
     assert [len(group.judge_us["empty"]) for group in groups] == [3] * 8
-    assert [len(group.judge_us.get("read 1", [])) for group in groups] == [3, 0, 0, 0] * 2
+    assert [(group.process, group.case) for group in groups] == [
+        (process, case) for process in range(4) for case in (0, 1)
+    ]
+    assert [len(group.judge_us.get("read 1", [])) for group in groups] == [3, 3, *[0] * 6]
     assert [len(group.judge_us.get(matmul.NAME, [])) for group in groups] == [3, *[0] * 7], "once a run"
     assert [(g.roofline_kind, g.roofline_us, g.empty_us) for g in readings] == [("flops", 5.0, 3.0)] * 2
 
@@ -335,7 +334,7 @@ def test_what_prepare_may_keep_is_a_copy_and_a_little(weights):
 
 
 @pytest.mark.parametrize(
-    ("failed", "text", "status", "reason", "lost"),
+    ("failed", "text", "status", "reason", "ended"),
     [
         ("RefusedError", "a copy to memory", "RUNTIME_ERROR", "its recorded call is refused: a copy to memory", False),
         ("LostError", "TIMEOUT it took long", "TIMEOUT", "it took long", True),
@@ -343,11 +342,11 @@ def test_what_prepare_may_keep_is_a_copy_and_a_little(weights):
         ("LostError", "x: CUDA_ERROR_ILLEGAL_ADDRESS", "RUNTIME_ERROR", "scratch memory must come from torch", True),
     ],
 )
-def test_what_a_player_says_of_a_failure_is_a_verdict(failed, text, status, reason, lost):
+def test_what_a_player_says_of_a_failure_is_a_verdict(failed, text, status, reason, ended):
     made, killed = judges_player.Player.__new__(judges_player.Player), []
     reply = {"failed": failed, "text": text}
     made.child = SimpleNamespace(request=lambda *_: (reply, []), kill=lambda: killed.append(True))
-    made.lost = False
+    made._readers = 2
     with pytest.raises(Died) as caught:
-        made.play(1, 0, 2.0)
-    assert (caught.value.status, made.lost, bool(killed)) == (status, lost, lost) and reason in caught.value.reason
+        made.play(0, 2.0)
+    assert (caught.value.status, bool(killed)) == (status, ended) and reason in caught.value.reason

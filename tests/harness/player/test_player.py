@@ -18,7 +18,7 @@ NUMBERS = ("image", "shared", "cooperative", "early", "dynamic_shared", "carveou
 KERNEL = {"kind": "kernel", "name": "add", "layout": [0, 8, 8, 4], "values": "00" * 12} | dict.fromkeys(NUMBERS, 1)
 KERNEL |= {name: [4, 2, 1] for name in ("grid", "block", "cluster")}
 VARIABLES = [{"image": 0, "name": "count", "value": "0102"}]
-LOAD = {"number": 3, "before": [FILL], "nodes": [KERNEL, COPY], "variables": VARIABLES, "used": [0, 512]}
+LOAD = {"before": [FILL], "nodes": [KERNEL, COPY], "variables": VARIABLES, "used": [0, 512], "kept": True}
 
 
 def plain(argument: object) -> object:
@@ -61,25 +61,26 @@ def file_of(content: bytes) -> int:
 
 def test_a_call_is_loaded_in_order_and_every_variable_is_known(library):
     """Images; a setup's nodes, which are not timed; the call's; variables, those without a value too; the end."""
-    player.Player("it").load(LOAD, [file_of(b"first"), file_of(b"second")])
+    kept = file_of(b"")
+    player.Player("it").load(LOAD, [file_of(b"first"), file_of(b"second"), kept])
     start, *images, fill, before, kernel, copy, count, table, other, last, ready = library.calls
-    assert start == ["start"] and images == [["image", 3, b"first"], ["image", 3, b"second"]]
-    assert fill == ["fill", 3, 1, 64, 16, 2, 7, 4] and before == ["before", 3] and copy == ["copy", 3, 2, 3, 12]
+    assert start == ["start"] and images == [["image", b"first"], ["image", b"second"]]
+    assert fill == ["fill", 1, 64, 16, 2, 7, 4] and before == ["before"] and copy == ["copy", 2, 3, 12]
     launch = [4, 2, 1, 4, 2, 1, 1, 1, 4, 2, 1, 1, 1, 1, 1]  # grid, block, shared, cooperative, cluster, ...
-    assert kernel == ["kernel", 3, 1, b"add", launch, [0, 8, 8, 4], 2, bytes(12), 12]
-    assert [count, table] == [["variable", 3, 0, b"count", b"\1\2", 2], ["variable", 3, 0, b"table", None, 0]]
-    assert [other, last] == [["variable", 3, 1, b"count", None, 0], ["variable", 3, 1, b"table", None, 0]]
-    assert ready == ["ready", 3, [0, 512], 1]
+    assert kernel == ["kernel", 1, b"add", launch, [0, 8, 8, 4], 2, bytes(12), 12]
+    assert [count, table] == [["variable", 0, b"count", b"\1\2", 2], ["variable", 0, b"table", None, 0]]
+    assert [other, last] == [["variable", 1, b"count", None, 0], ["variable", 1, b"table", None, 0]]
+    assert ready == ["ready", [0, 512], 1, kept]
 
 
 def test_an_image_that_is_too_large_is_refused(library, monkeypatch):
     monkeypatch.setattr(player, "IMAGE_LIMIT", 5)
     with pytest.raises(player.RefusedError, match="an image of more than"):
-        player.Player("it").load(LOAD, [file_of(b"fives"), file_of(b"sixsix")])
+        player.Player("it").load(LOAD | {"kept": False}, [file_of(b"fives"), file_of(b"sixsix")])
     assert library.calls == [["start"]]
 
 
-PLAY = {"number": 1, "copy": 1, "what": 2, "bytes": 64, "limit_s": 1.5, "takes": [{"to": 1, "from": 2, "bytes": 3}]}
+PLAY = {"copy": 1, "what": 2, "bytes": 64, "limit_s": 1.5, "takes": [{"to": 1, "from": 2, "bytes": 3}]}
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, player.RefusedError), (2, player.LostError), (3, player.LostError)])
@@ -90,8 +91,8 @@ def test_codes_of_the_native_part_are_errors_with_its_text(library, code, kind):
     library.code = code
     with pytest.raises(kind, match=r"^TIMEOUT what went . wrong$" if code == 3 else r"^what went . wrong$"):
         made.play(PLAY, [])
-    played = ["play", 1, 1, 2, 64, 1.5, [0, 0]]
-    assert library.calls[1:] == [played, ["take", 1, 1, 2, 3], played]
+    played = ["play", 1, 2, 64, 1.5, [0, 0]]
+    assert library.calls[1:] == [played, ["take", 1, 2, 3], played]
 
 
 def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):
@@ -111,7 +112,7 @@ def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):
     for fd in fds:
         os.close(fd)
     library.code = 1
-    assert asked({"op": "move", "number": 1})[0] == {"failed": "RefusedError", "text": "what went � wrong"}
+    assert asked({"op": "snapshot", "used": [0, 512]})[0] == {"failed": "RefusedError", "text": "what went � wrong"}
     ours.close()
     thread.join(30)
     assert not thread.is_alive()

@@ -37,7 +37,7 @@ JUDGE = "(judge)"
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a benchmark. processes: on a CPU fresh ones of each submission; on a GPU groups of calls on other memory. Of
+    """Of a benchmark. processes: on a CPU fresh ones of each submission; on a GPU groups of calls by fresh players. Of
     each on a case, warmups: calls not scored; samples: timed calls; extra: more rounds at most, in place of calls
     beside which others took the machine. buffers: that calls take in turn. paired: two are compared.
     """

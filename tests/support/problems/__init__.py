@@ -6,6 +6,7 @@
 ROWS = 61
 # Row -> why there is no file for it, and what holds it instead.
 UNACTED = {
+    3: "launches on the legacy default queue are recorded like the rest (tests/harness/judge/test_gpu_judge.py)",
     28: "torch is allowed in a submission, so calling a library is no offence; docs/rules.md says so",
     34: "the judge's flush, not a submission's doing: its size follows the device's cache (harness/player/player.cu)",
     36: "clocks and throttling: recorded with each case, and pairs cancel them (tests/harness/results/test_stats.py)",

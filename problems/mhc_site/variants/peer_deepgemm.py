@@ -14,7 +14,6 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from task import COPIES, HC_EPS, ITERATIONS, NORM_EPS, ROWS, input_t, output_t, unpack
-from torch.utils.dlpack import to_dlpack
 
 TARGETS = ("sm90",)
 REQUIRES = ("deep_gemm", "triton")
@@ -99,9 +98,8 @@ def setup(data: input_t) -> State:
 def custom_kernel(data: input_t, state: State) -> output_t:
     """Write the four outputs and return them; `state` is what setup(data) gave."""
     returned = data.new_copies, data.out, data.new_post, data.new_comb
-    # Each as a separate storage: inductor takes no outputs of several dtypes in one. A capsule, since a tensor's own
-    # __dlpack__ refuses the thread's default queue, on which calls are recorded.
-    new, *outputs = (torch.from_dlpack(to_dlpack(tensor)) for tensor in returned)
+    # Each as a separate storage: inductor takes no outputs of several dtypes in one. By a capsule, of any queue.
+    new, *outputs = (torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)) for tensor in returned)
     for tensor in (*data[:5], new, *outputs):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # tokens: one compilation serves all numbers above 1
     _compiled(post_into)(data.y, data.second, data.copies, data.post, data.comb, new)

@@ -68,15 +68,12 @@ struct Variable {
 struct Call {
     Memory inputs[COPIES], outputs[COPIES], weights;
     Window io, held;
-    std::vector<CUmodule> modules;
+    std::vector<CUmodule> modules;  // which stay loaded, as long as this process lives
     Nodes before, nodes;  // of a baseline's setup, which is not timed; of the call
     std::vector<Variable> variables;
     Memory snapshot;  // of scratch memory at capture: its ranges in use, one behind the other
     Window kept;      // where it is mapped
     std::vector<std::pair<size_t, size_t>> used;  // offset and size of each of these
-    ~Call() {
-        for (CUmodule module : modules) cuModuleUnload(module);
-    }
 };
 
 std::string error_text;

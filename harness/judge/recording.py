@@ -9,6 +9,7 @@ MODE's format: their calls are then made and timed in their runner, which stays 
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from harness.judge import limits, prepared, replies
@@ -16,7 +17,7 @@ from harness.judge.events import Step
 from harness.judge.handle import Content, RunnerHandle, admitted, remarked
 from harness.judge.outcome import Outcome
 from harness.judge.player import Player
-from harness.judge.session import Session
+from harness.judge.session import CLOSED_AT_ONCE, Session
 from harness.player import player
 from harness.problem.folders import Case
 from harness.sandbox.process import Died
@@ -150,8 +151,9 @@ class Replays:
 
     def renew(self) -> None:
         """Have other processes make the calls from now on."""
+        with ThreadPoolExecutor(CLOSED_AT_ONCE) as pool:
+            list(pool.map(Played.end_player, self.played.values()))
         for one in self.played.values():
-            one.end_player()
             if any(recording.recorded and not recording.failure for recording in one.recordings.values()):
                 one.player = Player(one.handle.target)  # all of them start at the same time
 

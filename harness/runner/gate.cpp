@@ -45,7 +45,7 @@ void Py_DecRef(void* object);
 namespace {
 
 constexpr int RETURNED = 1024;   // tensors that a call may return where the judge hands out no outputs
-constexpr double STOP_LIMIT_S = 2.0;  // for all that was told to stop; beside load each thread needs a turn for it
+constexpr double STOP_LIMIT_S = 10.0;  // for all that was told to stop; beside load each thread needs a turn for it
 constexpr int SAID = 524288;     // bytes in which a runner says what its tensors are, where the judge hands out none
 constexpr int WORDS = 64;        // of the outputs, looked at when a call says that it is done
 constexpr uint32_t LEAVE = 1u << 31;  // with the number of the last call, in `go`: there is no next one

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from harness.runner import gate
 from harness.sandbox import reaper
 
-STOP_LIMIT_S = 2.0  # for all processes of a runner to stop; beside load a process needs a turn to do so
+STOP_LIMIT_S = 10.0  # for all processes of a runner to stop; beside load a process needs a turn to do so
 WELL, LATE, GONE, RUNS_ON = range(4)  # what harness/runner/gate.cpp answers
 CLOCK = "the judge's clock; runners stopped by signals"
 

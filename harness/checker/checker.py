@@ -19,7 +19,7 @@ from harness.checker.guards import Guards
 from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
-from harness.sandbox.freezer import RUNS_ON, STOP_LIMIT_S, Freezer
+from harness.sandbox.freezer import RUNS_ON, Freezer
 from problems.common import load
 
 PAGE = 2 << 20  # by which memory of a GPU is made read-only (harness/player/player.py)
@@ -268,7 +268,7 @@ class Checker:
         if message["first"] and (code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):
             return {"code": code, "waiting": False}
         ran = [] if message["first"] else [gate.bindings().ran_on(*freezer)]  # since the end of its last call
-        if gate.bindings().stop(*freezer, STOP_LIMIT_S):
+        if gate.bindings().stop(*freezer):
             return {"code": RUNS_ON, "waiting": True}
         before = freezer.processes()
         if message["fill"]:

@@ -233,11 +233,8 @@ class RunnerProcess:
         return gate.Reading(**timed), before, after, note
 
     def failure(self, died: Died) -> Outcome:
-        return Outcome(died.status, self.restored(died.reason))
-
-    def restored(self, text: str) -> str:
-        """Return `text` with the submission's own paths in place of those of its folder here."""
-        return self.workdir.restore(text) if self.workdir else text
+        """Return the failure, with the submission's own paths in place of those of its folder here."""
+        return Outcome(died.status, self.workdir.restore(died.reason) if self.workdir else died.reason)
 
     def remove(self) -> None:
         if self.workdir:

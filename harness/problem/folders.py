@@ -148,11 +148,6 @@ class Problem:
         return submission(self, variant_file(self.folder, name, option))
 
 
-def find(name: str) -> Problem:
-    """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
-    return _read(place(name))
-
-
 def place(name: str) -> Path:
     """The folder of that problem; nothing of it is read. UsageError: there is none."""
     for folder in (load.PROBLEMS / name, Path(name)):
@@ -287,7 +282,9 @@ def _count(folder: Path, method: Any) -> Any:
     return said
 
 
-def _read(folder: Path) -> Problem:
+def find(name: str) -> Problem:
+    """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
+    folder = place(name)
     if is_own(folder):
         with reading(folder.name, named=True):
             said = load.constants(folder / "task.py", "INOUT", "OPAQUE")

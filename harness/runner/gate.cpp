@@ -157,8 +157,8 @@ std::map<int, Ran> rested;  // by reaper, what its processes had run when they w
 // at_once: the runner's process, which has just said "done" and is alone in most runners, is stopped before /proc is read
 // for others. told: when every process had been told. From then on none gets back to its own code: who runs is
 // interrupted at once, and who waits for a processor finds the order when it gets one.
-int stop(const Group& group, double limit_s, bool at_once, double* told) {
-    const double deadline = now_us() + 1e6 * limit_s;
+int stop(const Group& group, bool at_once, double* told) {
+    const double deadline = now_us() + 1e6 * STOP_LIMIT_S;
     if (at_once) kill(group.pid, SIGSTOP);
     *told = now_us();
     // A stopped process stays stopped: the filter of system calls refuses SIGCONT, and what makes the kernel send it. The
@@ -185,7 +185,7 @@ int stop(const Group& group, double limit_s, bool at_once, double* told) {
 double ran_on(const Group& group) {
     const Ran before = rested[group.reaper], now = ran_by(descendants(group.reaper));
     double told, us = 0;
-    if (now == before || stop(group, STOP_LIMIT_S, false, &told) == GONE) return 0;
+    if (now == before || stop(group, false, &told) == GONE) return 0;
     for (const auto& [pid, ran] : now) {
         const bool seen = std::isnan(ran) || !before.count(pid);
         us += seen ? SEEN_US : rested[group.reaper][pid] - before.at(pid);
@@ -240,7 +240,6 @@ void urgent(bool on) {
 // `remote`: the regions are the runner's own memory.
 struct Look {
     iovec places[WORDS];
-    uint64_t words[WORDS];
     int count = 0;
     bool remote = false;
 
@@ -255,7 +254,7 @@ struct Look {
         const uint64_t kinds = filled.size(), first = random[WORDS] % kinds;  // there may be more outputs than words
         for (; count < WORDS; ++count) {
             const iovec& region = filled[(first + count) % kinds];
-            const uint64_t words = words_of(region);
+            const uint64_t words = (region.iov_len + 7) / 8;
             const uint64_t at = words <= WORDS / kinds ? count / kinds % words : random[count] % words;
             const uint64_t left = region.iov_len - 8 * at;
             places[count] = {(char*)region.iov_base + 8 * at, left < 8 ? left : 8};
@@ -273,7 +272,6 @@ struct Look {
         }
         return !remote || process_vm_readv(pid, here, count, places, count, 0) == bytes;
     }
-    static uint64_t words_of(const iovec& region) { return (region.iov_len + 7) / 8; }
 };
 
 // ---------------------------------------------------------------- readers
@@ -445,10 +443,10 @@ void judge_note_returned(void* page, const uint64_t* address_and_bytes, int coun
 // The judge: what a runner had noted when the call was done that was timed last.
 const char* judge_noted() { return noted.c_str(); }
 
-// Each of these: 0, or 1: not within limit_s, or 2: the runner's process is gone.
-int judge_stop(int reaper, int pid, double limit_s) {
+// 0, or 1: not within the limit, or 2: the runner's process is gone. So judge_await_ready.
+int judge_stop(int reaper, int pid) {
     double told;
-    return stop({reaper, pid}, limit_s, false, &told);
+    return stop({reaper, pid}, false, &told);
 }
 double judge_ran_on(int reaper, int pid) { return ran_on({reaper, pid}); }
 void judge_resume(int reaper, int pid) { resume({reaper, pid}, descendants(reaper)); }
@@ -505,7 +503,7 @@ int judge_time(void* page, uint32_t number, uint32_t which, int reaper, int pid,
     const uint64_t said = gate->said_bytes;
     noted.assign(gate->said, said < SAID ? said : SAID);
     double told = end;
-    const int stopped = stop(group, STOP_LIMIT_S, came == WELL, &told);
+    const int stopped = stop(group, came == WELL, &told);
     urgent(false);
     reading->others = std::min(reading->others, others());  // not the judge's own, which look up now and then
     reading->changed = seen && look.take(pid, last) ? 0 : -1;

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 from problems.common import build
 
-# As in gate.cpp: tensors that a call may return, words of its outputs that are looked at, what the empty call works.
-RETURNED, WORDS, EMPTY_US = 1024, 64, 300.0
+# As in gate.cpp: tensors that a call may return, words of its outputs that are looked at, what the empty call works,
+# and what all processes of a runner get to stop.
+RETURNED, WORDS, EMPTY_US, STOP_LIMIT_S = 1024, 64, 300.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Gate:
         code, locked = ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path)
         group = (c_int,) * 2
         self.page_bytes: int = code.judge_gate_bytes()
-        # (*group, limit in s) -> 0: nothing of the group can run; 1: not within the limit; 2: the runner is gone.
-        self.stop = _typed(code.judge_stop, *group, c_double)
+        # (*group) -> 0: nothing of the group can run; 1: not within STOP_LIMIT_S; 2: the runner is gone.
+        self.stop = _typed(code.judge_stop, *group)
         self.resume = _typed(code.judge_resume, *group, returns=None)
         # (*group) -> us that the processes of a stopped group ran since; SEEN_US and more where one was seen to.
         self.ran_on = _typed(code.judge_ran_on, *group, returns=c_double)
-        # (page, number, pid, limit in s) -> as for stop, when the runner waits for call `number`.
+        # (page, number, pid, limit in s) -> as for stop, within this limit, when the runner waits for call `number`.
         self.await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
         # (page) -> which of its calls a runner made last.
         self.which = _typed(code.judge_which, c_void_p)
@@ -58,8 +58,10 @@ class Gate:
         self._note_returned = _typed(code.judge_note_returned, *noted_by, returns=None)
         # () -> what a runner had noted of what its last call returned, when that said "done": JSON, or any bytes.
         self.noted = _typed(code.judge_noted, returns=c_char_p)
+        # (page, number, kernel, tuple of arguments, of which the judge picks; (): its empty call) -> what the last call
+        # returned; what it raised is raised. Make call `number` and those after it, each when the judge says "go".
         taken = (c_void_p, c_uint32, ctypes.py_object, ctypes.py_object)
-        self._take_turns = _typed(locked.judge_take_turns, *taken, returns=ctypes.py_object)
+        self.take_turns = _typed(locked.judge_take_turns, *taken, returns=ctypes.py_object)
 
     def time(
         self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float, outputs: list[tuple[int, int]]
@@ -79,13 +81,6 @@ class Gate:
         """
         self._note_returned(page, _pairs(places), len(places), said, len(said))
 
-    def take_turns(self, page: int, number: int, kernel: Callable, calls: tuple[tuple, ...]) -> object:
-        """In the runner, from call `number` on, wait for "go", call `kernel` and say "done", until the judge says that
-        it was the last. calls: arguments, of which the judge picks; (): the judge's empty call. Return what the last
-        one returned, or raise what it raised.
-        """
-        return self._take_turns(page, number, kernel, calls)
-
 
 class _Reading(ctypes.Structure):
     _fields_ = tuple((each.name, c_double if each.type is float else c_int32) for each in fields(Reading)[1:])
@@ -97,10 +92,7 @@ def artefact() -> build.Artefact:
     return build.cpp(Path(__file__).with_name("gate.cpp"))
 
 
-@functools.cache
-def bindings() -> Gate:
-    """Return the code that times a call on a CPU. BuildError: no compiler, or it failed."""
-    return Gate()
+bindings = functools.cache(Gate)  # the code that times a call on a CPU. BuildError: no compiler, or it failed
 
 
 def _pairs(places: list[tuple[int, int]]) -> ctypes.Array:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from harness.runner import gate
 from harness.sandbox import reaper
 
-STOP_LIMIT_S = 10.0  # for all processes of a runner to stop; beside load a process needs a turn to do so
 WELL, LATE, GONE, RUNS_ON = range(4)  # what harness/runner/gate.cpp answers
 CLOCK = "the judge's clock; runners stopped by signals"
 
@@ -26,8 +25,8 @@ class Freezer(NamedTuple):
 
     def stop(self) -> None:
         """Return when nothing of the runner can run. StopError: it still runs, or its process is gone."""
-        if code := gate.bindings().stop(*self, STOP_LIMIT_S):
-            why = "its process is gone" if code == GONE else f"processes still ran after {STOP_LIMIT_S:g} s"
+        if code := gate.bindings().stop(*self):
+            why = "its process is gone" if code == GONE else f"processes still ran after {gate.STOP_LIMIT_S:g} s"
             raise StopError(f"the runner could not be stopped: {why}")
 
     def resume(self) -> None:

@@ -42,8 +42,7 @@ class Died(RuntimeError):
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
-        self.reason = reason
+        self.status, self.reason = status, reason
 
 
 def harden() -> None:
@@ -233,10 +232,6 @@ class Child:
             self.kill()
             raise Died("RUNTIME_ERROR", f"its process sent {len(fds)} descriptors with a message")
         return message, fds
-
-    def answers(self, within_s: float) -> bool:
-        """Return whether a message, or its end, can be read within this time."""
-        return bool(select.select([self.sock], [], [], within_s)[0])
 
     def _look(self, watch: "Child | None") -> None:
         """Kill `watch`, or this child if that is None, where it printed or took too much. Died: it is this one."""

@@ -1,9 +1,9 @@
 """The outcome of a call: its times, and the verdict of what was looked at, each of which is a fault or None."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from harness.results import schema
 from harness.runner import gate
@@ -29,7 +29,7 @@ class Outcome:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file
 
-    status: Annotated[str, Field(pattern=f"^({'|'.join(schema.STATUSES)})$")]
+    status: schema.Status
     reason: str = ""
     error: dict | None = None
     us: float | None = None

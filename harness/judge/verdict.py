@@ -15,22 +15,10 @@ from harness.player import player
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, ranking, record, schema, stats
+from harness.results.schema import EXIT_CODES
 from harness.runner import native
 from harness.sandbox import freezer, policy
 
-EXIT_CODES = {
-    "PASSED": 0,
-    "COMPILED": 0,
-    "MODEL_CHECKED": 0,
-    "INCORRECT": 1,
-    "RULE_BROKEN": 3,
-    "CHEAT_SUSPECTED": 3,
-    "COMPILE_ERROR": 4,
-    "RUNTIME_ERROR": 4,
-    "TIMEOUT": 5,
-    "INVALID_MEASUREMENT": 6,
-    "UNSUPPORTED": 7,
-}
 SELF_TIMED = "events in the submission's process"  # the clock of what cannot be recorded
 REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
 

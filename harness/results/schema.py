@@ -18,21 +18,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from harness.results import text
 
 SCHEMA = 4
-# Verdicts, the gravest first: where a submission failed in several ways, the first of them is its verdict.
-Status = Literal[
-    "RULE_BROKEN",
-    "CHEAT_SUSPECTED",
-    "COMPILE_ERROR",
-    "RUNTIME_ERROR",
-    "TIMEOUT",
-    "INCORRECT",
-    "INVALID_MEASUREMENT",
-    "UNSUPPORTED",
-    "COMPILED",
-    "MODEL_CHECKED",
-    "PASSED",
-]
-STATUSES: tuple[str, ...] = get_args(Status)
+# Verdicts and their exit codes, the gravest first: where a submission failed in several ways, the first is its verdict.
+EXIT_CODES = {
+    "RULE_BROKEN": 3,
+    "CHEAT_SUSPECTED": 3,
+    "COMPILE_ERROR": 4,
+    "RUNTIME_ERROR": 4,
+    "TIMEOUT": 5,
+    "INCORRECT": 1,
+    "INVALID_MEASUREMENT": 6,
+    "UNSUPPORTED": 7,
+    "COMPILED": 0,
+    "MODEL_CHECKED": 0,
+    "PASSED": 0,
+}
+STATUSES = tuple(EXIT_CODES)
+Status = Literal[STATUSES]  # ty: ignore[invalid-type-form]
 Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]

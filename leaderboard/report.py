@@ -40,7 +40,7 @@ def _report(options: argparse.Namespace) -> int:
     pages.see_folder(options.results)
     for option, folder in (("--out", options.out), ("--html", options.html)):
         if folder:
-            output.see_folder(option, folder)
+            output.see_option(option, folder, output.see_place)
     return pages.readme(options) if options.readme else pages.report(options)
 
 

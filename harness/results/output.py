@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -101,18 +101,6 @@ def see_writable(path: Path) -> None:
     tempfile.TemporaryFile(dir=path.parent).close()
 
 
-def see_file(option: str, path: Path) -> None:
-    """Raise ValueError, which names the option, if write_whole could not write the file `path` now."""
-    with _of_option(option, path):
-        see_writable(path)
-
-
-def see_folder(option: str, folder: Path) -> None:
-    """Raise ValueError, which names the option, if no file could be written into `folder` now. It may be new."""
-    with _of_option(option, folder):
-        see_place(folder)
-
-
 def see_place(folder: Path) -> None:
     """Raise OSError if no file could be written into `folder` now. It may be new."""
     while not os.path.lexists(folder) and folder != folder.parent:
@@ -120,10 +108,10 @@ def see_place(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-@contextlib.contextmanager
-def _of_option(option: str, path: Path) -> Iterator[None]:
+def see_option(option: str, path: Path, see: Callable[[Path], None]) -> None:
+    """Raise ValueError, which names the option that gave `path`, if `see`, see_writable or see_place, refuses it."""
     try:
-        yield
+        see(path)
     except OSError as error:
         raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from None
 

@@ -54,7 +54,7 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
 def source_hash(file: Path, folder: Path | None = None) -> str:
     """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
     files = closure(file, folder)
-    return hash_of((*files, *shared(files)))
+    return record.content_hash((path.name, content(path)) for path in sorted((*files, *shared(files))))
 
 
 def files_of(file: Path) -> list[Path]:
@@ -101,25 +101,17 @@ def shared(files: Iterable[Path]) -> list[Path]:
     return _reached(files, used)
 
 
-def of_problem(folder: Path, others: Iterable[Path] = ()) -> list[Path]:
-    """The files that define a problem, with what they import. others: further ones of a GPU MODE folder."""
+def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
+    """Hash of the files that define a problem, with what they import: names and contents. others: further ones of a
+    GPU MODE folder. ValueError, SyntaxError, YAMLError: one is unreadable.
+    """
     files = [folder / name for name in ("task.py", "reference.py")] + list(others)
     files = [file.resolve() for file in files if file.is_file()]
     if is_composition(folder):  # whose reference is made of the folder's modules
         files += modules(folder / "reference.py", folder)
     cases = folder / "task.yml"
-    return [*dict.fromkeys((*files, *shared(files)))] + ([cases] if cases.is_file() else [])
-
-
-def hash_of(files: Iterable[Path]) -> str:
-    """Hash of the sources of a submission: their names, and what they say. SyntaxError: one cannot be parsed."""
-    return record.content_hash((file.name, content(file)) for file in sorted(files))
-
-
-def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
-    """Hash of what defines a problem: names and contents. ValueError, SyntaxError, YAMLError: one is unreadable."""
-    files = sorted(of_problem(folder, others))
-    return record.content_hash((path.name, content(path, docstrings=False)) for path in files)
+    whole = {*files, *shared(files), *([cases] if cases.is_file() else [])}
+    return record.content_hash((path.name, content(path, docstrings=False)) for path in sorted(whole))
 
 
 def content(path: Path, docstrings: bool = True) -> bytes:

@@ -1,6 +1,4 @@
-"""Folders in GPU MODE's format, for the checker: whether they are complete, which seeds they bear, and what their own
-check says of an answer.
-"""
+"""Folders in GPU MODE's format, for the checker: are they complete, which seeds they bear, what their check says."""
 
 from pathlib import Path
 from types import ModuleType
@@ -68,9 +66,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
 
 
 def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
-    """Return what a check says: (right, text), a text or list that is empty if right, or a bool. An exception is a no.
-    RefusedError: it returns something else.
-    """
+    """Return what a check says as (right, text). What it raises is a no. RefusedError: it returns another kind."""
     try:
         said = reference.check_implementation(tree.clone(data), answer)
     except (MemoryError, torch.OutOfMemoryError):

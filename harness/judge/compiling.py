@@ -66,9 +66,7 @@ def code_hash(problem: Problem, file: Path, target: str, tree: Path | None = Non
 
 
 def hash_of(folder: Path) -> str | None:
-    """Hash of the GPU machine code in the builds below `folder`, the same whatever its kernels and files are
-    called; None where there is no cubin.
-    """
+    """Hash of the GPU code in builds below `folder`, whatever its kernels and files are called; None: no cubin."""
     found = set()
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,7 @@
 """The output of a run: a bar on a terminal, a line for each test case, and the tables at the end.
 
-Names, cases and reasons come from submissions and from foreign problems. harness/results/text.py cleans all of them,
-and rich does not read them as markup. Every function raises ClosedError (harness/results/output.py) once the reader of
-standard output is gone.
+Names, cases and reasons come from submissions and foreign problems: harness/results/text.py cleans them, and rich does
+not read them as markup. Every function raises ClosedError (harness/results/output.py) once the reader is gone.
 """
 
 import sys

@@ -1,7 +1,4 @@
-"""Progress of a run, for the terminal's bar and for --events: a file of JSON lines that an agent can follow.
-
-docs/records.md has the fields of every line.
-"""
+"""Progress of a run, for the terminal's bar and for --events, JSON lines that an agent can follow (docs/records.md)."""
 
 import dataclasses
 import json

@@ -215,8 +215,7 @@ class RunnerProcess:
 
     def report_of(self, timed: dict, limit_s: float) -> tuple[gate.Reading, list[int], list[int], str]:
         """Return the report on a call on a CPU: the clock's reading, pids of what the runner had not ended before it
-        and after it, and what it noted of what came back. Died: the runner is gone, was not ready, too late, or could
-        not be stopped.
+        and after it, and what it noted of what came back. Died: it is gone, unready, late, or does not stop.
         """
         if timed["code"] == freezer.GONE:
             self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
@@ -289,9 +288,7 @@ class RunnerHandle:
     def start(
         self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]
     ) -> None:
-        """Start its process and send it what to import. `RunnerProcess.receive` has the answer. Died: its files cannot
-        be laid out.
-        """
+        """Start its process, and send what to import. `receive` has the answer. Died: its files cannot be laid out."""
         problem, device = checker.problem, "cpu" if compile_only else checker.device
         arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
         stoppable = checker.device == "cpu" and not compile_only

@@ -65,9 +65,7 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
 
 
 def kept(handle: RunnerHandle, before: int) -> Outcome | None:
-    """Return the fault if the runner holds more than is allowed, or was lost meanwhile. before: as of `measure`, ahead
-    of the request that may have added to it.
-    """
+    """Return the fault of holding more than is allowed, or the loss. before: as of `measure`, ahead of the request."""
     process = handle.running
     for heap in (False, True):  # to free what malloc keeps each time would cost the calls behind it
         size = measure(handle, heap)

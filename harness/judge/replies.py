@@ -1,7 +1,6 @@
 """The form of every reply of a runner, and of the scan, field by field. A process that reads a submission writes them.
 
-`read` checks type, range and length of every field and cleans every text. A reply that does not fit is that
-submission's RUNTIME_ERROR.
+`read` checks type, range and length of each field, and cleans texts. A reply that does not fit is a RUNTIME_ERROR.
 """
 
 import json

@@ -170,9 +170,7 @@ def rule_broken(submission: Submission) -> Outcome | None:
 
 
 def refusal(submission: Submission, device: str, target: str) -> Outcome | None:
-    """Return why a submission may not, or cannot, run on a GPU of architecture `target`, or a CPU. UsageError: nothing
-    can run, since nvcc is missing.
-    """
+    """Return why a submission may not, or cannot, run on a CPU or a GPU of type `target`. UsageError: no nvcc."""
     if broken := rule_broken(submission):
         return broken
     with reading(submission.file.name):

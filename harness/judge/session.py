@@ -175,8 +175,7 @@ class Session:
 
     def count_kept(self, handle: RunnerHandle, request: CallRequest) -> None:
         """Make a first call of a submission, which loads its code, and count from then on what it keeps. One that is
-        lost meanwhile, or has kept too much in its first `prepare`, is not run again, since nothing of its next process
-        would be counted.
+        lost meanwhile, or keeps too much in its first `prepare`, does not run again: it would not be counted.
         """
         counts = self._split and handle.submission and not handle.baseline
         if counts and not self._refused(handle):

@@ -1,7 +1,6 @@
 """Problem folders in GPU MODE's format, read as they are (docs/gpu_mode.md says what is honoured).
 
-task.yml names the cases, whose values generate_input receives; eval.py is ignored, and the other files are imported by
-the names that task.yml gives them.
+task.yml names the cases, of values for generate_input, and files by the names that import them; eval.py is ignored.
 """
 
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 A composition is a problem folder in problems/ whose task.py says `COMPOSITION = True`. Only its submissions may import
 modules of their folder and of the folders in it (`from problems.<folder>.cache import pages`), and name in a literal,
-`COMPOSES = ("nvfp4_gemv",)`, the problems whose winners they call through problems/common/load.py. Everything is found
-by reading, nothing is run.
+`COMPOSES = ("nvfp4_gemv",)`, the problems whose winners they call through problems/common/load.py. Nothing is run.
 """
 
 import ast

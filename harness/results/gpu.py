@@ -53,9 +53,7 @@ def present() -> tuple[Gpu, ...]:
 
 
 def visible() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA sees, in its order. A word that names no GPU, or one again, hides itself and all that
-    follow it.
-    """
+    """Return the GPUs that CUDA sees, in its order. A word that names none, or one again, hides all from there on."""
     said = os.environ.get(VARIABLE)
     if said is None:
         return present()

@@ -117,9 +117,7 @@ def see_option(option: str, path: Path, see: Callable[[Path], None]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` as the file `path`; through a symbolic link to its target, a device or a pipe as it is. OSError,
-    which names the file: it stays as it was.
-    """
+    """Write the file `path`, a link's target, a device or pipe. OSError, which names it: it stays as it was."""
     try:
         target = _target(path)
         if _special(target):
@@ -143,9 +141,7 @@ def deliver(place: str, text: str, stdout: TextIO) -> None:
 
 
 def spliced(text: str, marks: tuple[str, str], said: str, name: str) -> str:
-    """Return `text`, of the file `name`, with `said` between the two marks, which stay. ValueError: the text does not
-    have each mark once, in this order.
-    """
+    """Return `text`, of the file `name`, with `said` between two marks. ValueError: it lacks one or has one twice."""
     begin, end = marks
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{name} must hold the lines {begin} and {end} once each, in this order")

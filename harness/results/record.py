@@ -180,9 +180,7 @@ def records_of(found: Iterable[Contents]) -> list[dict]:
 
 
 def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
-    """Return the records of a problem on a machine, oldest first; malformed lines are left out. StorageError: a file is
-    there and cannot be read.
-    """
+    """Return a problem's records on a machine, oldest first, less malformed lines. StorageError: unreadable file."""
     return records_of(contents(machine, problem, results))
 
 

@@ -31,9 +31,7 @@ class RunFile:
 
     @classmethod
     def reopen(cls, path: Path, check: Check) -> "RunFile":
-        """Return the file of a killed run, unchanged until `write`. check: as of record.contents_of. BlockingIOError: a
-        living process holds it.
-        """
+        """Return the file of a killed run. check: as of record.contents_of. BlockingIOError: a process holds it."""
         descriptor = _open(path, os.O_RDWR, fcntl.LOCK_NB)
         with record.storing(path):
             data = path.read_bytes()

@@ -1,7 +1,6 @@
 """Text that a submission, a foreign problem or an old record may have written, made safe for the place that shows it.
 
-Such text is data. On a terminal it must not move the cursor, in a table it must not make a row, and in Markdown it must
-not become a link.
+Such text is data. On a terminal it must not move the cursor, in a table make no row, and in Markdown become no link.
 """
 
 import math

@@ -49,8 +49,7 @@ def first_line(where: str, error: BaseException, file: str, module: Any) -> str:
 
 def of_folder(error: BaseException, file: Path) -> str:
     """Return a report of what a problem's code raised, whose reference is `file`: its own line, "reference.py:12:
-    KeyError: 'x'", and the traceback from its first frame in the folder, or all of it. One line: what the judge
-    refuses, and code that is no Python.
+    KeyError: 'x'", and the traceback from its first frame in the folder, or all. One line: RefusedError, SyntaxError.
     """
     if isinstance(error, RefusedError):
         return _clip(str(error))

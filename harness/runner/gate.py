@@ -67,8 +67,7 @@ class Gate:
         self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float, outputs: list[tuple[int, int]]
     ) -> tuple[Reading, list[tuple[int, int]]]:
         """Let a stopped runner make call `number`, and stop it again. which: of its calls. outputs: (address, bytes) of
-        what the call writes; address 0: the runner notes where it is. Return (the reading, (address, bytes) of each as
-        noted: untrusted numbers).
+        what it writes; address 0: the runner notes where. Return (the reading, these as noted, untrusted).
         """
         regions, sizes, found = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
         code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
@@ -76,9 +75,7 @@ class Gate:
         return reading, [(regions[2 * i], sizes[i]) for i in range(len(outputs))]
 
     def note_returned(self, page: int, places: list[tuple[int, int]], said: bytes) -> None:
-        """The runner, within its call: (address, bytes) of each tensor that it returns, and JSON that says what they
-        are.
-        """
+        """The runner, within its call: (address, bytes) of each tensor that it returns, and what they are, as JSON."""
         self._note_returned(page, _pairs(places), len(places), said, len(said))
 
 

@@ -34,9 +34,7 @@ def last_level_cache() -> int:
 
 
 def flush_bytes() -> int:
-    """Return the bytes of the memory that `evict` reads. Some machines report a cache of half a gigabyte, so only the
-    checker holds such memory, for all runners.
-    """
+    """Return the bytes that `evict` reads. Since a cache may have half a GiB, only the checker holds as much."""
     return FLUSH_FACTOR * last_level_cache()
 
 

@@ -33,9 +33,7 @@ KEPT = "tensors, arrays, numbers and texts, in tuples, lists, dicts, dataclasses
 
 @dataclass
 class Layout:
-    """The bytes of a buffer that are taken. values: takes plain values, then contents; None: the specification has
-    them.
-    """
+    """The taken bytes of a buffer. values: takes plain values, then contents; None: the specification has them."""
 
     used: int = 0
     values: list | None = None

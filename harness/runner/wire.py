@@ -74,9 +74,7 @@ def receive(
 
 
 def serve(sock: socket.socket, answer: Callable[[dict, list[int]], dict]) -> None:
-    """Answer each message, with its descriptors, until the other process is done. "fds" of a reply are descriptors that
-    go with it, which are closed here.
-    """
+    """Answer each message, with its descriptors, until the peer is done. "fds" of a reply go with it and are closed."""
     with contextlib.suppress(WireError):
         while True:
             reply = answer(*receive(sock))

@@ -46,9 +46,8 @@ class SandboxError(RuntimeError):
 class Jail:
     """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
 
-    uid: a separate user (the caller owns the lease and gives the folders to it), None: the judge's. stopped: it is
-    stopped between its calls, on a CPU; then no timer of the kernel works for it, and nothing that it can do continues
-    it.
+    uid: a separate user (the caller owns the lease and gives it the folders), None: the judge's. stopped: it is stopped
+    between its calls, on a CPU; then no timer of the kernel works for it, and nothing that it can do continues it.
     """
 
     code: Path
@@ -59,9 +58,7 @@ class Jail:
     stopped: bool = False
 
     def orders(self, reaper: int) -> dict:
-        """Return what harness/sandbox/confine.py carries out, in types that marshal knows. reaper: pid of the parent
-        that the process will have.
-        """
+        """Return what confine.py carries out, in types that marshal knows. reaper: pid of the process's parent."""
         abi = 0 if offered()["landlock"] else confine.landlock_abi()
         bounds = syscalls.Bounds(
             stopped=self.stopped,

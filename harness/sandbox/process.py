@@ -277,8 +277,7 @@ class Child:
     def private_bytes(self) -> int:
         """Bytes of host memory that only the child and what it started hold, with files that have no name any more.
 
-        What came with messages (its buffers) and what it maps of files that have a name do not count; memory that a
-        driver pins for it is not to be seen.
+        What came with messages (its buffers) and maps of named files do not count; what a driver pins cannot be seen.
         """
         return sum(self._held())
 

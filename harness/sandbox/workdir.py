@@ -53,8 +53,7 @@ class CacheError(RuntimeError):
 @dataclass
 class Workdir:
     """`jail`: for Child; `file`, `folder`, `files`: the submission, its problem's folder, GPU MODE's files by name, as
-    the runner receives; `common`: the problems/common that a submission of another commit imports. Remove it when the
-    runner has ended.
+    the runner receives; `common`: the problems/common of a submission of another commit. Remove it after the runner.
     """
 
     jail: policy.Jail
@@ -275,9 +274,7 @@ _keepers: list[subprocess.Popen] = []  # each has a pipe to its standard input, 
 
 @functools.cache
 def _folder(pid: int) -> Path:
-    """The folder of the process `pid`, this one: a fork must not share its parent's. A small process removes it when
-    this one is gone.
-    """
+    """The folder of the process `pid`, this one: a fork must not share its parent's. It is gone with the process."""
     place = _executable_place()
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, "--folder", str(place)],

@@ -1,7 +1,6 @@
 """The process of a problem's end-to-end check: python harness/tools/check_launcher.py NAME WORDS... Where `main(WORDS)`
 of the module NAME has returned 0 or 2, or let argparse's SystemExit(2) through, the exit status is that of RETURNED,
-which nothing else has: a kernel that calls exit(0) gives no verdict. Any other status is passed on. Standard library
-only.
+which nothing else has: a kernel that calls exit(0) gives no verdict. Another is passed on. Standard library only.
 """
 
 import importlib

@@ -1,7 +1,6 @@
 """The modes of a run that judge nothing: compile for other machines, profile, and run under a sanitizer.
 
-A profile is the torch profiler's table, and on a GPU one call under Nsight Compute with a digest. Each tool runs in a
-separate pass.
+A profile is the torch profiler's table, and on a GPU, in a separate pass, a digest of a call under Nsight Compute.
 """
 
 import csv

@@ -53,11 +53,6 @@ def reading(what: str, named: bool = False) -> Iterator[None]:
         raise UsageError(f"{what} cannot be read: {said}{where}") from error
 
 
-def label(params: dict) -> str:
-    """The parameters of a case as words: "m=16 k=64"."""
-    return " ".join(f"{key}={value}" for key, value in params.items())
-
-
 def has_words(case: str, words: str) -> bool:
     """Whether a case has all these words, in any order: key=value as a whole, any other word as a part of its text."""
     whole = case.split()
@@ -77,7 +72,7 @@ class Case:
     weight_bytes: int = 0
 
     def __str__(self) -> str:
-        return label(self.params) or "(no parameters)"
+        return text.label(self.params) or "(no parameters)"
 
 
 @dataclass(frozen=True)

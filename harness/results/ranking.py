@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.results import stats
+from harness.results.text import label as case_label
 
 JUDGED = ("test", "benchmark")  # kinds of record that say whether a variant is right
 CLOCKS = {"cuda": "event pair behind a spin", "cpu": "the judge's clock"}  # of records that name none, by their device
@@ -37,11 +38,6 @@ class Leader:
     hi: float
     over: str = ""
     ratio: tuple[float, float, float] | None = None
-
-
-def case_label(case: Mapping | None) -> str:
-    """A case's name, "m=7168 k=16384 l=1". The seed is no part of it: each run draws its own."""
-    return " ".join(f"{key}={value}" for key, value in (case or {}).items() if key != "seed")
 
 
 def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:

@@ -5,6 +5,7 @@ Such text is data. On a terminal it must not move the cursor, in a table make no
 
 import math
 import re
+from collections.abc import Mapping
 
 LIMIT = 20_000  # characters of a text that are kept: a compiler's report fits, a flood does not
 LINE = 2_000  # characters of a text on one line
@@ -35,6 +36,11 @@ def line(text: object, limit: float = LINE) -> str:
 def first_line(text: object, limit: float = LINE) -> str:
     """Return the first line of the clean text, "" if there is none."""
     return line(clean(text, math.inf).partition("\n")[0], limit)
+
+
+def label(params: Mapping | None) -> str:
+    """Return a case as words, "m=16 k=64". A seed is no part of it: each run draws its own."""
+    return " ".join(f"{key}={value}" for key, value in (params or {}).items() if key != "seed")
 
 
 def counted(many: int, what: str) -> str:

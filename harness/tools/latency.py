@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from harness.judge.verdict import Recorder, Result
-from harness.problem.folders import Problem, UsageError, has_words, label
+from harness.problem.folders import Problem, UsageError, has_words
 from harness.results import environment, record, schema
 from harness.results.datasheet import RATES
+from harness.results.text import label
 from harness.sandbox import process
 from harness.tools import device_trace
 from harness.tools.device_trace import Launch

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.problem import folders, sources
-from harness.results import environment, output, record
+from harness.results import environment, output, record, text
 from harness.tools import model_check
 from problems.common import load
 
@@ -116,7 +116,7 @@ def _write(folder: Path, problem_name: str, variant: str, words: str) -> int:
             "outputs": outputs,
         }
         torch.save(kept, folder / named)
-        print(f"{folder / named}: {folders.label(case)}{', exact sums' * exact}", flush=True)
+        print(f"{folder / named}: {text.label(case)}{', exact sums' * exact}", flush=True)
     return 0
 
 
@@ -227,7 +227,7 @@ def _compare_all(files: list[Path], out: Path | None) -> int:
             continue
         for one in found:
             print(
-                f"{one['problem']}/{one['variant']} {folders.label(one['case'])}{', exact sums' * one['exact']}: "
+                f"{one['problem']}/{one['variant']} {text.label(one['case'])}{', exact sums' * one['exact']}: "
                 f"{one['output']}: {one['equal']} of {one['elements']} elements have equal bits, "
                 f"largest difference {_distance(one['max_ulp'])}",
                 flush=True,

@@ -1,8 +1,7 @@
 """`--device model`: run GPU variants on the CPU in a model that executes their PTX, and compare what they write.
 
-Each case runs under every order of asynchronous work that the model has, on new outputs (ptx_model/README.md). It runs
-as `python -m harness.tools.model_check PROBLEM VARIANT TARGET`, cases as JSON on standard input, and a line of JSON on
-standard output for each case and order.
+Each case runs under every order of asynchronous work that the model has, on new outputs (ptx_model/README.md), in a
+process, `python -m harness.tools.model_check FOLDER FILE TARGET CASES`, which writes a line of JSON for each of both.
 """
 
 import importlib.util
@@ -76,17 +75,15 @@ def run(
     problem: Problem, submission: Submission, cases: list[Case], say: Callable[[str], None], timeout_s: float | None
 ) -> list[tuple[Case, Outcome]]:
     """Check `submission` on `cases`. Return the outcome of each that was reached. timeout_s: of a case and order."""
-    target = target_of(submission)
-    argv = [sys.executable, "-m", "harness.tools.model_check", str(problem.folder), str(submission.file), target]
+    place = str(problem.folder), str(submission.file), target_of(submission)
     asked = json.dumps([{**case.params, "seed": case.seed} for case in cases])
+    argv = [sys.executable, "-m", "harness.tools.model_check", *place, asked]
     environment = {**os.environ, "PYTHONPATH": str(process.ROOT), "PYTHONUNBUFFERED": "1"}
     found: dict[int, Outcome] = {}
     reached = 0
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile() as questions:
-        questions.write(asked.encode())
-        questions.seek(0)
-        pipe = subprocess.PIPE
-        child = subprocess.Popen(argv, bufsize=0, env=environment, stdin=questions, stdout=pipe, stderr=errors)
+    with tempfile.TemporaryFile("w+") as errors:
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        child = subprocess.Popen(argv, bufsize=0, env=environment, stdin=none, stdout=pipe, stderr=errors)
         try:
             for line in _lines(child.stdout, timeout_s):
                 reached = line["case"]
@@ -96,8 +93,9 @@ def run(
                 reached += line["last"]
             status = child.wait()
         except TimeoutError:
-            longer = f"--timeout {2 * (timeout_s or 0):g}"
-            words = f"not over after {timeout_s:g} s under one order; give it longer: {longer}"
+            words = (
+                f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
+            )
             found[reached] = Outcome("TIMEOUT", words)
             status = 0
         finally:
@@ -132,11 +130,10 @@ def records(recorder: Recorder, judged: Result) -> list[dict]:
 
 
 def main(argv: list[str]) -> int:
-    """Check one variant. argv: the problem's folder, the variant's file, the target."""
+    """Check one variant. argv: the problem's folder, the variant's file, the target, the cases as JSON."""
     from ptx_model import driver
 
-    folder, file, target = Path(argv[0]), Path(argv[1]), argv[2]
-    cases = json.loads(sys.stdin.read())
+    folder, file, target, cases = Path(argv[0]), Path(argv[1]), argv[2], json.loads(argv[3])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the variant prints is no reply
     model = driver.install(target)

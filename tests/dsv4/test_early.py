@@ -82,7 +82,7 @@ def test_a_linear_that_norms_its_input_has_the_bits_of_two_steps(fmt, k, rows, t
     run(NORMED, fmt, k, rows, tokens)
 
 
-# argv: as harness.tools.model_check's; cases come on standard input.
+# argv: as harness.tools.model_check's.
 CHECKED = """
 import dataclasses
 import sys
@@ -129,8 +129,8 @@ def test_variants_are_right_where_they_begin_early(problem, variant, case):
         pytest.skip("needs nvcc")
     folder = load.PROBLEMS / problem
     case = vars(load.module(folder, "task").TESTS[case]) if isinstance(case, int) else case
-    command = [sys.executable, "-c", CHECKED, str(folder), str(folder / "variants" / f"{variant}.py"), "sm90"]
-    ran = subprocess.run(command, cwd=ROOT, input=json.dumps([case]), capture_output=True, text=True)
+    words = [str(folder), str(folder / "variants" / f"{variant}.py"), "sm90", json.dumps([case])]
+    ran = subprocess.run([sys.executable, "-c", CHECKED, *words], cwd=ROOT, capture_output=True, text=True)
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [one["status"] for one in replies] == ["MODEL_CHECKED"] * 2, (replies, ran.stderr[-2000:])
     assert not ran.stderr.strip(), ran.stderr[-2000:]  # kernels that were launched plainly

@@ -127,7 +127,10 @@ class Checker:
         # could work ahead.
         layout = tree.Layout(values=None if self.ours or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
-        self.values = _said(layout)
+        self.values = None
+        if layout.values:
+            said = torch.frombuffer(bytearray(tree.packed(layout.values)), dtype=torch.uint8)
+            self.values = {"bytes": said, "leaf": tree.describe(said, layout)}
         if self.ours:
             self.inout = self._inout()
             self.want = self.reference.ref_kernel(self._for_reference())
@@ -263,12 +266,12 @@ class Checker:
         noted of the tensors that it returned, in a GPU MODE folder.
         """
         runner, number = message["runner"], message["number"]
-        page, freezer = self.pages[runner], self.freezers[runner]
+        page, freezer, clock = self.pages[runner], self.freezers[runner], gate.bindings()
         self.caught.pop(runner, None)
-        if message["first"] and (code := gate.bindings().await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):
+        if message["first"] and (code := clock.await_ready(page.address, number, freezer.pid, READY_LIMIT_S)):
             return {"code": code, "waiting": False}
-        ran = [] if message["first"] else [gate.bindings().ran_on(*freezer)]  # since the end of its last call
-        if gate.bindings().stop(*freezer):
+        ran = [] if message["first"] else [clock.ran_on(*freezer)]  # since the end of its last call
+        if clock.stop(*freezer):
             return {"code": RUNS_ON, "waiting": True}
         before = freezer.processes()
         if message["fill"]:
@@ -276,15 +279,13 @@ class Checker:
         buffer = self.buffers[runner][message["buffer"]]
         self._make_cold(buffer, message)
         outputs = [] if message["judges"] else self._written(buffer)
-        reading, noted = gate.bindings().time(
-            page.address, number, message["which"], freezer, message["limit_s"], outputs
-        )
+        reading, noted = clock.time(page.address, number, message["which"], freezer, message["limit_s"], outputs)
         if reading.code == 0 and not message["judges"]:
             self.caught[runner] = self._catch(runner, buffer, freezer.pid, noted)
-        said = "" if self.ours or message["judges"] else gate.bindings().noted().decode(errors="replace")
+        said = "" if self.ours or message["judges"] else clock.noted().decode(errors="replace")
         if message["last"]:
-            gate.bindings().leave(page.address, number)
-        ran += [reading.ran_us, gate.bindings().ran_on(*freezer) if reading.code == 0 else 0.0]
+            clock.leave(page.address, number)
+        ran += [reading.ran_us, clock.ran_on(*freezer) if reading.code == 0 else 0.0]
         report = {**dataclasses.asdict(reading), "ran_us": max(ran), "waiting": True, "before": before, "said": said}
         return {**report, "after": freezer.processes()}
 
@@ -437,14 +438,6 @@ class Checker:
     def _sync(self) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-
-
-def _said(layout: tree.Layout) -> dict | None:
-    """Return the bytes of the plain values that a layout took, and the specification of their place; None without."""
-    if not layout.values:
-        return None
-    said = torch.frombuffer(bytearray(tree.packed(layout.values)), dtype=torch.uint8)
-    return {"bytes": said, "leaf": tree.describe(said, layout)}
 
 
 def _fields(spec: dict) -> list[str]:

@@ -38,10 +38,8 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     try:
         signature.bind(**case)
     except TypeError as error:
-        said = ", ".join(f"{name}={value!r}" for name, value in case.items())
-        raise RefusedError(
-            f"task.yml: a case must name what generate_input takes, {signature}, got {said}: {error}"
-        ) from None
+        wanted, said = f"what generate_input takes, {signature}", ", ".join(f"{name}={case[name]!r}" for name in case)
+        raise RefusedError(f"task.yml: a case must name {wanted}, got {said}: {error}") from None
     return reference.generate_input(**case)
 
 

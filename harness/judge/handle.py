@@ -97,7 +97,7 @@ class CheckerHandle:
         works meanwhile. fds: closed here. Died: that runner took too much, and is gone.
         """
         try:
-            reply, given = self._exchange(message, limit_s or limits.CHECKER_LIMIT_S, watch, fds)
+            reply, given = self._answer(message, limit_s or limits.CHECKER_LIMIT_S, watch, fds)
         except Died as died:
             raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
         finally:
@@ -111,9 +111,7 @@ class CheckerHandle:
             raise ProblemError(f"{failed}: {reply['text']}")
         return reply, given
 
-    def _exchange(
-        self, message: dict, limit_s: float, watch: Child | None, fds: Sequence[int]
-    ) -> tuple[dict, list[int]]:
+    def _answer(self, message: dict, limit_s: float, watch: Child | None, fds: Sequence[int]) -> tuple[dict, list[int]]:
         """Return the reply to a message; what failed at the start stays the reply to all. Died: the checker is gone."""
         if self._started is None:
             self._started = self.child.receive(limits.CHECKER_LIMIT_S)[0]
@@ -126,7 +124,7 @@ class CheckerHandle:
         """Raise DeviceError if a GPU does not compute any more, in the checker's context, since `lost` was lost."""
         well = self.device == "cpu"
         with contextlib.suppress(Died):
-            well = well or self._exchange({"op": "canary"}, limits.CANARY_LIMIT_S, None, ())[0].get("well") is True
+            well = well or self._answer({"op": "canary"}, limits.CANARY_LIMIT_S, None, ())[0].get("well") is True
         if not well:
             raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 

@@ -49,9 +49,7 @@ class Options:
         "{cpu,cuda,cuda:N,model}",
     )
     case: str | None = _option("only cases with all these words, such as k=64 or 'tokens=4096 router=uniform'", "TEXT")
-    seed: int | None = _option(
-        "seed of the test cases (timed calls have secret seeds)", type=Value(int, "0 to 2^63 - 1")
-    )
+    seed: int | None = _option("seed of test cases (timed calls have secret seeds)", type=Value(int, "0 to 2^63 - 1"))
     timeout: float | None = _option(
         "seconds a call may take (default 30, the first 120)", "S", type=Value(float, "positive and finite, in seconds")
     )

@@ -76,10 +76,9 @@ class Failed(Reply):
     text: Text
 
 
-class Started(Reply):
+class Started(Ready):
     """The submission was imported. switches: torch's global settings that its import had changed, put back."""
 
-    ready: Literal[True]
     switches: Names
 
 

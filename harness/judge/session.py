@@ -239,9 +239,8 @@ class Session:
         if handle.broken:
             return handle.broken
         if handle.process is None and handle.lost >= limits.GIVE_UP_AFTER:
-            return Outcome(
-                handle.loss.status, remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
-            )
+            reason = remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
+            return Outcome(handle.loss.status, reason)
         return self._started(handle)
 
     def _started(self, handle: RunnerHandle, compile_only: bool = False) -> Outcome | None:

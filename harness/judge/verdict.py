@@ -197,9 +197,7 @@ class Recorder:
 
     def lines(self, judged: Result) -> list[dict]:
         """The records of `judged`, as plain JSON: of its cases, superseded times first, and of a verdict on it all."""
-        lines = [
-            self.of_call(judged, "test", case, outcome) | {"error": outcome.error} for case, outcome in judged.tests
-        ]
+        lines = [self.of_call(judged, "test", case, call) | {"error": call.error} for case, call in judged.tests]
         for earlier in judged.before:
             lines += [self._benchmark(earlier, i) | {"superseded": True} for i in range(len(earlier.times))]
         lines += [self._benchmark(judged, i) for i in range(len(judged.times))]

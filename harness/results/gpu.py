@@ -59,9 +59,8 @@ def visible() -> tuple[Gpu, ...]:
         return present()
     found: list[Gpu] = []
     for word in map(str.strip, said.split(",")):
-        named = [
-            one for one in present() if word == str(one.index) or (word[:4] == "GPU-" and one.uuid.startswith(word))
-        ]
+        is_uuid = word.startswith("GPU-")
+        named = [one for one in present() if word == str(one.index) or (is_uuid and one.uuid.startswith(word))]
         if len(named) != 1 or named[0] in found:
             break
         found += named

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Self
 
 from harness.results import text
 from harness.runner import wire
@@ -210,9 +211,7 @@ class Child:
         except wire.WireError as error:
             raise self._died(str(error)) from None
 
-    def receive(
-        self, timeout_s: float, watch: "Child | None" = None, descriptors: bool = False
-    ) -> tuple[dict, list[int]]:
+    def receive(self, timeout_s: float, watch: Self | None = None, descriptors: bool = False) -> tuple[dict, list[int]]:
         """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time.
 
         watch: a child that works meanwhile, and is killed where it prints or takes too much. descriptors: a jailed
@@ -233,7 +232,7 @@ class Child:
             raise Died("RUNTIME_ERROR", f"its process sent {len(fds)} descriptors with a message")
         return message, fds
 
-    def _look(self, watch: "Child | None") -> None:
+    def _look(self, watch: Self | None) -> None:
         """Kill `watch`, or this child if that is None, where it printed or took too much. Died: it is this one."""
         child = watch or self
         if excess := child._excess():
@@ -249,10 +248,8 @@ class Child:
         if self._printed > OUTPUT_LIMIT:
             return f"printed more than {OUTPUT_LIMIT // 2**20} MiB and was stopped"
         if (resident := self._resident()) > self._memory_limit:
-            return (
-                f"out of memory: took {resident / 2**30:.1f} GiB of host memory, the limit is "
-                f"{self._memory_limit / 2**30:.1f} GiB"
-            )
+            took, limit = resident / 2**30, self._memory_limit / 2**30
+            return f"out of memory: took {took:.1f} GiB of host memory, the limit is {limit:.1f} GiB"
         return self._overfilled(self._jail) if self._jail else ""
 
     def _overfilled(self, jail: Jail) -> str:

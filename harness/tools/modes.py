@@ -152,9 +152,7 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
     """Run one call of `case` under ncu, and keep the report. Return the digest. RuntimeError, UsageError: none."""
     report = place(problem, submission, case, ".ncu-rep")
     options = "--clock-control none --profile-from-start off --target-processes application-only -f"
-    options += " --metrics dram__bytes_read.sum.per_second" + "".join(
-        f" --section {name}" for name in NCU_SECTIONS.split()
-    )
+    options += f" --metrics dram__bytes_read.sum.per_second --section {' --section '.join(NCU_SECTIONS.split())}"
     ncu, solo = _tool("ncu"), _solo(problem, submission, [case])
     _run([ncu, *options.split(), "-o", str(report), *solo], "ncu", _dsl(target))
     shown_as = ["--page", "raw", "--csv", "--print-units", "base"]

@@ -1,6 +1,5 @@
 // The judge's code for a CPU: its clock, and plain readers over all cores, for the roofline and for flushing the caches.
 //
-// The clock stops a runner's processes, lets them go, waits for one word, and stops them again.
 // The runner waits in judge_take_turns. The judge (harness/checker/checker.py) stops it, fills its memory, makes caches cold, and
 // then measures, in judge_time, from "continue" to "done". Nothing that the runner writes here is believed: a word that
 // says "done" too early only makes the judge copy outputs too early.
@@ -443,26 +442,21 @@ void judge_note_returned(void* page, const uint64_t* address_and_bytes, int coun
 // The judge: what a runner had noted when the call was done that was timed last.
 const char* judge_noted() { return noted.c_str(); }
 
-// 0, or 1: not within the limit, or 2: the runner's process is gone. So judge_await_ready.
+// Each of these: 0, or 1: not within the limit, or 2: the runner's process is gone.
 int judge_stop(int reaper, int pid) {
     double told;
     return stop({reaper, pid}, false, &told);
 }
-double judge_ran_on(int reaper, int pid) { return ran_on({reaper, pid}); }
-void judge_resume(int reaper, int pid) { resume({reaper, pid}, descendants(reaper)); }
 int judge_await_ready(void* page, uint32_t number, int pid, double limit_s) {
     return wait_for(&((Gate*)page)->ready, number, pid, limit_s);
 }
 
-struct Reading {
-    double call_us;   // from continue to done
-    double stop_us;   // from done until every process of the runner had been told to stop
-    double delay_us;  // that the runner's threads waited for a processor meanwhile
-    double ran_us;    // that its processes ran between the stop before the call and "go"; SEEN_US: seen to run
-    int32_t others;   // tasks of other processes that wanted a processor, before and after; the smaller
-    int32_t changed;  // of the words of the outputs that were looked at when it was done, how many changed later; -1:
-                      // they could not be read
-    int32_t raised;   // 1: the runner says that the call raised, and has left
+void judge_resume(int reaper, int pid) { resume({reaper, pid}, descendants(reaper)); }
+double judge_ran_on(int reaper, int pid) { return ran_on({reaper, pid}); }
+
+struct Reading {  // as in gate.py, which says what each is
+    double call_us, stop_us, delay_us, ran_us;
+    int32_t others, changed, raised;
 };
 
 // Time call `number` of a stopped runner, the one of its calls that `which` says. outputs: `count` regions that the call
@@ -559,10 +553,9 @@ int judge_forget(const void* data, size_t bytes) {
     const bool quick = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 23));
     const char *line = (const char*)((uintptr_t)data & ~uintptr_t(63)), *end = (const char*)data + bytes;
     __builtin_ia32_mfence();
-    if (quick)
-        for (; line < end; line += 64) asm volatile("clflushopt %0" : "+m"(*(volatile char*)line));
-    else
-        for (; line < end; line += 64) asm volatile("clflush %0" : "+m"(*(volatile char*)line));
+    for (; line < end; line += 64)
+        if (quick) asm volatile("clflushopt %0" : "+m"(*(volatile char*)line));
+        else asm volatile("clflush %0" : "+m"(*(volatile char*)line));
     __builtin_ia32_mfence();
     return 0;
 #else

@@ -9,8 +9,7 @@ from typing import Any
 
 from problems.common import build
 
-# As in gate.cpp: tensors that a call may return, words of its outputs that are looked at, what the empty call works,
-# and what all processes of a runner get to stop.
+# As in gate.cpp.
 RETURNED, WORDS, EMPTY_US, STOP_LIMIT_S = 1024, 64, 300.0, 10.0
 
 
@@ -25,13 +24,13 @@ class Reading:
     stop_us: float  # from "done" until all of the runner had been told to stop
     delay_us: float  # that its threads waited for a processor meanwhile
     ran_us: float  # that its processes ran while they were stopped; from SEEN_US on one was seen to
-    others: int  # tasks of other processes that wanted a processor
+    others: int  # tasks of other processes that wanted a processor, before and after; the smaller
     changed: int  # words of the outputs that changed after "done"; -1: they could not be read
     raised: int  # 1: the runner says that the call raised, and makes no more
 
 
 class Gate:
-    """Bindings to gate.cpp. `group`: reaper and pid (a Freezer)."""
+    """Bindings to gate.cpp, which says what each function does. `group`: reaper and pid (a Freezer)."""
 
     def __init__(self) -> None:
         path = str(artefact().path)
@@ -39,27 +38,18 @@ class Gate:
         code, locked = ctypes.CDLL(path, use_errno=True), ctypes.PyDLL(path)
         group = (c_int,) * 2
         self.page_bytes: int = code.judge_gate_bytes()
-        # (*group) -> 0: nothing of the group can run; 1: not within STOP_LIMIT_S; 2: the runner is gone.
         self.stop = _typed(code.judge_stop, *group)
         self.resume = _typed(code.judge_resume, *group, returns=None)
-        # (*group) -> us that the processes of a stopped group ran since; SEEN_US and more where one was seen to.
         self.ran_on = _typed(code.judge_ran_on, *group, returns=c_double)
-        # (page, number, pid, limit in s) -> as for stop, within this limit, when the runner waits for call `number`.
         self.await_ready = _typed(code.judge_await_ready, c_void_p, c_uint32, c_int, c_double)
-        # (page) -> which of its calls a runner made last.
         self.which = _typed(code.judge_which, c_void_p)
-        # (page, number): call `number` of a stopped runner was its last. The runner replies when it is let go.
         self.leave = _typed(code.judge_leave, c_void_p, c_uint32, returns=None)
         timed = (c_void_p, c_uint32, c_uint32, *group, c_double, c_void_p, c_int, c_void_p, ctypes.POINTER(_Reading))
         self._time = _typed(code.judge_time, *timed)
-        # (pid, address, bytes, address here): copy memory of a stopped process -> 0, or an errno.
         self.peek = _typed(code.judge_peek, c_int, c_uint64, c_uint64, c_void_p)
         noted_by = (c_void_p, c_void_p, c_int, c_char_p, c_uint64)
         self._note_returned = _typed(code.judge_note_returned, *noted_by, returns=None)
-        # () -> what a runner had noted of what its last call returned, when that said "done": JSON, or any bytes.
         self.noted = _typed(code.judge_noted, returns=c_char_p)
-        # (page, number, kernel, tuple of arguments, of which the judge picks; (): its empty call) -> what the last call
-        # returned; what it raised is raised. Make call `number` and those after it, each when the judge says "go".
         taken = (c_void_p, c_uint32, ctypes.py_object, ctypes.py_object)
         self.take_turns = _typed(locked.judge_take_turns, *taken, returns=ctypes.py_object)
 

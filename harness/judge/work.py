@@ -63,8 +63,7 @@ def finished(lines: list[dict], phase: str = "benchmark") -> Finished:
 
 def of_outcome(outcome: Outcome) -> dict:
     """Return the fields of an outcome that are not at their defaults."""
-    fields: dict = _OUTCOME.dump_python(outcome, exclude_defaults=True)
-    return fields
+    return dict(_OUTCOME.dump_python(outcome, exclude_defaults=True))
 
 
 def of_group(group: Group) -> dict:

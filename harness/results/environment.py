@@ -45,14 +45,9 @@ def block() -> str:
     e = describe()
     runtime = f"CUDA {e['cuda']}, driver {e['driver']}" if e["driver"] else "no GPU driver"
     dsl = f", CuTe DSL {e['cutlass_dsl']}" if e["cutlass_dsl"] else ""
-    rows = (
-        ("GPU", e["gpu"] or "none"),
-        ("CPU", e["cpu"]),
-        ("Runtime", runtime),
-        ("Platform", e["platform"]),
-        ("Torch", f"{e['torch']}, Python {e['python']}{dsl}"),
-    )
-    return "\n".join(f"{name + ':':<10}{value}" for name, value in rows)
+    rows = {"GPU": e["gpu"] or "none", "CPU": e["cpu"], "Runtime": runtime, "Platform": e["platform"]}
+    rows["Torch"] = f"{e['torch']}, Python {e['python']}{dsl}"
+    return "\n".join(f"{name + ':':<10}{value}" for name, value in rows.items())
 
 
 def machine(device: str) -> str:

@@ -13,8 +13,7 @@ FLUSH_FACTOR = 3  # times the last-level cache: what is read to make all caches 
 
 @functools.cache
 def read_configs() -> int:
-    found: int = artefact().function("judge_configs")()
-    return found
+    return int(artefact().function("judge_configs")())
 
 
 def read(buffer: torch.Tensor, nbytes: int, config: int) -> None:

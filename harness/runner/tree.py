@@ -275,13 +275,8 @@ def with_strides(dense: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def _traits(value: torch.Tensor) -> list[str]:
     """Return what a tensor is besides dtype, shape and stride. conj, neg: its memory has conjugates, negatives."""
-    has = {
-        "conj": value.is_conj(),
-        "neg": value.is_neg(),
-        "grad": value.requires_grad,
-        "parameter": type(value) is torch.nn.Parameter,
-    }
-    return [name for name in has if has[name]]
+    has = (value.is_conj(), value.is_neg(), value.requires_grad, type(value) is torch.nn.Parameter)
+    return [name for name, true in zip(("conj", "neg", "grad", "parameter"), has, strict=True) if true]
 
 
 def _with_traits(value: torch.Tensor, traits: Sequence[str]) -> torch.Tensor:

@@ -26,15 +26,7 @@ NO_TCP = 0b11  # bind, connect
 SCOPES = 0b11  # abstract sockets and signals stay among the confined
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_PRCTL = {
-    "pdeathsig": 1,
-    "dumpable": 4,
-    "keepcaps": 8,
-    "bounding_drop": 24,
-    "securebits": 28,
-    "no_new_privs": 38,
-    "ambient": 47,
-}
+PDEATHSIG, DUMPABLE, KEEPCAPS, BOUNDING_DROP, SECUREBITS, NO_NEW_PRIVS, AMBIENT = 1, 4, 8, 24, 28, 38, 47  # of prctl
 _AMBIENT_RAISE = 2
 _PASSING, _SETPCAP = 2, 8  # capabilities: CAP_DAC_READ_SEARCH; CAP_SETPCAP
 _SECUREBITS = 0b11000011  # root's uid gives no capability and none can be made ambient; both locked
@@ -52,9 +44,9 @@ def _call(name: str, *arguments: object) -> int:
     return result
 
 
-def prctl(option: str, value: int, more: int = 0) -> None:
+def prctl(option: int, value: int, more: int = 0) -> None:
     """OSError if the kernel refuses."""
-    _call("prctl", _PRCTL[option], *(ctypes.c_ulong(v) for v in (value, more, 0, 0)))
+    _call("prctl", option, *(ctypes.c_ulong(v) for v in (value, more, 0, 0)))
 
 
 def landlock_abi() -> int:
@@ -71,7 +63,7 @@ def seccomp_available() -> None:
 
 def confine(jail: dict, reaper: int) -> None:
     """Carry out the orders of `jail` (sandbox.Jail.orders). reaper: pid of the calling process's parent."""
-    prctl("dumpable", 1)  # the reaper is not; else /proc/self belongs to root and cannot be written
+    prctl(DUMPABLE, 1)  # the reaper is not; else /proc/self belongs to root and cannot be written
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(OOM_SCORE)
     _limit(jail["uid"] is not None)
@@ -84,8 +76,8 @@ def confine(jail: dict, reaper: int) -> None:
         if jail["uid"] is not None:
             become(jail["uid"])
         _set_capabilities(0, inheritable=0)  # what is ambient goes with what is inheritable
-    prctl("no_new_privs", 1)
-    prctl("pdeathsig", 9)  # after setuid, which clears it
+    prctl(NO_NEW_PRIVS, 1)
+    prctl(PDEATHSIG, 9)  # after setuid, which clears it
     if os.getppid() != reaper:
         raise OSError(errno.ESRCH, "the reaper is gone")
     os.chdir(jail["cwd"])
@@ -104,13 +96,13 @@ def become(uid: int, passing: bool = False) -> None:
     users, and reads what lies there. Only Landlock then says what may be read, so it must be in force.
     """
     if passing:
-        prctl("keepcaps", 1)
+        prctl(KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     if passing:
         _set_capabilities(1 << _PASSING | 1 << _SETPCAP, inheritable=1 << _PASSING)
-        prctl("ambient", _AMBIENT_RAISE, _PASSING)
+        prctl(AMBIENT, _AMBIENT_RAISE, _PASSING)
         _drop_bounding(_SECUREBITS | _ACCESS_AS_OPEN)  # after that nothing can be raised any more
         _set_capabilities(1 << _PASSING, inheritable=1 << _PASSING)
 
@@ -122,13 +114,8 @@ def closed(uid: int, passing: bool, needed: list[tuple[str, int]]) -> str:
 
 
 def _limit(own_user: bool) -> None:
-    wanted = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: FILE_LIMIT,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_RTPRIO: 0,
-        resource.RLIMIT_NICE: 0,
-    }
+    none = (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
+    wanted = {resource.RLIMIT_FSIZE: FILE_LIMIT, **dict.fromkeys(none, 0)}
     if own_user:  # the count is the user's, so that it would hit what else a shared one runs
         wanted[resource.RLIMIT_NPROC] = PROCESS_LIMIT
     for kind, value in wanted.items():
@@ -140,12 +127,12 @@ def _limit(own_user: bool) -> None:
 def _drop_bounding(securebits: int = _SECUREBITS) -> None:
     for capability in range(CAPABILITIES):
         try:
-            prctl("bounding_drop", capability)
+            prctl(BOUNDING_DROP, capability)
         except OSError as error:
             if error.errno != errno.EINVAL:  # past the last one
                 raise
             break
-    prctl("securebits", securebits)
+    prctl(SECUREBITS, securebits)
 
 
 def _set_capabilities(held: int, inheritable: int) -> None:

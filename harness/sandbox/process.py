@@ -48,7 +48,7 @@ class Died(RuntimeError):
 
 def harden() -> None:
     """Nobody of the same user may read or trace this process from now on, and it leaves no core. Not for runners."""
-    confine.prctl("dumpable", 0)
+    confine.prctl(confine.DUMPABLE, 0)
 
 
 class Guarded:

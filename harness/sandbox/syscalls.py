@@ -73,16 +73,10 @@ _SIGCONT, _F_SETSIG, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 18, 10, 1, 4
 _EVERYBODY = 0xFFFFFFFF  # pid -1
 # Which argument is the signal, and of those that change a process's standing, which is its pid: 0 is the caller's own.
 _SIGNALS = {"kill": 1, "tkill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2, "pidfd_send_signal": 1}
-_STANDING = {
-    "setpriority": 1,
-    "ioprio_set": 1,
-    "sched_setparam": 0,
-    "sched_setscheduler": 0,
-    "sched_setattr": 0,
-    "migrate_pages": 0,
-    "move_pages": 0,
-    "prlimit64": 0,
-}
+_STANDING = _numbers("""
+    setpriority 1 ioprio_set 1 sched_setparam 0 sched_setscheduler 0 sched_setattr 0 migrate_pages 0 move_pages 0
+    prlimit64 0
+""")
 
 _AUDIT_X86_64 = 0xC000003E
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000

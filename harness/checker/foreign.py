@@ -81,10 +81,8 @@ def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]
     elif _is_bool(said):
         right, text = bool(said), ""
     else:
-        raise RefusedError(
-            "check_implementation must return (right, text), a text or a list that is empty if all is right, or a "
-            f"bool, got {said!r:.200}"
-        )
+        wanted = "(right, text), a text or a list that is empty if all is right, or a bool"
+        raise RefusedError(f"check_implementation must return {wanted}, got {said!r:.200}")
     return right, text if text.strip() else f"check_implementation returned {said!r:.200}"
 
 

@@ -289,17 +289,14 @@ class RunnerHandle:
         """Start its process, and send what to import. `receive` has the answer. Died: its files cannot be laid out."""
         problem, device = checker.problem, "cpu" if compile_only else checker.device
         arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
-        stoppable = checker.device == "cpu" and not compile_only
-        if self.submission is None:
-            box = None
-            child = Child("harness.runner.runner", arch, stoppable=checker.device == "cpu")
-            file, folder, files = None, problem.folder, {}
-        else:
+        box, file, folder, files = None, None, problem.folder, {}
+        if self.submission:
             tree = self.submission.tree
             built = workdir.build_folder(self.submission.file, problem, self.target, tree)
             box = Workdir.make(self.submission.file, problem, built, checker.device, tree=tree)
-            child = Child("harness.runner.runner", arch, box.jail, stoppable)
             file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
+        stoppable = checker.device == "cpu" and not compile_only
+        child = Child("harness.runner.runner", arch, box.jail if box else None, stoppable)
         self.process = RunnerProcess(self.runner, child, box, checker, limit_s, switched)
         message = {
             "device": device,

@@ -73,11 +73,9 @@ class Session:
         seed = self.secret_seed(case) if seed is None else seed
         made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
         self.present = Content(case, made["host"], made["parts"], made["open"], made["bytes"], made["held"])
-        if made["device"] != self.device:
-            raise ProblemError(
-                f"{self.problem.name} makes its data on {made['device']}, the session runs on {self.device}: "
-                f"use --device {made['device']}"
-            )
+        if (device := made["device"]) != self.device:
+            said = f"makes its data on {device}, the session runs on {self.device}: use --device {device}"
+            raise ProblemError(f"{self.problem.name} {said}")
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:

@@ -242,10 +242,8 @@ def _graph_modes(file: Path, tree: ast.Module) -> list[Finding]:
     found = []
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in _GRAPH_MODES:
-            said = (
-                f'torch.compile with "{node.value}" captures graphs, which run on a separate stream (rule 1: '
-                f"default stream only): {_GRAPH_MODES[node.value]}"
-            )
+            why = "which run on a separate stream (rule 1: default stream only)"
+            said = f'torch.compile with "{node.value}" captures graphs, {why}: {_GRAPH_MODES[node.value]}'
             found += [Finding(file, node.lineno, said)] if node not in off else []
     return found
 

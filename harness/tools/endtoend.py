@@ -34,9 +34,10 @@ def wanted(problem: Problem, arguments: Options, words: list[str]) -> bool:
         raise UsageError(output.unrecognized(words))
     if arguments.check_only and not check:
         raise UsageError(f"--check-only: {problem.name} has no {FILE}")
-    if (arguments.check_only or words) and skipped:
-        asked = "--check-only asks for" if arguments.check_only else f"{shlex.join(words)} is for"
-        raise UsageError(f"{asked} {FILE}, which is not run with {skipped}: leave one of the two out")
+    if words and skipped:  # which --check-only is refused with
+        raise UsageError(
+            f"{shlex.join(words)} is for {FILE}, which is not run with {skipped}: leave one of the two out"
+        )
     if check and skipped == "--submission":
         console.say(f"note: {FILE} says nothing of files from elsewhere, so it is not run")
     return check is not None and not skipped

@@ -26,8 +26,7 @@ def run(args: Options, further: list[str]) -> int:
     if option == "--new":
         files, how = new_problem(args.new), f"{args.new} --mode test"
     elif args.problem is None:
-        known = ", ".join(folders.problem_names())
-        raise UsageError(f"--new-variant: give PROBLEM too, one of {known}")
+        raise UsageError(f"--new-variant: give PROBLEM too, one of {', '.join(folders.problem_names())}")
     else:
         problem = folders.find(args.problem)
         files, how = new_variant(problem, args.new_variant), f"{problem.name} --variant {args.new_variant} --mode test"
@@ -43,8 +42,7 @@ def new_problem(name: str) -> list[Path]:
     folder = load.PROBLEMS / name
     if folder.exists():
         raise UsageError(f"--new: {folder} is there already, nothing was written")
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(TEMPLATE, folder, ignore=skip)
+    shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         path.write_text(path.read_text().replace(TEMPLATE.name, name))

@@ -71,7 +71,7 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     ring.write_text(ring.read_text().replace(wait, '"n"(NUM_STAGES)'))
     case = json.dumps([{"m": 40, "k": 5184, "l": 1, "seed": 5}])
     file = tmp_path / "sm100_native.py"
-    ran = forked.run(["-m", "harness.tools.model_check", variants.parent, file, "sm100"], input=case)
+    ran = forked.run(["-m", "harness.tools.model_check", variants.parent, file, "sm100", case])
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {reply["status"] for reply in replies} == {"RUNTIME_ERROR"}, ran.stdout + ran.stderr
     assert "race" in replies[0]["said"] and "warp_ring.cuh" in replies[0]["said"]

@@ -171,8 +171,8 @@ def check(problem, variant, target, cases):
     if "cute" not in variant and not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     folder = ROOT / "problems" / problem
-    command = ["-m", "harness.tools.model_check", folder, folder / "variants" / f"{variant}.py", target]
-    ran = forked.run(command, input=json.dumps(cases))
+    file, asked = folder / "variants" / f"{variant}.py", json.dumps(cases)
+    ran = forked.run(["-m", "harness.tools.model_check", folder, file, target, asked])
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(one["case"], one["order"]) for one in replies] == [
         (case, order.policy) for case in range(len(cases)) for order in model_check.ORDERS

@@ -260,10 +260,8 @@ class Checker:
     def time_call(self, message: dict, _: list[int]) -> dict:
         """Let a runner on a CPU make call `number`, and time it. first: it has just said that it is ready; else it
         waits since its last call. last: it replies after this one. judges: the call is the judge's own, and nothing is
-        taken. which: of the calls that it has prepared.
-
-        Return the clock's reading; "before", "after": pids of what the runner started and did not end; "said": what it
-        noted of the tensors that it returned, in a GPU MODE folder.
+        taken. which: of the calls that it has prepared. Return the clock's reading; "before", "after": pids of what the
+        runner started and did not end; "said": what it noted of the tensors that it returned, in a GPU MODE folder.
         """
         runner, number = message["runner"], message["number"]
         page, freezer, clock = self.pages[runner], self.freezers[runner], gate.bindings()

@@ -1,7 +1,6 @@
 """The right answer spoilt, in ways that a check lets through which sees no sign, no order or not every element.
 
-Each function returns a copy of an output that has elements, with its type, shape and strides. AbsentError: it has none
-for which such a change would surely be wrong.
+Each function returns a copy, of the same form, of an output that has elements. AbsentError: none would surely be wrong.
 """
 
 import random

@@ -1,7 +1,6 @@
 """Buffers: memory with one call's data, which the checker and a runner share. Nothing is copied through a pipe.
 
-On a CPU it is an anonymous memory file that the checker owns and a runner maps; on a GPU it is the player's
-(harness/player/), mapped in both (recorder.Mapped).
+On a CPU it is a memory file that the checker owns and a runner maps; on a GPU the player's, in both (recorder.Mapped).
 """
 
 import fcntl

@@ -90,10 +90,9 @@ def confine(jail: dict, reaper: int) -> None:
 
 
 def become(uid: int, passing: bool = False) -> None:
-    """Turn this process of root's into one of the user and group `uid`.
-
-    passing: with one capability left, CAP_DAC_READ_SEARCH, also after exec: it passes folders that are closed to other
-    users, and reads what lies there. Only Landlock then says what may be read, so it must be in force.
+    """Turn this process of root's into one of the user and group `uid`. passing: with one capability left,
+    CAP_DAC_READ_SEARCH, also after exec: it passes folders that are closed to other users, and reads what lies there.
+    Only Landlock then says what may be read, so it must be in force.
     """
     if passing:
         prctl(KEEPCAPS, 1)

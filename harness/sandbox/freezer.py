@@ -1,7 +1,6 @@
 """Stop every process of a runner and continue them, by signals.
 
-Each process below the runner's reaper gets SIGSTOP, the runner's own first; the filter of system calls refuses SIGCONT,
-and all that could have the kernel send it.
+Each process below a runner's reaper gets SIGSTOP; the filter of system calls refuses SIGCONT and all that brings it.
 """
 
 from typing import NamedTuple

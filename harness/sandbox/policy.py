@@ -44,9 +44,8 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Jail:
-    """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable.
-
-    uid: a separate user (the caller owns the lease and gives it the folders), None: the judge's. stopped: it is stopped
+    """One process's bounds. `code`: read-only, its only way to project code; `home`, `tmp`, `cache`: writable. uid: a
+    separate user (the caller owns the lease and gives it the folders), None: the judge's. stopped: it is stopped
     between its calls, on a CPU; then no timer of the kernel works for it, and nothing that it can do continues it.
     """
 

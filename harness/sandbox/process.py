@@ -1,7 +1,6 @@
 """Child processes that may crash, hang, eat memory or print for ever: each under a reaper, in a session, and watched.
 
-The reaper (harness/sandbox/reaper.py) ends a child and everything it ever started when the child ends, when the judge
-says so, and when the judge dies, however it dies.
+The reaper (harness/sandbox/reaper.py) ends a child with all it ever started when it ends, or the judge says so or dies.
 """
 
 import contextlib
@@ -119,9 +118,8 @@ class Guarded:
 
 def run(argv: list[str], extra: dict[str, str], quiet: bool = False) -> int:
     """Run code of a problem under a reaper, and end what it leaves. Return its exit status, or minus the number of the
-    signal that ended it. SandboxError: it could not be started.
-
-    extra: further environment variables. It prints where this process prints, and nowhere if quiet.
+    signal that ended it. SandboxError: it could not be started. extra: further environment variables. It prints where
+    this process prints, and nowhere if quiet.
     """
     sys.stdout.flush()
     stdout = subprocess.DEVNULL if quiet else sys.stderr.fileno() if sys.stdout is sys.stderr else None
@@ -135,8 +133,7 @@ def run(argv: list[str], extra: dict[str, str], quiet: bool = False) -> int:
 
 class Child:
     """`python -m MODULE FD` with a socket to it. `extra`: further environment variables; `jail`: its bounds, if any.
-
-    stoppable: it runs only between `send` and the next `rest`.
+    stoppable: it runs only between `send` and the next `pause`.
     """
 
     def __init__(
@@ -212,10 +209,9 @@ class Child:
             raise self._died(str(error)) from None
 
     def receive(self, timeout_s: float, watch: Self | None = None, descriptors: bool = False) -> tuple[dict, list[int]]:
-        """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time.
-
-        watch: a child that works meanwhile, and is killed where it prints or takes too much. descriptors: a jailed
-        child may send some too, which the caller closes; else they would fill up this process.
+        """The next message. Died: the child ended, printed or took too much, sent nonsense, or ran out of time. watch:
+        a child that works meanwhile, and is killed where it prints or takes too much. descriptors: a jailed child may
+        send some too, which the caller closes; else they would fill up this process.
         """
         every_s = WATCH_S if watch else wire.LOOK_S
         try:
@@ -273,7 +269,6 @@ class Child:
 
     def private_bytes(self) -> int:
         """Bytes of host memory that only the child and what it started hold, with files that have no name any more.
-
         What came with messages (its buffers) and maps of named files do not count; what a driver pins cannot be seen.
         """
         return sum(self._held())
@@ -370,7 +365,6 @@ def _resident(pid: int, private: bool = False) -> int:
 
 def _private(pid: int) -> tuple[int, dict[tuple[int, int], int]]:
     """-> (bytes of anonymous memory, swapped or not; bytes by (device, inode) of nameless files, open or shared).
-
     Memory files and shared anonymous memory are such files.
     """
     total, key, files = 0, None, Counter[tuple[int, int]]()

@@ -136,7 +136,6 @@ class Workdir:
 
     def publish(self, key: str, tree: Path | None = None) -> Path:
         """Keep cache/, less the judge's own code, for the next runners of this closure. -> the folder that holds it.
-
         Only once the runner has ended. What has this key already stays as it is. CacheError: see CACHE_LIMIT,
         CACHE_FILES, CACHE_PATH. Links and special files are left out. tree: as for make.
         """
@@ -228,7 +227,6 @@ def _common(common: Path, target: Path) -> dict[Path, Path]:
 
 def _submission(file: Path, home: Path, folder: Path) -> list[tuple[Path, Path]]:
     """(copy, file) of the closure, which keeps its places: from `home`, the problem's folder, or from the submission's.
-
     What a composition brings along lies as in problems/, where `folder` is.
     """
     files = sources.files_of(file)

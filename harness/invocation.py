@@ -89,7 +89,7 @@ class Run:
     @functools.cached_property
     def recorder(self) -> Recorder:
         """The maker of the records. Its run id is the resumed run's, or new."""
-        return Recorder(self.problem, self.device, self.file.run_id if self.file else None)
+        return Recorder(self.problem, self.device, self.file.contents.run_id if self.file else None)
 
     @property
     def recorded(self) -> bool:
@@ -99,7 +99,7 @@ class Run:
     @property
     def kept(self) -> str:
         """The id of this run if what it has found is kept for --resume, else ""."""
-        return self.file.run_id if self.file and self.file.resumable else ""
+        return self.file.contents.run_id if self.file and self.file.resumable else ""
 
     @functools.cached_property
     def files(self) -> list[Contents]:
@@ -264,7 +264,8 @@ class Run:
         times = len(self.file.lines("resumed"))
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         outcomes, groups = (len(self.file.lines(kind)) for kind in ("outcome", "group"))
-        console.say(f"run {self.file.run_id} goes on: {outcomes} test outcomes and {groups} groups of calls are known")
+        known = f"{outcomes} test outcomes and {groups} groups of calls are known"
+        console.say(f"run {self.recorder.run_id} goes on: {known}")
         return self.file
 
     def _lint(self) -> int:

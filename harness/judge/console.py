@@ -23,7 +23,6 @@ from harness.results.screen import Screen
 
 BAR, BAR_LINE = 12, 55  # columns of a progress bar, and of its line without the words at the end
 PLAIN_WIDTH = 160  # columns where the output is no terminal
-
 SAID = 200_000  # characters that are printed at once
 REASON = 160  # characters of a reason in a table or summary
 

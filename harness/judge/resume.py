@@ -82,7 +82,7 @@ def adopt(file: RunFile, arguments: Options) -> None:
     """Give `arguments` the options that the run began with, and its outputs where no others are given. UsageError:
     another option is given, or an output cannot be written.
     """
-    began = file.run.get("arguments") or {}
+    began = file.contents.run.get("arguments") or {}
     if missing := [name for name in OPTIONS if name not in began]:
         raise UsageError(f"--resume: {file.contents.path} lacks {', '.join(missing)} in `arguments`; start a new run")
     for name in OPTIONS:
@@ -99,13 +99,13 @@ def adopt(file: RunFile, arguments: Options) -> None:
 
 def see_unchanged(file: RunFile, now: dict) -> None:
     """Raise ChangedError, which says what changed, unless `now`, a new run's first line, says the same as the run's."""
-    was, now = file.run, json.loads(json.dumps(now))
+    was, now = file.contents.run, json.loads(json.dumps(now))
     changed = [words for key, words in _DEPENDS_ON.items() if was.get(key) != now[key]]
     before, after = ({j.get("variant"): j.get("source_hash") for j in run["submissions"]} for run in (was, now))
     changed += [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
         raise ChangedError(
-            f"--resume: run {file.run_id} cannot go on, because these changed since it began: {', '.join(changed)}. "
+            f"--resume: run {was['run_id']} cannot go on, because these changed since it began: {', '.join(changed)}. "
             f"Start a new run; to forget this one, remove {file.contents.path}"
         )
 

@@ -9,9 +9,8 @@ A text is read twice: as it is written, and as its compiler takes it. Python's o
 constants of a file, where escapes, forms of letters and sums of constants are gone; of C++ lines that go on, letters by
 number and neighbouring strings are joined.
 
-Python's compiler may need any time and memory for a small text. So the judge has a text scanned by this file as a
-program, `python -m harness.problem.scan FD`, in a jail (harness/judge/scanning.py). It starts once a run, and needs
-little of the project.
+Python's compiler may need any time and memory for a small text. So the judge runs this file as a program in a jail,
+`python -m harness.problem.scan FD`, once a run (harness/judge/scanning.py). It needs little of the project.
 """
 
 import ast

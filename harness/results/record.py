@@ -2,8 +2,7 @@
 
 A run's file is the line of the run, lines of its work, the results, and the end; docs/records.md has the form. The
 results are complete records only with the first line (`joined`), and count once the run has ended. A flat file, of
-schemas 1 to 3 or by --json, has a complete record on each line. Malformed lines are skipped, and a complaint names
-each.
+schemas 1 to 3 or by --json, has a complete record on each line. Malformed lines are skipped, each with a complaint.
 """
 
 import collections

@@ -39,14 +39,6 @@ class RunFile:
         return cls(record.parsed(whole, path, str(path.relative_to(record.RESULTS)), check), descriptor, len(whole))
 
     @property
-    def run(self) -> dict:
-        return self.contents.run
-
-    @property
-    def run_id(self) -> str:
-        return self.contents.run_id
-
-    @property
     def resumable(self) -> bool:
         """Return whether --resume can continue the run."""
         return self._size > 0 and not self.contents.ended
@@ -63,7 +55,7 @@ class RunFile:
 
     def finish(self, records: Iterable[dict], exit_code: int) -> None:
         """Append the results and the end. ValueError, and nothing is written: one of `records` is none."""
-        lines = [record.apart(self.run, record.checked(one)) for one in records]
+        lines = [record.apart(self.contents.run, record.checked(one)) for one in records]
         lines.append({"kind": "end", "time": record.now(), "exit_code": exit_code})
         self._append(*(json.dumps(line, allow_nan=False) for line in lines))
         self.contents.ended = True
@@ -82,7 +74,7 @@ class RunFile:
             with record.storing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0)
-            lines = (json.dumps(self.run), *lines)
+            lines = (json.dumps(self.contents.run), *lines)
         data = "".join(f"{line}\n" for line in lines).encode()
         with record.storing(path):
             try:

@@ -31,13 +31,11 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     trace = error.__traceback__
     tail = _from(trace, Path(file)) if file else None
     text = str(error) if compiler else "".join(traceback.format_exception(kind, error, tail or trace))
-    place = _place(where, error, Path(file), module) + ": " if file else ""
-    first = (compiler and compiler_said(text)) or place + _what(error)
-    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    first = (compiler and compiler_said(text)) or (first_line(where, error, file, module) if file else _what(error))
     return {
         "failed": "compile" if compiler else where,
         "type": type(error).__name__,
-        "memory": out_of_memory,
+        "memory": isinstance(error, MemoryError | torch.OutOfMemoryError),
         "text": _clip(f"{first}\n{text}"),
     }
 

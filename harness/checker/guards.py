@@ -3,9 +3,8 @@
 They are plain tensor operations, the same on a CPU and a GPU, and run before a call and after it, off the clock.
 """
 
-import itertools
 import secrets
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,19 +14,12 @@ from harness.runner.buffers import Shared
 NAMED = 3  # places that a message names at most
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Bytes `first` to `last` of a memory. behind, before: the names of the tensors there, "" at an end of it."""
+class Gap(NamedTuple):
+    """Bytes `first` to `last` of a memory. where: behind and before which tensors they are."""
 
     first: int
     last: int
-    behind: str
-    before: str
-
-    @property
-    def where(self) -> str:
-        beside = [f"behind {self.behind}"] * bool(self.behind) + [f"before {self.before}"] * bool(self.before)
-        return " and ".join(beside)
+    where: str
 
 
 class Guards:
@@ -56,6 +48,7 @@ class Guards:
 def _gaps(named: list[tuple[dict, str]], size: int) -> list[Gap]:
     """Return what these tensors leave free of a memory of so many bytes."""
     spans = sorted((spec["offset"], spec["offset"] + spec.get("most", spec["nbytes"]), name) for spec, name in named)
-    edges = [(0, 0, ""), *spans, (size, size, "")]
-    pairs = itertools.pairwise(edges)
-    return [Gap(end, start, behind, before) for (_, end, behind), (start, _, before) in pairs if start > end]
+    ends = [(0, []), *((end, [f"behind {name}"]) for _, end, name in spans)]
+    starts = [*((start, [f"before {name}"]) for start, _, name in spans), (size, [])]
+    pairs = zip(ends, starts, strict=True)
+    return [Gap(end, start, " and ".join(behind + before)) for (end, behind), (start, before) in pairs if start > end]

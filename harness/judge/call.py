@@ -81,7 +81,7 @@ def cpu_call(
         if reading.raised:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
         claims = reply.claims
-    if not content.ours and not judges:  # as it was at "done": a reply comes later
+    if not content.layout["ours"] and not judges:  # as it was at "done": a reply comes later
         claims = replies.noted(note)
     fault = outcome.worked_on(reading)
     if fault is None and not judges and process.strays & set(before):

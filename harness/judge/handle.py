@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from harness.judge import limits, replies
 from harness.judge.outcome import Audit, Outcome
@@ -58,11 +58,6 @@ class Content:
     def moved(self) -> int:
         """Bytes that a call moves; the judge's own readers read as many."""
         return self.bytes or self.case.bytes or self.held
-
-    @property
-    def ours(self) -> bool:
-        """Whether the folder is ours, not GPU MODE's."""
-        return self.layout["ours"]
 
 
 class CheckerHandle:
@@ -278,10 +273,6 @@ class RunnerHandle:
 
     def serves(self, case: Case) -> bool:
         return self.submission is None or self.submission.serves(case)
-
-    def replica(self, number: int) -> "RunnerHandle":
-        """Return a handle for the submission's process of that number, with the same audit."""
-        return replace(self, runner=f"{self.name} {number}", process=None)
 
     def start(
         self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]

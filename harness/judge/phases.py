@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checker import matmul
 from harness.judge import readings
@@ -182,7 +182,7 @@ class Benchmark:
         """Time one process of each submission, which live at the same time and take turns."""
         self.session.build(*self.handles)
         missing = any(self.have.group(process, number) is None for number in range(len(self.cases)))
-        living = [handle.replica(process) for handle in self.handles] if missing else []
+        living = [replace(e, runner=f"{e.name} {process}", process=None) for e in self.handles if missing]
         if missing:
             self.session.start(self.judge, *living)
             self._shake_down(living)

@@ -14,6 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 2000
+LEVELS = (95, 99)  # of a ratio's intervals, in %
 MANY = 10  # processes, of whose ratios the outermost do not count
 SAME_WITHIN = 0.015  # a ratio whose 95 % interval is nearer to 1 is called SAME
 
@@ -99,13 +100,8 @@ def _trimmed(levels: np.ndarray) -> Ratio:
     inner = np.sort(levels)[cut : count - cut]
     winsorised = np.clip(levels, inner[0], inner[-1])
     error = winsorised.std(ddof=1) * ((count - 1) / len(inner) / (len(inner) - 1)) ** 0.5
-    center = inner.mean()
-
-    def interval(level: float) -> tuple[float, float]:
-        half = _students_t(len(inner) - 1, level) * error
-        return float(np.exp(center - half)), float(np.exp(center + half))
-
-    return Ratio(float(np.exp(center)), interval(95), interval(99), count)
+    halves = [_students_t(len(inner) - 1, level) * error for level in LEVELS]
+    return _between(inner.mean(), [(-half, half) for half in halves], count)
 
 
 def compare_unpaired(cases: Sequence[tuple[Groups, Groups]], seed: int = 0) -> Ratio:
@@ -124,13 +120,14 @@ def compare_unpaired(cases: Sequence[tuple[Groups, Groups]], seed: int = 0) -> R
 
 def _ratio(center: float, drawn: np.ndarray, count: int) -> Ratio:
     """center, drawn: the logarithm of a ratio, and its resamples; count: of the processes behind it."""
+    ends = [np.percentile(drawn, [50 - level / 2, 50 + level / 2]) - center for level in LEVELS]
+    return _between(center, [_widening(count, level) * both for level, both in zip(LEVELS, ends, strict=True)], count)
 
-    def interval(level: float) -> tuple[float, float]:
-        lo, hi = np.percentile(drawn, [50 - level / 2, 50 + level / 2]) - center
-        wider = _widening(count, level)
-        return float(np.exp(center + wider * lo)), float(np.exp(center + wider * hi))
 
-    return Ratio(float(np.exp(center)), interval(95), interval(99), count)
+def _between(center: float, ends: Sequence[Sequence[float]], count: int) -> Ratio:
+    """center: the logarithm of a ratio; ends: of its interval at each of LEVELS how far they are from it."""
+    ci95, ci99 = ((float(np.exp(center + lo)), float(np.exp(center + hi))) for lo, hi in ends)
+    return Ratio(float(np.exp(center)), ci95, ci99, count)
 
 
 def _midmean(values: np.ndarray) -> np.ndarray:

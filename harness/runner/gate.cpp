@@ -364,9 +364,10 @@ Pool& pool() {
     return all;
 }
 
+std::atomic<uint64_t> sink;  // keeps what is read from being left out
+
 // XOR of `lines` lines, in `chunks` pieces that `threads` threads take in turn.
-std::function<void(int)> reader(const void* data, size_t lines, size_t ahead, int threads, size_t chunks,
-                                std::atomic<uint64_t>* sum) {
+std::function<void(int)> reader(const void* data, size_t lines, size_t ahead, int threads, size_t chunks) {
     const size_t step = (lines + chunks - 1) / chunks;
     return [=](int index) {
         if (index >= threads) return;
@@ -375,11 +376,10 @@ std::function<void(int)> reader(const void* data, size_t lines, size_t ahead, in
             const size_t first = chunk * step, last = first + step < lines ? first + step : lines;
             if (first < last) mine ^= read_lines((const char*)data + 64 * first, last - first, ahead);
         }
-        *sum ^= mine;
+        sink ^= mine;
     };
 }
 
-volatile uint64_t sink;  // keeps what is read from being left out
 constexpr size_t EVICT_TURNS = 64;  // interleaved pieces of each processor's share
 
 }  // namespace
@@ -532,17 +532,13 @@ int judge_read(const void* data, size_t bytes, int index) {
     if (index < 0 || index >= judge_configs()) return 1;
     const Config c = CONFIGS[index];
     const int threads = c.threads ? c.threads : pool().size();
-    std::atomic<uint64_t> sum{0};
-    pool().run(reader(data, bytes / 64, c.ahead, threads, size_t(threads) * c.turns, &sum));
-    sink = sum;
+    pool().run(reader(data, bytes / 64, c.ahead, threads, size_t(threads) * c.turns));
     return 0;
 }
 
 // Read `bytes` of `data` from every processor, each a different share, which evicts what their caches held.
 int judge_evict(const void* data, size_t bytes) {
-    std::atomic<uint64_t> sum{0};
-    pool().run_everywhere(reader(data, bytes / 64, 0, pool().size(), size_t(pool().size()) * EVICT_TURNS, &sum));
-    sink = sum;
+    pool().run_everywhere(reader(data, bytes / 64, 0, pool().size(), size_t(pool().size()) * EVICT_TURNS));
     return 0;
 }
 

@@ -277,7 +277,8 @@ def _validated(kind: type[Wanted], message: dict) -> Wanted:
         return kind.model_validate(message)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _malformed(f"{_place(fault['loc'])}: {fault['msg']}") from None
+        place = text.line(".".join(text.line(part, PLACE_LIMIT) for part in fault["loc"]), 2 * PLACE_LIMIT)
+        raise _malformed(f"{place or 'the reply'}: {fault['msg']}") from None
 
 
 def _has_more(message: dict, most: int) -> bool:
@@ -292,11 +293,6 @@ def _has_more(message: dict, most: int) -> bool:
                 return True
             todo += inner.values() if isinstance(inner, dict) else inner
     return False
-
-
-def _place(loc: tuple[int | str, ...]) -> str:
-    """Where in a reply a fault is, as text."""
-    return text.line(".".join(text.line(part, PLACE_LIMIT) for part in loc), 2 * PLACE_LIMIT) or "the reply"
 
 
 def _malformed(why: str) -> Died:

@@ -138,13 +138,9 @@ def _read_by_python(text: str) -> Iterator[tuple[int, str]]:
 
 def _named(file: Path, number: int, line: str, match: re.Match, in_comment: bool) -> Finding:
     holds = "is" if WORD.fullmatch(match[0]) else "contains"
-    return Finding(
-        file,
-        number,
-        f'"{_short(match[0])}" {holds} the reserved word "stream" (rule 1: default stream only; it counts inside other '
-        f"words, comments and strings too). Rename it, or leave it out: {_short(line.strip())}",
-        in_comment,
-    )
+    rule = "rule 1: default stream only; it counts inside other words, comments and strings too"
+    said = f'"{_short(match[0])}" {holds} the reserved word "stream" ({rule}). Rename it, or leave it out'
+    return Finding(file, number, f"{said}: {_short(line.strip())}", in_comment)
 
 
 def _short(text: str) -> str:

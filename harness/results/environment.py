@@ -72,10 +72,8 @@ def gpu_state() -> GpuState:
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid())
-        mhz = {
-            "sm": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "mem": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-        }
+        clocks = {"sm": pynvml.NVML_CLOCK_SM, "mem": pynvml.NVML_CLOCK_MEM}
+        mhz = {name: pynvml.nvmlDeviceGetClockInfo(handle, clock) for name, clock in clocks.items()}
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     except (pynvml.NVMLError, RuntimeError):
         return UNKNOWN
@@ -98,14 +96,12 @@ def commit() -> tuple[str | None, bool | None]:
 def commit_of(root: Path) -> tuple[str | None, bool | None]:
     """(commit of the checkout at `root`, whether anything but records is uncommitted); outside git (None, None)."""
     status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]
+    asked = (["git", "rev-parse", "HEAD"], status)
     try:
-        said = [
-            subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["git", "rev-parse", "HEAD"], status)
-        ]
+        said = [subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout for words in asked]
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    return said[0], bool(said[1])
+    return said[0].strip(), bool(said[1].strip())
 
 
 @functools.cache

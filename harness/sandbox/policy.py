@@ -126,17 +126,12 @@ class Jail:
 
 def probe() -> dict[str, str]:
     """Return the measures of this machine for the record: "on", with details, or "off: " and why not."""
-    details = {
-        "uid": f" ({UIDS[0]} to {UIDS[-1]}, one a runner)",
-        "landlock": f" (ABI {confine.landlock_abi()})" if not offered()["landlock"] else "",
-    }
+    abi = "" if offered()["landlock"] else f" (ABI {confine.landlock_abi()})"
+    details = {"uid": f" ({UIDS[0]} to {UIDS[-1]}, one a runner)", "landlock": abi}
     found = {name: f"off: {why}" if why else "on" + details.get(name, "") for name, why in offered().items()}
     held = "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read" if passing() else "none"
-    paths = {
-        "python_path": os.pathsep.join(kept("PYTHONPATH")),
-        "library_path": os.pathsep.join(kept("LD_LIBRARY_PATH")),
-    }
-    return found | {"capabilities": held} | paths
+    python_path, library_path = (os.pathsep.join(kept(variable)) for variable in ("PYTHONPATH", "LD_LIBRARY_PATH"))
+    return found | {"capabilities": held, "python_path": python_path, "library_path": library_path}
 
 
 @functools.cache

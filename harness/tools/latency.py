@@ -81,10 +81,8 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     """The record of a case and what `measure` returned of it."""
     gpu = environment.describe()["gpu"] or ""
-    rates = next((rates for name, rates in RATES.items() if name in gpu), None)
-    least = None
-    if rates and "bytes" in measured:
-        least = 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1])
+    rates = next((rates for name, rates in RATES.items() if name in gpu and "bytes" in measured), None)
+    least = 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1]) if rates else None
     line = recorder.base(judged, "latency", measured["case"]) | measured
     line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": least}
     return record.plain(schema.known(line))

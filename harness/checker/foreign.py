@@ -66,7 +66,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
 
 
 def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
-    """Return what a check says as (right, text). What it raises is a no. RefusedError: it returns another kind."""
+    """Return what a check says as (right, text). What it raises is a no. RefusedError: it returns anything else."""
     try:
         said = reference.check_implementation(tree.clone(data), answer)
     except (MemoryError, torch.OutOfMemoryError):

@@ -1,6 +1,6 @@
 """Problem folders in GPU MODE's format, read as they are (docs/gpu_mode.md says what is honoured).
 
-task.yml names the cases, of values for generate_input, and files by the names that import them; eval.py is ignored.
+task.yml has the cases, whose values generate_input receives, and the import names of files; eval.py is ignored.
 """
 
 from pathlib import Path

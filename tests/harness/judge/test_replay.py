@@ -292,8 +292,7 @@ def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its
 
 def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
     how, groups = Counts(processes=4, samples=3, warmups=1, buffers=2), []
-    timed = cases(2, flops=matmul.FLOPS)
-    session, handles = FakeSession(world), submissions("a", "b")
+    session, handles, timed = FakeSession(world), submissions("a", "b"), cases(2, flops=matmul.FLOPS)
     timings, readings = replay.run_benchmarks(session, handles, timed, lambda _: None, how, groups.append)
     assert [[len(g) for t in timings[name] for g in t.outcomes] for name in "ab"] == [[3] * 8] * 2
     counts = [world.events.count(event) for event in ("start a", "player a", "player b")]

@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -45,11 +46,6 @@ def said(reply: dict | Died) -> dict:
     return reply
 
 
-def well(*_: object, **__: object) -> bool:
-    """Do nothing: all is well."""
-    return True
-
-
 class FakeProcess:
     """A runner: it says of a recorded call what the world has it say."""
 
@@ -88,7 +84,7 @@ class FakeSession:
     device, problem = "cuda", SimpleNamespace(ours=True, tests=())
     call_limit_s = first_call_limit_s = 1.0
     weights_bytes = 0
-    build = computes = see_device = progress = staticmethod(well)
+    build = computes = see_device = progress = Mock(return_value=True)
 
     def __init__(self, world: World, total: int = 80 * GIB) -> None:
         self.world, self.total, self.checker = world, total, self

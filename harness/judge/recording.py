@@ -46,7 +46,7 @@ class Recording:
     failure: Outcome | None = None
     self_timed: str = ""
     recorded: replies.Recorded | None = None  # what players get
-    images: list[int] = field(default_factory=list)  # descriptors of its code, which all calls share
+    images: list[int] = field(default_factory=list)  # descriptors of its code, which the submission's calls share
     kept: list[int] = field(default_factory=list)  # of the scratch memory that it uses, as it was then: none or one
 
     def make(self, session: Session, made: Player, baseline: bool) -> list[int]:
@@ -121,7 +121,7 @@ class Replays:
         self.played = {handle.name: Played(handle) for handle in handles}
         self._weighed: int | None = None  # the case whose weights the checker has
         self._mapped: dict[str, int] = {}  # by submission that is timed in its runner, the case whose memory it maps
-        self._images: dict[bytes, int] = {}  # by its hash, a descriptor of code
+        self._images: dict[tuple[str, bytes], int] = {}  # by submission, which may write to it, and hash: its code
         self._wave: list[int] = []
 
     def __enter__(self) -> "Replays":
@@ -282,7 +282,7 @@ class Replays:
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
         limit_s = session.first_call_limit_s + limits.PREPARE_LIMIT_S
         reply, images = process.child.receive(limit_s, descriptors=True)
-        recording.images = [self._image(fd) for fd in images]
+        recording.images = [self._image(handle.name, fd) for fd in images]
         recorded = admitted(replies.read(replies.Recorded, reply))
         self._take(recording, handle, recorded)
         # What the runner's own calls left: its fault has the better message.
@@ -297,10 +297,10 @@ class Replays:
         self._release(recording)
         _close(recording.fds)
 
-    def _image(self, fd: int) -> int:
-        """Return a descriptor of the same code, which is kept: one for all calls that have it."""
+    def _image(self, name: str, fd: int) -> int:
+        """Return a descriptor of the same code, which is kept: one for all calls of a submission that have it."""
         code = hashlib.sha256(os.pread(fd, player.IMAGE_LIMIT + 1, 0)).digest()
-        kept = self._images.setdefault(code, fd)
+        kept = self._images.setdefault((name, code), fd)
         if kept != fd:
             os.close(fd)
         return kept

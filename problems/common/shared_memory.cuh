@@ -53,7 +53,7 @@ inline CUdeviceptr reserve(CUdeviceptr wanted, size_t bytes) {
     return place;
 }
 
-// What a descriptor stands for, which stays open.
+// Take memory by its descriptor, which stays open.
 inline CUmemGenericAllocationHandle import(int descriptor) {
     CUmemGenericAllocationHandle memory;
     need(cuMemImportFromShareableHandle(&memory, (void*)(uintptr_t)descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
@@ -61,7 +61,7 @@ inline CUmemGenericAllocationHandle import(int descriptor) {
     return memory;
 }
 
-// Map it at reserved addresses. The mapping keeps the memory.
+// Map such memory at reserved addresses. The mapping keeps it.
 inline void map(CUdeviceptr place, size_t bytes, int descriptor) {
     const CUmemGenericAllocationHandle memory = import(descriptor);
     need(cuMemMap(place, bytes, 0, memory, 0), "cuMemMap");

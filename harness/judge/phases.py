@@ -55,7 +55,7 @@ class Counts:
 # scatter, and on a busy CPU a ratio of 13 was UNDECIDED; with six it is 1.6.
 COUNTS = {
     ("cuda", False): Counts(processes=6, samples=10, warmups=1, buffers=player.COPIES),
-    ("cuda", True): Counts(processes=12, samples=10, warmups=1, buffers=player.COPIES, paired=True),
+    ("cuda", True): Counts(processes=12, samples=6, warmups=1, buffers=player.COPIES, paired=True),
     ("cpu", False): Counts(processes=3, samples=3, warmups=1, buffers=2, extra=6),
     ("cpu", True): Counts(processes=6, samples=3, warmups=1, buffers=2, extra=6, paired=True),
 }

@@ -20,6 +20,7 @@ class Player:
 
     def __init__(self, target: str) -> None:
         self.child = Child("harness.player.player")
+        self._images: dict[int, int] = {}  # by descriptor, the number of code that the process has loaded
         self._readers: int | None = None  # None: its first reply, which takes a second, is still to come
         with contextlib.suppress(Died):  # as the first request says
             self.child.send({"library": str(player.artefact(target).path)})
@@ -72,11 +73,15 @@ class Player:
         return self._request({"op": "snapshot", "used": used})[1]
 
     def load(self, recorded: replies.Recorded, images: list[int], kept: list[int]) -> None:
-        """Take a recorded call, whose memory was made. images, kept: descriptors of its code, and of the copy of the
-        scratch memory that it uses.
+        """Take a recorded call, whose memory was made. images, kept: descriptors of its code, which stay open as long
+        as the process lives, and of the copy of the scratch memory that it uses.
         """
         parts = recorded.model_dump(by_alias=True, include={"before", "nodes", "variables", "used"})
-        self._request({"op": "load", **parts, "kept": bool(kept)}, (*images, *kept))
+        fresh = [fd for fd in dict.fromkeys(images) if fd not in self._images]
+        for fd in fresh:
+            self._images[fd] = len(self._images)
+        numbers = [self._images[fd] for fd in images]
+        self._request({"op": "load", **parts, "images": numbers, "kept": bool(kept)}, (*fresh, *kept))
 
     def play(
         self, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list[dict] | None = None

@@ -82,8 +82,8 @@ def _close(*those: list[int]) -> None:
 
 @dataclass
 class Played:
-    """A submission in a wave: its player, whether that has scratch memory, and of how many bytes; by the case's number
-    its recorded calls.
+    """A submission in a wave: its player, whether that has scratch memory, and how many bytes of it a runner gets; by
+    the case's number its recorded calls.
     """
 
     handle: RunnerHandle
@@ -91,6 +91,12 @@ class Played:
     has_scratch: bool = False
     scratch_bytes: int = 0
     recordings: dict[int, Recording] = field(default_factory=dict)
+
+    @property
+    def extent(self) -> int:
+        """Bytes of scratch memory that its calls were given: a player has no more of it, which it poisons each time."""
+        given = [recording.recorded.scratch for recording in self.recordings.values() if recording.recorded]
+        return max(1, min(self.scratch_bytes, max(given, default=0)))
 
     @property
     def self_times(self) -> bool:
@@ -172,7 +178,7 @@ class Replays:
             try:
                 one.player = one.player or Player(one.handle.target)
                 if not one.has_scratch:
-                    os.close(one.player.scratch(one.scratch_bytes)[1])
+                    os.close(one.player.scratch(one.extent)[1])
                     one.has_scratch = True
                 _close(recording.make(self.session, one.player, one.handle.baseline))
                 one.player.load(recording.recorded, recording.images, recording.kept)

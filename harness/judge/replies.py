@@ -209,7 +209,8 @@ Nodes = Annotated[list[Node], Field(max_length=NODES)]
 
 class Recorded(Reply):
     """A recorded call. before: a baseline's setup; used: offset and size of each range of scratch memory in use;
-    unrecorded: why there is none; branches: its work is in no single order.
+    scratch: bytes from its beginning that were ever handed out; unrecorded: why there is none; branches: its work is in
+    no single order.
     """
 
     most_values: ClassVar[int] = 1_000_000
@@ -217,6 +218,7 @@ class Recorded(Reply):
     nodes: Nodes = []
     variables: Annotated[list[Variable], Field(max_length=NODES)] = []
     used: Annotated[list[Count], Field(max_length=2 * NODES)] = []
+    scratch: Count = 0
     claims: Claims = []
     takes: Annotated[list[Take], Field(max_length=CLAIMS)] = []
     unrecorded: Text = ""

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <ctime>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -68,7 +69,6 @@ struct Variable {
 struct Call {
     Memory inputs[COPIES], outputs[COPIES], weights;
     Window io, held;
-    std::vector<CUmodule> modules;  // which stay loaded, as long as this process lives
     Nodes before, nodes;  // of a baseline's setup, which is not timed; of the call
     std::vector<Variable> variables;
     Memory snapshot;  // of scratch memory at capture: its ranges in use, one behind the other
@@ -76,6 +76,13 @@ struct Call {
     std::vector<std::pair<size_t, size_t>> used;  // offset and size of each of these
 };
 
+// Code that calls share. It stays loaded as long as this process lives.
+struct Image {
+    CUmodule module;
+    std::map<std::string, Variable> variables;  // with the values that they had before any call
+};
+
+std::vector<Image> images;
 std::string error_text;
 CUstream queue;
 CUevent before, after;
@@ -297,10 +304,9 @@ int player_snapshot(const size_t* used, size_t count, int* descriptor) {
 
 int player_image(const void* image) {
     return guarded([=] {
-        Call& call = ::call();
-        CUmodule module;
-        need(cuModuleLoadData(&module, image), "cuModuleLoadData");
-        call.modules.push_back(module);
+        Image loaded;
+        need(cuModuleLoadData(&loaded.module, image), "cuModuleLoadData");
+        images.push_back(loaded);
     });
 }
 
@@ -315,11 +321,11 @@ int player_kernel(size_t image, const char* name, const Launch* about, const uns
                   size_t count, const char* values, size_t bytes) {
     return guarded([=] {
         Call& call = ::call();
-        require(image < call.modules.size(), "a kernel of no image");
+        require(image < images.size(), "a kernel of no image");
         const auto kernel = std::make_shared<Kernel>();
         CUfunction& function = kernel->function;
         const std::string named = std::string("kernel ") + name;
-        need(cuModuleGetFunction(&function, call.modules[image], name), named);
+        need(cuModuleGetFunction(&function, images[image].module, name), named);
         size_t offset, size, total = 0;
         for (size_t i = 0; i < count; ++i) {
             need(cuFuncGetParamInfo(function, i, &offset, &size), named + ", its parameters");
@@ -337,7 +343,7 @@ int player_kernel(size_t image, const char* name, const Launch* about, const uns
         int most = 0, wanted = l.dynamic_shared > int(l.shared) ? l.dynamic_shared : int(l.shared);
         need(cuFuncGetAttribute(&most, MOST_SHARED, function), named);
         if (wanted > most) need(cuFuncSetAttribute(function, MOST_SHARED, wanted), named + ": its shared memory");
-        if (l.carveout >= 0) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);
+        cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, l.carveout);  // -1: the default
         if (l.not_portable) cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
         unsigned used = 0;
         if (l.cooperative) {
@@ -392,20 +398,26 @@ int player_before() {
     });
 }
 
-// A module's variable, with its value at capture; null: the one that it has now.
+// An image's variable, with its value at capture; null: the one that it had when the image was loaded. To be called for
+// each variable of an image before the first call that has the image.
 int player_variable(size_t image, const char* name, const void* value, size_t bytes) {
     return guarded([=] {
         Call& call = ::call();
-        require(image < call.modules.size(), "a variable of no image");
-        Variable variable;
+        require(image < images.size(), "a variable of no image");
         const std::string named = std::string("variable ") + name;
-        const CUresult code = cuModuleGetGlobal(&variable.place, &variable.bytes, call.modules[image], name);
-        if (code == CUDA_ERROR_NOT_FOUND && !value) return;  // a symbol of the compiler's that the driver does not show
-        need(code, named);
+        auto& variables = images[image].variables;
+        if (!variables.count(name)) {
+            Variable loaded;
+            const CUresult code = cuModuleGetGlobal(&loaded.place, &loaded.bytes, images[image].module, name);
+            if (code == CUDA_ERROR_NOT_FOUND && !value) return;  // a symbol of the compiler's that the driver hides
+            need(code, named);
+            loaded.value.resize(loaded.bytes);
+            need(cuMemcpyDtoH(loaded.value.data(), loaded.place, loaded.bytes), named);
+            variables[name] = loaded;
+        }
+        Variable variable = variables[name];
         require(!value || bytes == variable.bytes, named + " has another size");
-        variable.value.resize(variable.bytes);
         if (value) memcpy(variable.value.data(), value, bytes);
-        else need(cuMemcpyDtoH(variable.value.data(), variable.place, variable.bytes), named);
         call.variables.push_back(std::move(variable));
     });
 }

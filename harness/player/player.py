@@ -52,6 +52,7 @@ class Player:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         self.library = ctypes.CDLL(library)
         self.library.player_error.restype = c_char_p
+        self.variables: list[list[str]] = []  # the names of those of each image, in the order of loading
         self._do("start")
 
     def _do(self, name: str, *arguments: object) -> None:
@@ -82,24 +83,26 @@ class Player:
         return {"fds": [fd.value] if fd.value >= 0 else []}
 
     def load(self, message: dict, fds: list[int]) -> dict:
-        """Take a recorded call, whose memory was made: its images, kernels, copies, fills and variables. fds: of the
-        images, and of the copy of scratch memory, if there is one.
+        """Take a recorded call, whose memory was made: its kernels, copies, fills and variables, and its images, by the
+        numbers in which they were loaded. fds: of the images that follow those loaded so far, and of the copy of
+        scratch memory, if there is one.
         """
         used, count = _ranges(message)
         kept = fds.pop() if message["kept"] else -1
-        images = [_content(fd) for fd in fds]
+        images, numbers = [_content(fd) for fd in fds], message["images"]
         known = {(at["image"], at["name"]): bytes.fromhex(at["value"]) for at in message["variables"]}
         for image in images:
             self._do("image", image)
+            self.variables.append([name for name, _ in cubins.variables(image)])
         for node in message["before"]:
-            getattr(self, f"_{node['kind']}")(node)
+            getattr(self, f"_{node['kind']}")(node, numbers)
         self._do("before")  # the nodes so far are not timed
         for node in message["nodes"]:
-            getattr(self, f"_{node['kind']}")(node)
-        for i, image in enumerate(images):
-            for name, _ in cubins.variables(image):
+            getattr(self, f"_{node['kind']}")(node, numbers)
+        for i, number in enumerate(numbers):
+            for name in self.variables[number]:
                 value = known.get((i, name))
-                self._do("variable", i, name.encode(), value, len(value or b""))
+                self._do("variable", number, name.encode(), value, len(value or b""))
         try:
             self._do("ready", used, count, kept)
         finally:
@@ -107,17 +110,19 @@ class Player:
                 os.close(kept)
         return {}
 
-    def _kernel(self, node: dict) -> None:
+    def _kernel(self, node: dict, numbers: list[int]) -> None:
+        if node["image"] >= len(numbers):
+            raise RefusedError("a kernel of no image")
         words = [*node["grid"], *node["block"], node["shared"], node["cooperative"], *node["cluster"], node["early"]]
         words += [node["dynamic_shared"], node["carveout"], node["not_portable"]]
         launch, layout = (c_uint * len(words))(*words), (c_uint * len(node["layout"]))(*node["layout"])
         name, values = node["name"].encode(), bytes.fromhex(node["values"])
-        self._do("kernel", node["image"], name, launch, layout, len(layout) // 2, values, len(values))
+        self._do("kernel", numbers[node["image"]], name, launch, layout, len(layout) // 2, values, len(values))
 
-    def _copy(self, node: dict) -> None:
+    def _copy(self, node: dict, _: list[int]) -> None:
         self._do("copy", node["to"], node["from"], node["bytes"])
 
-    def _fill(self, node: dict) -> None:
+    def _fill(self, node: dict, _: list[int]) -> None:
         self._do("fill", *(node[name] for name in ("to", "pitch", "width", "height", "value", "element")))
 
     def play(self, message: dict, _: list[int]) -> dict:

@@ -27,6 +27,7 @@ constexpr size_t MOST_NODES = 4096;  // of a recorded call, with its mark: as ma
 std::mutex guard;
 std::map<uintptr_t, size_t> spare, used;  // ranges of scratch memory: address, bytes
 uintptr_t scratch;
+size_t top;  // behind the last byte of it that was ever handed out
 
 struct Image {
     std::string bytes;
@@ -319,7 +320,7 @@ int capture_unmap(unsigned long long place, size_t bytes) {
 int capture_scratch(unsigned long long place, size_t bytes) {
     std::lock_guard<std::mutex> lock(guard);
     spare.clear(), used.clear();
-    scratch = place, spare[place] = bytes;
+    scratch = place, spare[place] = bytes, top = 0;
     return 0;
 }
 // Ranges of scratch memory that are in use, each the offset and the size of one or of several behind each other. Returns
@@ -333,6 +334,10 @@ size_t capture_used(size_t* words, size_t most) {
     }
     return count;
 }
+size_t capture_top() {
+    std::lock_guard<std::mutex> lock(guard);
+    return top;
+}
 void* capture_malloc(ssize_t size, int, void*) {
     std::lock_guard<std::mutex> lock(guard);
     const size_t wanted = std::max<size_t>(ALIGN, (size_t(size) + ALIGN - 1) / ALIGN * ALIGN);
@@ -343,6 +348,7 @@ void* capture_malloc(ssize_t size, int, void*) {
         spare.erase(it);
         if (rest) spare[at + wanted] = rest;
         used[at] = wanted;
+        top = std::max(top, at + wanted - scratch);
         return (void*)at;
     }
     throw Failed("out of memory: no " + std::to_string(size) + " bytes are free of the scratch memory that a call may use");

@@ -50,6 +50,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
     found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     found.capture_error.restype = found.capture_exported.restype = c_char_p
+    found.capture_top.restype = c_size_t
     found.capture_used.restype, found.capture_used.argtypes = c_size_t, (c_void_p, c_size_t)
     found.capture_image.restype = c_void_p
     found.capture_image.argtypes = (c_size_t, c_void_p)
@@ -123,9 +124,9 @@ def use_scratch(address: int, nbytes: int, fd: int) -> None:
 
 
 def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[dict, list[int], Any]:
-    """Record a call. Return what the player needs: nodes, variables, the ranges of scratch memory that are in use, and
-    `before`, the nodes of a baseline's setup, whose state the call receives; descriptors of its images; and what the
-    call returned.
+    """Record a call. Return what the player needs: nodes, variables, the ranges of scratch memory that are in use, how
+    many bytes from its beginning were ever handed out, and `before`, the nodes of a baseline's setup, whose state the
+    call receives; descriptors of its images; and what the call returned.
     NotRecordedError, BranchesError. What the call raises comes through.
     """
     before, state = _recorded(setup, arguments, True) if setup else ({"nodes": []}, None)
@@ -137,6 +138,7 @@ def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[
     images = [_image(index) for index in exported["images"]]
     variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
     message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables}
+    message["scratch"] = _library().capture_top()
     words = (c_size_t * RANGE_WORDS)()
     message["used"] = words[: _library().capture_used(words, RANGE_WORDS)]
     if len(message["used"]) == RANGE_WORDS:

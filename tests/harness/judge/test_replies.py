@@ -75,6 +75,7 @@ RIGHT = {
         "nodes": [KERNEL_NODE, COPY_NODE],
         "variables": [VARIABLE],
         "used": [0, 512],
+        "scratch": 1024,
         "claims": [CLAIM],
         "takes": [TAKE],
         "unrecorded": "it waits",

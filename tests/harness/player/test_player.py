@@ -19,6 +19,7 @@ KERNEL = {"kind": "kernel", "name": "add", "layout": [0, 8, 8, 4], "values": "00
 KERNEL |= {name: [4, 2, 1] for name in ("grid", "block", "cluster")}
 VARIABLES = [{"image": 0, "name": "count", "value": "0102"}]
 LOAD = {"before": [FILL], "nodes": [KERNEL, COPY], "variables": VARIABLES, "used": [0, 512], "kept": True}
+LOAD |= {"images": [0, 1]}
 
 
 def plain(argument: object) -> object:
@@ -71,6 +72,22 @@ def test_a_call_is_loaded_in_order_and_every_variable_is_known(library):
     assert [count, table] == [["variable", 0, b"count", b"\1\2", 2], ["variable", 0, b"table", None, 0]]
     assert [other, last] == [["variable", 1, b"count", None, 0], ["variable", 1, b"table", None, 0]]
     assert ready == ["ready", [0, 512], 1, kept]
+
+
+def test_code_is_loaded_once_for_all_calls_that_have_it(library):
+    """The second call has only the second image, to which its kernel and variables belong."""
+    made = player.Player("it")
+    made.load(LOAD | {"kept": False}, [file_of(b"first"), file_of(b"second")])
+    library.calls.clear()
+    made.load(LOAD | {"kept": False, "images": [1], "nodes": [KERNEL | {"image": 0}]}, [])
+    _, _, kernel, *variables, _ = library.calls
+    assert kernel[:3] == ["kernel", 1, b"add"]
+    assert variables == [["variable", 1, b"count", b"\1\2", 2], ["variable", 1, b"table", None, 0]]
+
+
+def test_a_kernel_of_no_image_is_refused(library):
+    with pytest.raises(player.RefusedError, match="of no image"):
+        player.Player("it").load(LOAD | {"kept": False, "images": [0]}, [file_of(b"first")])
 
 
 def test_an_image_that_is_too_large_is_refused(library, monkeypatch):

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.problem import scan
 from harness.results import text
-from harness.runner.claims import CLAIMS
-from harness.runner.recorder import VARIABLE_BYTES
+from harness.runner.gate import RETURNED as CLAIMS
+from harness.runner.wire import VARIABLE_BYTES
 from harness.sandbox.process import Died
 
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000

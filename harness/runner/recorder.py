@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from harness.runner.failure import RefusedError
+from harness.runner.wire import VARIABLE_BYTES
 from problems.common import build, cubins, load
 
 _HERE = Path(__file__).resolve().parent
 PER_THREAD = 2  # cudaStreamPerThread, which is recorded; the legacy default stream cannot be
 RANGE_WORDS = 2 * 4096  # for the ranges of scratch memory that are in use: fewer than half as many
-VARIABLE_BYTES = 2**20  # bytes of a variable of a module, whose value goes with the recorded call
 
 
 class NotRecordedError(RefusedError):

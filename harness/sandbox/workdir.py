@@ -27,7 +27,7 @@ from pathlib import Path
 
 from harness.problem import sources
 from harness.problem.folders import Problem
-from harness.runner import gate, recorder
+from harness.runner import gate
 from harness.sandbox import policy, reaper
 from harness.sandbox.process import Died
 from problems.common import build, load
@@ -111,7 +111,10 @@ class Workdir:
             if built:
                 copy_tree(built, cache)
             own = [gate.artefact()]
-            own += [recorder.artefact(load.device_target(device))] if device == "cuda" else []
+            if device == "cuda":
+                from harness.runner import recorder
+
+                own.append(recorder.artefact(load.device_target(device)))
             for one in own:
                 shutil.copytree(one.path.parent, cache / "build" / one.path.parent.name)
             if uid is not None:

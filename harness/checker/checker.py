@@ -105,9 +105,9 @@ class Checker:
         self._sync()
 
     def memory(self, message: dict, _: list[int]) -> dict:
-        """Return the bytes of memory of the GPU, "free" and "total", after this process gave back its caches."""
+        """Return "free": the bytes of free memory of the GPU, after this process gave back its caches."""
         torch.cuda.empty_cache()
-        return dict(zip(("free", "total"), torch.cuda.mem_get_info(), strict=True))
+        return {"free": torch.cuda.mem_get_info()[0]}
 
     def product(self, message: dict, _: list[int]) -> dict:
         """Return "us": times of the judge's matrix product on a GPU."""

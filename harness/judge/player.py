@@ -21,24 +21,24 @@ class Player:
     def __init__(self, target: str) -> None:
         self.child = Child("harness.player.player")
         self._images: dict[int, int] = {}  # by descriptor, the number of code that the process has loaded
-        self._readers: int | None = None  # None: its first reply, which takes a second, is still to come
+        self._about: dict | None = None  # its first reply, which takes a second; None: that is still to come
         with contextlib.suppress(Died):  # as the first request says
             self.child.send({"library": str(player.artefact(target).path)})
 
     @property
-    def readers(self) -> int:
-        """How many plain readers it has."""
-        if self._readers is None:
+    def about(self) -> dict[str, int]:
+        """How many plain "readers" it has, and of how many "device_bytes" the device is."""
+        if self._about is None:
             try:
-                self._readers = self._taken(self.child.receive(limits.CHECKER_LIMIT_S))[0]["readers"]
+                self._about = self._taken(self.child.receive(limits.CHECKER_LIMIT_S))[0]
             except Died as died:
                 raise ProblemError(f"no player can be started: {died.reason}") from None
-        return self._readers
+        return self._about
 
     def _request(
         self, message: dict, fds: tuple[int, ...] = (), limit_s: float = limits.CHECKER_LIMIT_S
     ) -> tuple[dict, list[int]]:
-        self.readers  # noqa: B018  it has started
+        self.about  # noqa: B018  it has started
         return self._taken(self.child.request(message, limit_s, fds))
 
     def _taken(self, answer: tuple[dict, list[int]]) -> tuple[dict, list[int]]:

@@ -226,7 +226,7 @@ class Replays:
             one.end_player()
         for one, made in [(one, Player(one.handle.target)) for one in those]:
             self._mapped.pop(one.handle.name, None)
-            one.player, one.scratch_bytes = made, self._scratch_bytes()
+            one.player, one.scratch_bytes = made, self._scratch_bytes(made.about["device_bytes"])
             try:
                 one.handle.scratch, one.has_scratch = made.scratch(one.scratch_bytes), True
             except Died as died:
@@ -238,12 +238,12 @@ class Replays:
                 os.close(handle.scratch[1])
                 handle.scratch = None
 
-    def _scratch_bytes(self) -> int:
+    def _scratch_bytes(self, device_bytes: int) -> int:
         largest = max(
             PREPARED * case.weight_bytes + SCRATCH_FACTOR * max(0, (case.bytes or 0) - case.weight_bytes)
             for case in self.cases.values()
         )
-        share = (self.session.checker.ask({"op": "memory"})["total"] - RESERVE_BYTES) // (2 * len(self.played))
+        share = (device_bytes - RESERVE_BYTES) // (2 * len(self.played))
         return min(SCRATCH_BYTES + int(largest), share)
 
     def _has_room(self, many: int) -> bool:

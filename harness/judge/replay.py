@@ -108,7 +108,7 @@ class ReplayBenchmark(Benchmark):
             if self.handles:
                 self.judges = Player(self.handles[0].target)
                 stack.callback(self.judges.close)
-                self.reads = {f"read {i}": i for i in range(self.judges.readers)}
+                self.reads = {f"read {i}": i for i in range(self.judges.about["readers"])}
             for part, handles in enumerate(self._parts()):
                 self._run_part(part, handles)
         self.progress(Step("benchmark", self.total, self.total, "done"))
@@ -136,10 +136,10 @@ class ReplayBenchmark(Benchmark):
         """Return the submissions in parts whose prepared weights have room together."""
         largest = max((case.weight_bytes for case in self.cases), default=0)
         spare = RESERVE_BYTES + player.COPIES * min(largest, READ_BYTES) + largest
-        room = self.session.checker.ask({"op": "memory"})["total"] - spare
-        size = max(1, int(room // ((1 + 2 * PREPARED) * largest + SCRATCH_BYTES))) if largest else len(self.handles)
         if self.counts.paired or not self.handles:
             return [self.handles]
+        room = self.judges.about["device_bytes"] - spare
+        size = max(1, int(room // ((1 + 2 * PREPARED) * largest + SCRATCH_BYTES))) if largest else len(self.handles)
         return [self.handles[i : i + size] for i in range(0, len(self.handles), size)]
 
     def _replay(self, process: int, number: int, part: int, handles: list[RunnerHandle]) -> None:

@@ -96,6 +96,7 @@ struct Page {
 } * page;
 unsigned turn;
 int sms, l2;
+size_t device_bytes;
 char *junk, *flush;
 unsigned* sink;
 
@@ -227,6 +228,7 @@ extern "C" {
 
 const char* player_error() { return error_text.c_str(); }
 int player_readers() { return readers::count(); }
+size_t player_device_bytes() { return device_bytes; }
 
 int player_start() {
     return guarded([] {
@@ -234,6 +236,7 @@ int player_start() {
         CUcontext context;
         need(cuInit(0), "cuInit");
         need(cuDeviceGet(&device, 0), "cuDeviceGet");
+        need(cuDeviceTotalMem(&device_bytes, device), "cuDeviceTotalMem");
         need(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
         need(cuCtxSetCurrent(context), "cuCtxSetCurrent");
         need(cuDeviceGetAttribute(&sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device), "cuDeviceGetAttribute");

@@ -52,6 +52,7 @@ class Player:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         self.library = ctypes.CDLL(library)
         self.library.player_error.restype = c_char_p
+        self.library.player_device_bytes.restype = c_size_t
         self.variables: list[list[str]] = []  # the names of those of each image, in the order of loading
         self._do("start")
 
@@ -161,7 +162,8 @@ def main() -> None:
             if player:
                 return dict(getattr(player, message["op"])(message, fds))
             player = Player(message["library"])
-            return {"readers": player.library.player_readers()}
+            native = player.library
+            return {"readers": native.player_readers(), "device_bytes": native.player_device_bytes()}
         except (RefusedError, LostError) as error:
             return {"failed": type(error).__name__, "text": str(error)}
 

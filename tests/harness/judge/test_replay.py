@@ -38,6 +38,7 @@ class World:
         self.living: set[str] = set()
         self.layout: dict = {"ours": True}
         self.number = -1
+        self.scratch: list[int] = []  # bytes of scratch memory that players were to make
 
 
 def said(reply: dict | Died) -> dict:
@@ -79,15 +80,15 @@ class FakeProcess:
 
 
 class FakeSession:
-    """A session, and its checker. total: bytes of the device."""
+    """A session, and its checker."""
 
     device, problem = "cuda", SimpleNamespace(ours=True, tests=())
     call_limit_s = first_call_limit_s = 1.0
     weights_bytes = 0
     build = computes = see_device = progress = Mock(return_value=True)
 
-    def __init__(self, world: World, total: int = 80 * GIB) -> None:
-        self.world, self.total, self.checker = world, total, self
+    def __init__(self, world: World) -> None:
+        self.world, self.checker = world, self
         self.weighed: tuple[int, int | None] = (-1, None)
         self.present = Content(Case({}, 0), 0, {}, {}, None, 0)
 
@@ -95,8 +96,7 @@ class FakeSession:
         return self
 
     def __getitem__(self, kind: str) -> int:
-        if kind == "total":
-            return self.total
+        assert kind == "free"
         self.world.room_left -= 1
         return 80 * GIB * (self.world.room_left > 0)
 
@@ -143,14 +143,14 @@ class FakeSession:
 class FakePlayer:
     """A player. Its calls take 5 us."""
 
-    readers = 2
-
-    def __init__(self, world: World, target: str) -> None:
+    def __init__(self, world: World, target: str, gib: int = 80) -> None:
         self.world, self.target, self.has = world, target, set[str]()
+        self.about = {"readers": 2, "device_bytes": gib * GIB}
         world.events.append(f"player {target}")
 
     def scratch(self, nbytes: int) -> tuple[dict, int]:
         self.has = {"scratch"}
+        self.world.scratch.append(nbytes)
         return {"address": player.BASE, "nbytes": nbytes}, os.open(os.devnull, os.O_RDONLY)
 
     def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
@@ -204,6 +204,16 @@ def outcomes(world: World, handles: list[RunnerHandle], count: int, ours: bool =
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
     return [outcome.status for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("given", "gets"), [((0, 0), 1), ((512, 5 << 20), 5 << 20), ((512, 2**40), None)])
+def test_players_get_no_more_scratch_memory_than_calls_were_given(world, given, gets):
+    """Nor more than the runner had, whatever it says."""
+    for n, nbytes in enumerate(given):
+        world.replies["a", n] = RIGHT | {"scratch": nbytes}
+    assert statuses(outcomes(world, submissions("a"), 2)["a"]) == ["PASSED"] * 2
+    runners, players = world.scratch
+    assert players == (gets or runners) and runners > 2**30
 
 
 def test_no_runner_lives_when_a_case_is_judged(world):
@@ -314,8 +324,9 @@ def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
 )
 def test_submissions_are_timed_in_parts_whose_weights_have_room(world, gib, paired, memory, sizes):
     how = Counts(processes=1, samples=1, warmups=0, buffers=2, paired=paired)
-    session, rest = FakeSession(world, memory * GIB), (lambda _: None, how, None, phases.NOTHING, phases.Budget(None))
+    session, rest = FakeSession(world), (lambda _: None, how, None, phases.NOTHING, phases.Budget(None))
     bench = replay.ReplayBenchmark(session, submissions(*"abcde"), cases(1, weight_bytes=gib * GIB), *rest)
+    bench.judges = FakePlayer(world, "judges", memory)
     assert [len(part) for part in bench._parts()] == sizes
 
 
@@ -340,7 +351,7 @@ def test_what_a_player_says_of_a_failure_is_a_verdict(failed, text, status, reas
     made, killed = judges_player.Player.__new__(judges_player.Player), []
     reply = {"failed": failed, "text": text}
     made.child = SimpleNamespace(request=lambda *_: (reply, []), kill=lambda: killed.append(True))
-    made._readers = 2
+    made._about = {"readers": 2}
     with pytest.raises(Died) as caught:
         made.play(0, 2.0)
     assert (caught.value.status, bool(killed)) == (status, ended) and reason in caught.value.reason

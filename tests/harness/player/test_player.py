@@ -34,6 +34,7 @@ class Library:
         self.code = 0
         self.player_error = lambda: b"what went \xff wrong"
         self.player_readers = lambda: 6
+        self.player_device_bytes = lambda: 2**36
 
     def __getattr__(self, name: str):
         def called(*arguments: object) -> int:
@@ -123,7 +124,7 @@ def test_the_process_answers_until_the_judge_is_gone(library, monkeypatch):
         wire.send(ours, message, fds)
         return wire.receive(ours, 30)
 
-    assert asked({"library": "it"})[0] == {"readers": 6}
+    assert asked({"library": "it"})[0] == {"readers": 6, "device_bytes": 2**36}
     reply, fds = asked({"op": "memory", "number": 1, "inputs": 1, "outputs": 0, "weights": 0})
     assert reply == {} and len(fds) == 2 and library.calls[-1] == ["memory", 1, 1, 0, 0, [0] * 5]
     for fd in fds:

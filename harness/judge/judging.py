@@ -12,8 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 
-from harness.judge import console, device_lock, phases, replay, verdict, work
+from harness.judge import console, device_lock, phases, verdict, work
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Audit, Outcome
@@ -24,6 +25,15 @@ from harness.problem.folders import Case, Submission, UsageError
 from harness.results import environment, ranking, record
 from harness.results.ranking import Leader
 from harness.results.run_file import RunFile
+
+
+def phases_of(device: str) -> ModuleType:
+    """Return the module whose run_tests and run_benchmarks serve a device."""
+    if device != "cuda":
+        return phases
+    from harness.judge import replay  # and with it much that no run on a CPU needs
+
+    return replay
 
 
 def challenger(judged: list[Result], leader: Leader, everything: bool) -> Result | None:
@@ -105,7 +115,7 @@ class Judging:
         if self.file and self.args.seed is None:  # judge on secret contents too, as what is timed is anyway
             timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
             twice = tuple(case for case in cases if case.params not in timed)
-        run_tests = replay.phases_of(self.device).run_tests
+        run_tests = phases_of(self.device).run_tests
         run_tests(session, handles, cases, done, session.progress, have, limit_s, twice)
         self._note_audits()
         if len(self.judged) > 1:
@@ -126,7 +136,7 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
-        run, cases = replay.phases_of(self.device).run_benchmarks, self.cases
+        run, cases = phases_of(self.device).run_benchmarks, self.cases
         timings, all_readings = run(session, handles, cases, session.progress, counts, done, have, limit_s)
         for j in judged:
             for timing in timings[j.submission.name]:

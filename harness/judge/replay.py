@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable
-from types import ModuleType
 
 from harness.checker import matmul
 from harness.judge import phases, replies
@@ -22,11 +20,6 @@ from harness.player import player
 from harness.problem.folders import Case
 from harness.results import environment
 from harness.sandbox.process import Died
-
-
-def phases_of(device: str) -> ModuleType:
-    """Return the module whose run_tests and run_benchmarks serve a device."""
-    return sys.modules[__name__] if device == "cuda" else phases
 
 
 def _try_out(session: Session, helper: RunnerHandle, cases: list[Case]) -> None:

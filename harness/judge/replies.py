@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from harness.problem import scan
 from harness.results import text
-from harness.runner.gate import RETURNED as CLAIMS
+from harness.runner.gate import RETURNED
 from harness.runner.wire import VARIABLE_BYTES
 from harness.sandbox.process import Died
 
@@ -115,12 +115,12 @@ class Claim(Reply):
     same: bool = False
     conj: bool = False
     neg: bool = False
-    items: Annotated[list["Claim"], Field(max_length=CLAIMS)] = []
-    keys: Annotated[list[Name], Field(max_length=CLAIMS)] = []
+    items: Annotated[list["Claim"], Field(max_length=RETURNED)] = []
+    keys: Annotated[list[Name], Field(max_length=RETURNED)] = []
     value: Text = ""
 
 
-Claims = Annotated[list[Claim], Field(max_length=CLAIMS)]
+Claims = Annotated[list[Claim], Field(max_length=RETURNED)]
 
 
 class Noted(Reply):
@@ -220,7 +220,7 @@ class Recorded(Reply):
     used: Annotated[list[Count], Field(max_length=2 * NODES)] = []
     scratch: Count = 0
     claims: Claims = []
-    takes: Annotated[list[Take], Field(max_length=CLAIMS)] = []
+    takes: Annotated[list[Take], Field(max_length=RETURNED)] = []
     unrecorded: Text = ""
     branches: bool = False
     prepare_us: Time | None = None

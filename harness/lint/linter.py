@@ -1,4 +1,4 @@
-"""The linter of problems: what a problem's check lets through that it should not. `harness/run.py PROBLEM --lint`.
+"""The linter of problems: what a problem's check lets through that it should not. `python -m harness lint PROBLEM`.
 
 Trivial answers (harness/lint/trivial.py) are put to the problem's own check in its small tests, every file of wrong/
 and every honest variant to the whole judge. Each trivial answer must be refused, each wrong file fail in some case, and
@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.judge import console, replay, selection
+from harness.judge import console, selection
 from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, RunnerHandle
+from harness.judge.judging import phases_of
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.lint import trivial
@@ -227,7 +228,7 @@ def _judged(
     results: dict[str, list[Outcome]] = {}
     for start in range(0, len(submissions), AT_ONCE):
         handles = [RunnerHandle(one.name, one, target) for one in submissions[start : start + AT_ONCE]]
-        results |= replay.phases_of(session.device).run_tests(session, handles, cases, lambda *_: None, progress)
+        results |= phases_of(session.device).run_tests(session, handles, cases, lambda *_: None, progress)
     return results
 
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 LIMIT = 16 * 2**20  # bytes of JSON a message; a case's layout takes a few kilobytes, a recorded call some megabytes
+VARIABLE_BYTES = 2**20  # of a variable of a module, whose value goes with the recorded call
 _HEADER = struct.Struct("<II")  # bytes of JSON, number of descriptors
 _MAX_FDS = 64
-VARIABLE_BYTES = 2**20  # of a variable of a module, whose value goes with a recorded call
 LOOK_S = 0.05
 
 

@@ -112,7 +112,7 @@ class Workdir:
                 copy_tree(built, cache)
             own = [gate.artefact()]
             if device == "cuda":
-                from harness.runner import recorder
+                from harness.runner import recorder  # no run on a CPU needs it
 
                 own.append(recorder.artefact(load.device_target(device)))
             for one in own:

@@ -8,7 +8,7 @@ import torch
 
 from harness.checker import foreign
 from harness.checker.checker import Caught, Checker
-from harness.judge import limits, phases, replay, replies
+from harness.judge import judging, limits, phases, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
@@ -32,7 +32,7 @@ def check(folder, device: str) -> None:
     target = {"cpu": "cpu", "cuda": "sm90"}[device]
     files = (found.folder / "submission.py", found.folder / "solutions" / "wrong.py")
     handles = [RunnerHandle(file.stem, folders.submission(found, file), target) for file in files]
-    way = replay.phases_of(device)
+    way = judging.phases_of(device)
     with Session(found, device) as session:
         tests = way.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
         cases = list(found.benchmarks[device])

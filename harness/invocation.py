@@ -1,9 +1,8 @@
-"""One run of harness/run.py, from its arguments to its records and exit code."""
+"""One run of harness/run.py, from its options to its records and exit code. harness/verbs.py has other uses of it."""
 
 import contextlib
 import functools
 import json
-import shlex
 import sys
 from typing import TextIO
 
@@ -11,28 +10,27 @@ from harness.judge import console, device_lock, resume, verdict, work
 from harness.judge.events import Events
 from harness.judge.judging import Judging
 from harness.judge.options import Options
-from harness.judge.selection import Selection, rule_broken
+from harness.judge.selection import Selection
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
-from harness.problem.folders import Case, Problem, ProblemError, Submission, UsageError, reading
+from harness.problem.folders import Case, Problem, Submission, UsageError, reading
 from harness.results import environment, gpu, output, ranking, record, text
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
 from harness.sandbox import process
-from harness.tools import endtoend, latency, model_check, modes
 from problems.common import load
 
 BASELINE = "torch_dequant"  # shown as a ratio where it takes part
-NEEDS_GPU = "needs a GPU, the run is on a CPU: leave it out, or judge where there is a GPU (--on HOST)"
+MODEL = "model"  # whose records those of a model of a GPU are: no machine has a part in them
 
 
 class Run:
-    """One invocation. further: arguments that harness/run.py does not know; stdout: where --json - writes."""
+    """One invocation. stdout: where --json - writes."""
 
-    def __init__(self, arguments: Options, further: list[str], stdout: TextIO, events: Events) -> None:
-        self.args, self.further = arguments, further
-        self.stdout, self.events = stdout, events
+    def __init__(self, arguments: Options, stdout: TextIO, events: Events) -> None:
+        self.args, self.stdout, self.events = arguments, stdout, events
         self.stack = contextlib.ExitStack()
+        self.judged: list[Result] = []
         self.lines: list[dict] = []
         self.file: RunFile | None = None  # of a recorded run
         self.opponents: list[Result] = []  # leaders that took part in a confirmation only
@@ -68,7 +66,7 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        return model_check.MACHINE if self.args.device == "model" else environment.machine(self.device)
+        return MODEL if self.args.device == "model" else environment.machine(self.device)
 
     @functools.cached_property
     def target(self) -> str:
@@ -94,7 +92,7 @@ class Run:
     @property
     def recorded(self) -> bool:
         """Whether this run has a file of its own: only a whole run in --mode leaderboard does."""
-        return self.args.mode == "leaderboard" and not self.args.case and not self.args.sanitize
+        return self.args.mode == "leaderboard" and not self.args.case
 
     @property
     def kept(self) -> str:
@@ -106,37 +104,26 @@ class Run:
         """What the files of earlier runs of the problem on this machine hold, oldest first."""
         return record.contents(self.machine, self.problem.name, check=work.check)
 
+    @functools.cached_property
+    def records(self) -> list[dict]:
+        """The records of this run: those in its file, or where it has none those that it would have."""
+        return self.lines or [line for j in self.judged for line in self.recorder.lines(j)]
+
     def main(self) -> int:
         """Make the run. Return the exit code."""
         args = self.args
         with console.quiet(args.quiet), self.stack:
             name = self.problem.name
             process.harden()
-            machine = self.machine  # and with it the device: --lint and the check use it too
+            machine = self.machine  # and with it the device
             if args.resume is not None:
                 self._resume()
             self.events.write("start", problem=name, device=self.device, machine=machine, mode=args.mode)
-            checked = endtoend.wanted(self.problem, args, self.further)
-            if checked and {"-h", "--help"} & {*self.further}:  # behind `--`: it prints its arguments
-                with console.quiet(False):
-                    return endtoend.run(self.problem, self.device, ["--help"])[0]
-            if args.lint:
-                return self._lint()
-            if args.device == "model":
-                return self._model()
-            if args.check_only:
-                console.say(environment.block() + "\n")
-                return self._check()
-            if self.recorded:
-                record.see_writable(self.machine)
-                self._tell_files()
-            return self._run(checked)
+            return self._work()
 
     def _resume(self) -> None:
         """Reopen the file of the run that goes on, and adopt its options."""
         args, json_before, events_before = self.args, self.args.json, self.args.events
-        if args.case:
-            raise UsageError("--resume does not go with --case, since such a run records nothing: leave one out")
         where = f"{self.problem.name} on {self.machine}"
         self.file = resume.chosen(self.files, args.resume or "", where)
         self.stack.callback(self.file.close)
@@ -154,82 +141,29 @@ class Run:
         for run_id in resume.left(self.files) if self.file is None else ():
             console.say(f"note: run {run_id} is unfinished; --resume {run_id} goes on with it")
 
-    def _model(self) -> int:
-        """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Return
-        the exit code. Nothing is timed.
-        """
-        submission, args = self.selection.submissions()[0], self.args
-        target = model_check.target_of(submission)
-        cases = [case for case in self.selection.tests() if submission.serves(case)]
-        if not cases:
-            raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
-        judged, compiled = Result(submission, target), Result(submission, target)
-        if args.mode == "leaderboard":
-            record.see_writable(self.machine)
-        if broken := rule_broken(submission):
-            compiled.status, compiled.reason = broken.status, broken.reason
-        else:
-            self._compile([compiled])
-        if compiled.status in ("COMPILE_ERROR", "RULE_BROKEN", "RUNTIME_ERROR", "TIMEOUT"):
-            judged = compiled
-        else:
-            judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)
-        self._see_unchanged([judged])
-        built = self.recorder.lines(compiled) if compiled.artefacts or compiled.status else []
-        lines = self.lines = built + model_check.records(self.recorder, judged)
-        with console.quiet(False):
-            right = judged.verdict == "MODEL_CHECKED"
-            console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
-        if args.mode == "leaderboard":
-            self._begin([judged], cases, []).finish(lines, verdict.exit_code([judged.verdict], False))
-            self._say_recorded()
-        self._write_json([judged])
-        self._tell([judged])
-        return verdict.exit_code([judged.verdict], False)
-
-    def _check(self) -> int:
-        """Run the problem's end-to-end check. Return the exit code."""
-        with self._held(timed=False):
-            status, fault = endtoend.run(self.problem, self.device, self.further)
-        if status == output.USAGE_EXIT and not fault:
-            return output.USAGE_EXIT
-        result = f"INCORRECT ({fault}); nothing else is judged" if fault else "PASSED"
-        with console.quiet(False):
-            console.say(f"{self.problem.name}, end to end: {result}\n")
-        return self._noted("INCORRECT" if fault else "PASSED", f"end to end: {result}")
-
     def _noted(self, status: str, reason: str) -> int:
         """Note a verdict that is about no submission. Return its exit code."""
         self.events.write("verdict", variant=None, status=status, reason=reason)
         return verdict.EXIT_CODES[status]
 
-    def _run(self, checked: bool) -> int:
-        """What is wrong with the chosen cases and submissions is said before the check, which takes long."""
+    def _work(self) -> int:
+        """Judge. What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
-        chosen = self.selection.submissions()
+        if self.recorded:
+            record.see_writable(self.machine)
+            self._tell_files()
+        chosen, checked = self.selection.submissions(), self._has_check()
         if checked:
             self.selection.cases()
         console.say(environment.block() + "\n")
-        if args.mode == "profile" and not args.sanitize:
-            return self._profile(chosen[0])
-        if args.mode == "latency" and not args.sanitize:
-            return self._latency(chosen[0])
-        judged = [self._judged(submission) for submission in chosen]
+        judged = self.judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self.selection.admit(j)]
-        if args.sanitize:
-            if not runnable:
-                self._print(judged)
-                return verdict.exit_code([j.verdict for j in judged], args.all)
-            return self._sanitize([j for j in runnable if not j.submission.baseline])
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             reason = f"{missing[-1].submission.name}: {missing[-1].reason}"
             output.complain(f"harness/run.py: --against: nothing was compared, {reason}")
             return self._noted("UNSUPPORTED", reason)
-        if checked and (code := self._check()):
+        if checked and (code := self._check([])):
             return code
-        if checked and self.further:
-            words = shlex.join(self.further)
-            console.note(f"note: {words} is for {endtoend.FILE} only; what follows is judged as the folder has it")
         if self.recorded:
             self._begin(judged, *(self.selection.cases() if runnable else ([], [])))
         if runnable:
@@ -241,7 +175,7 @@ class Run:
         code = verdict.exit_code([j.verdict for j in judged], args.all) or (verdict.REGRESSION_EXIT if slower else 0)
         self._record(judged, code)
         try:
-            self._write_json(judged)
+            self._write_json()
         finally:
             self._print(judged)
         with console.quiet(False):
@@ -251,6 +185,28 @@ class Run:
                 console.say(f"no regression of more than {percent:g} % is shown")
         self._tell(judged)
         return code
+
+    def _has_check(self) -> bool:
+        """Whether the problem's end-to-end check comes first. A resumed run began with it."""
+        if self.args.mode == "benchmark" or self.args.resume is not None or not self.problem.ours:
+            return False
+        there = (self.problem.folder / "check.py").is_file()
+        if there and self.args.submission:  # a file from elsewhere must not run outside the jail
+            console.say("note: check.py says nothing of files from elsewhere, so it is not run")
+        return there and not self.args.submission
+
+    def _check(self, words: list[str]) -> int:
+        """Run the problem's end-to-end check, with further arguments. Return the exit code."""
+        from harness.tools import endtoend
+
+        with self._held(timed=False):
+            status, fault = endtoend.run(self.problem, self.device, words)
+        if status == output.USAGE_EXIT and not fault:
+            return output.USAGE_EXIT
+        result = f"INCORRECT ({fault}); nothing else is judged" if fault else "PASSED"
+        with console.quiet(False):
+            console.say(f"{self.problem.name}, end to end: {result}\n")
+        return self._noted("INCORRECT" if fault else "PASSED", f"end to end: {result}")
 
     def _begin(self, judged: list[Result], tests: list[Case], benchmarks: list[Case]) -> RunFile:
         """Begin the run's file, or see that what a resumed run depends on is unchanged. Return the file."""
@@ -267,13 +223,6 @@ class Run:
         known = f"{outcomes} test outcomes and {groups} groups of calls are known"
         console.say(f"run {self.recorder.run_id} goes on: {known}")
         return self.file
-
-    def _lint(self) -> int:
-        from harness.lint import linter
-
-        with self._held(timed=False):
-            right = linter.run(self.problem, self.device, self.target, console.say)
-        return self._noted("PASSED" if right else "INCORRECT", "lint")
 
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
@@ -305,8 +254,10 @@ class Run:
 
     def _compile(self, judged: list[Result]) -> None:
         """Compile submissions for other targets, without their device, if their compiler is installed."""
-        if self.args.mode != "leaderboard":
+        if self.args.mode != "leaderboard" or not judged:
             return
+        from harness.tools import modes
+
         with console.progress(self.events.step) as progress:
             modes.compile_only(self.problem, self.device, judged, progress)
 
@@ -367,52 +318,7 @@ class Run:
             times = {"time_us": us, "ci95_us": [lo, hi] if us else None, "against": j.against_all}
             self.events.write("verdict", variant=j.submission.name, status=j.verdict, reason=reason, **times)
 
-    def _write_json(self, judged: list[Result]) -> None:
-        if not self.args.json:
-            return
-        lines = self.lines or [line for j in judged for line in self.recorder.lines(j)]
-        written = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        output.deliver(self.args.json, written, self.stdout)
-
-    def _profile(self, submission: Submission) -> int:
-        j = Result(submission, self.selection.target_of(submission))
-        if not self.selection.admit(j):
-            console.say(f"{submission.name}: {j.status}: {j.reason}")
-            return verdict.EXIT_CODES[j.status]
-        _, cases = self.selection.cases()
-        for case in cases:
-            if not submission.serves(case):
-                console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
-        cases = [case for case in cases if submission.serves(case)]
-        with self._held(), console.quiet(False):
-            status = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
-        return verdict.EXIT_CODES[status]
-
-    def _latency(self, submission: Submission) -> int:
-        """The latency of the problem's own model, recorded unless --case chose some of its cases."""
-        args = self.args
-        cases = latency.cases(self.problem, args.case)
-        if self.device != "cuda":
-            raise UsageError(f"--mode latency {NEEDS_GPU}")
-        judged = self._judged(submission)
-        record.see_writable(self.machine)
-        try:
-            with self._held():
-                fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
-        finally:  # interrupted too: each case counts by itself
-            if self.lines and not args.case:
-                code = verdict.exit_code([line["status"] for line in self.lines], everything=True)
-                self._begin([judged], [], []).finish(self.lines, code)
-                self._say_recorded()
-        self._write_json([])
-        if fault:
-            raise ProblemError(fault)
-        return verdict.exit_code([line["status"] for line in self.lines], everything=True)
-
-    def _sanitize(self, judged: list[Result]) -> int:
-        if self.device != "cuda":
-            raise UsageError(f"--sanitize {NEEDS_GPU}")
-        cases, _ = self.selection.cases()
-        with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
-            faults = modes.sanitize(self.problem, judged, cases, self.target, progress)
-        return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
+    def _write_json(self) -> None:
+        written = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.records)
+        if self.args.json:
+            output.deliver(self.args.json, written, self.stdout)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness import __main__ as harness_command
 from harness import invocation, run
 from harness.judge import scanning
 from harness.problem import sources
-from harness.tools import cluster, remote, scaffold
+from harness.tools import cluster, listing, remote, scaffold
 from problems.common import load
 from tests.support import ROOT
 
@@ -33,7 +34,7 @@ EXAMPLES = {
     "--variant sm90_mine": "--variant sm90_plain",
     "sm90_naive": "sm90_plain",
 }
-CHEAP = re.compile(r"--list|report\.py$|compare\.py |pack\.py |python -c ")
+CHEAP = re.compile(r"harness list|report\.py$|compare\.py |pack\.py |python -c ")
 
 
 def commands() -> list[str]:
@@ -58,13 +59,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Nothing is judged, sent or written: the arguments of what would be."""
     calls: list[object] = []
 
-    class Run(invocation.Run):
-        def main(self) -> int:
-            calls.append(self)
-            return 0
-
-    monkeypatch.setattr(invocation, "Run", Run)
-    for module, name in ((cluster, "run"), (remote, "start"), (scaffold, "run")):
+    monkeypatch.setattr(invocation.Run, "main", lambda run: calls.append(run) or 0)
+    for module, name in ((cluster, "run"), (remote, "start"), (remote, "stop"), (scaffold, "run"), (listing, "run")):
         monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or 0)
     return calls
 
@@ -83,9 +79,9 @@ def test_command_of_a_page_is_valid(command, judged, capsys, monkeypatch):
         assert program == PYTHON and importlib.util.find_spec(words[1])
     else:
         assert program == PYTHON and Path(words[0]).is_file()
-    if words[0] == run.NAME:
-        assert run.main(words[1:]) == 0, capsys.readouterr().err
-        assert judged or "--list" in words
+    if words[0] == run.NAME or words[:2] == ["-m", "harness"]:
+        verb = ["run", *words[1:]] if words[0] == run.NAME else words[2:]
+        assert harness_command.main(verb) == 0 and judged, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if CHEAP.search(command)])

@@ -65,12 +65,12 @@ PARTS = {
         "tests of the model's kernels and passes",
     ),
     "steps": Part((f"{TEST} tests/dsv4/test_steps.py",), 500, "steps of the model: 2,000 in a row, replays, drafting"),
-    "check": Part((f"{RUN} dsv4_forward --check-only --quiet",), 200, "the end-to-end check in all formats"),
+    "check": Part(("-m harness check dsv4_forward --quiet",), 200, "the end-to-end check in all formats"),
     "judge": Part((f"{TEST} tests/harness",), 200, "tests of the judge"),
     "attacks": Part((f"{TEST} tests/exploits",), 560, "the table of attacks"),
     "sanitize": Part(
         tuple(
-            f"{RUN} {problem} --sanitize --quiet"
+            f"-m harness sanitize {problem} --quiet"
             for problem in ("linear_decode", "mhc_site", "indexer", "fmha_decode", "moe_gemm", "nvfp4_gemv")
         ),
         560,

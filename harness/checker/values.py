@@ -28,7 +28,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _see_real(dtype: torch.dtype) -> None:
     if dtype.is_complex:
-        raise RefusedError(f"--lint takes no complex tensors, got {dtype}: return torch.view_as_real of it")
+        raise RefusedError(f"the lint takes no complex tensors, got {dtype}: return torch.view_as_real of it")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,5 +111,7 @@ def see_unchanged(file: RunFile, now: dict) -> None:
 
 
 def _absolute(value: object) -> object:
-    """Return a path as one that means the same from any folder, and any other value as it is."""
+    """Return paths as ones that mean the same from any folder, and any other value as it is."""
+    if isinstance(value, list):
+        return [_absolute(one) for one in value]
     return str(Path(value).resolve()) if isinstance(value, str) and value.endswith(".py") else value

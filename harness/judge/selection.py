@@ -11,7 +11,7 @@ from harness.judge import console, scanning
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
-from harness.problem import commits, folders, sources
+from harness.problem import folders, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
 from harness.results import record, text
 from harness.sandbox import workdir
@@ -41,41 +41,51 @@ class Selection:
 
     def _named(self) -> list[Submission]:
         args = self.args
-        if sum(map(bool, (args.variant, args.submission, args.all))) > 1:
-            raise UsageError("give one of --variant, --submission and --all")
-        if args.all and (args.against or args.mode == "profile"):
-            raise UsageError("--all goes with neither --against nor --mode profile: leave --all or these out")
         if args.all:
             submissions = self.problem.submissions()
             if not submissions:
-                raise UsageError(f"--all: {self.problem.name} has no variants/")
+                raise UsageError(f"--all: {self.problem.name} has no variants/: put the submissions there to rank them")
             return submissions
-        if args.variant:
-            first = self.problem.variant(args.variant)
-        elif args.submission:
-            first = folders.submission(self.problem, Path(args.submission))
-            variant = self.problem.folder / "variants" / first.file.name
-            if variant.is_file() and variant.resolve() != first.file:
-                row = f"a variant {first.name}, whose row on the board this file would take"
-                raise UsageError(f"--submission: {self.problem.name} has {row}: rename it")
+        if args.submission:
+            named = [self._from_elsewhere(Path(path)) for path in args.submission]
+            names = [one.name for one in named]
+            if twice := next((name for name in names if names.count(name) > 1), ""):
+                raise UsageError(f"--submission: several files have the name {twice}, and a name is a row: rename one")
+        elif args.variant:
+            named = [self.problem.variant(args.variant)]
         else:
-            first = self.problem.winner(self.target)
-        if not args.against:
-            return [first]
-        path, other = Path(args.against), commits.split(args.against)
-        if other:
-            return [first, self._of_commit(*other)]
-        if path.suffix == ".py":
-            second = folders.submission(self.problem, path, "--against")
+            named = [self.problem.winner(self.target)]
+        return [*named, self._opponent(named[0])] if args.against else named
+
+    def _from_elsewhere(self, path: Path) -> Submission:
+        """Return the submission in a file of the user's."""
+        found = folders.submission(self.problem, path)
+        variant = self.problem.folder / "variants" / found.file.name
+        if variant.is_file() and variant.resolve() != found.file:
+            row = f"a variant {found.name}, whose row on the board this file would take"
+            raise UsageError(f"--submission: {self.problem.name} has {row}: rename it")
+        return found
+
+    def _opponent(self, first: Submission) -> Submission:
+        """Return what --against names."""
+        from harness.problem import commits
+
+        against = self.args.against or ""
+        if other := commits.split(against):
+            return self._of_commit(*other)
+        if against.endswith(".py"):
+            second = folders.submission(self.problem, Path(against), "--against")
         else:
-            second = self.problem.variant(args.against, "--against")
+            second = self.problem.variant(against, "--against")
         if second.name == first.name:
             second = dataclasses.replace(second, name=f"{second.name}#2")
             console.say(f"{first.name} is {_shown(first.file)}, {second.name} is {_shown(second.file)}")
-        return [first, second]
+        return second
 
     def _of_commit(self, rev: str, variant: str) -> Submission:
         """Return the variant of another commit, and say what is compared."""
+        from harness.problem import commits
+
         second = self.stack.enter_context(commits.opponent(self.problem, rev, variant, workdir.scratch().resolve()))
         console.say(
             f"{second.name} is the variant of {rev} ({second.commit}), built with that commit's problems/common; "
@@ -108,8 +118,6 @@ class Selection:
     def cases(self) -> tuple[list[Case], list[Case]]:
         """Return the test cases and the benchmark cases of this run, without those that the mode leaves out."""
         mode, timed = self.args.mode, self.problem.timed(self.target)
-        if self.args.sanitize:
-            return self._matching(self.problem.tests, "test"), []
         tests = self.tests() if mode in ("test", "leaderboard") else []
         return tests, self._part(self._matching(timed, "benchmark")) if mode != "test" else []
 
@@ -134,7 +142,7 @@ class Selection:
     def note(self) -> str:
         """Return that all test cases run, although none has the words of --case, "" if that is not so."""
         args, many = self.args, len(self.problem.tests)
-        times = args.mode == "leaderboard" and args.device != "model" and not args.sanitize
+        times = args.mode == "leaderboard" and args.device != "model"
         if not args.case or not times or any(has_words(str(case), args.case) for case in self.problem.tests):
             return ""
         return f"note: no test case has the words {args.case!r}, so all {text.counted(many, 'test case')} run"

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.problem import sources
 from harness.results import record, text
-from problems.common import build, load
+from problems.common import build, load, terminal
 
 TARGETS = ("cpu", "sm90", "sm100")
 _TASKS = ("task.py", "task.yml")  # of which a problem folder has one
@@ -154,16 +154,16 @@ def place(name: str) -> Path:
         there = sorted({file.parent for at in ("", "*/", "*/*/") for task in _TASKS for file in near.glob(at + task)})
     if there:
         hint = f": give the folder, {', '.join(map(str, there[:_NAMED]))}{', ...' * (len(there) > _NAMED)}"
-    known = f"{', '.join(problem_names())}, or a folder with a task.py or a task.yml (docs/gpu_mode.md)"
-    raise UsageError(f"PROBLEM must be one of {known}, got {name!r}{hint}")
+    hint = hint or terminal.nearest(Path(name).name, problem_names())
+    raise UsageError(f"PROBLEM must be a name in problems/, or a folder with a task.py or task.yml, got {name!r}{hint}")
 
 
 def variant_file(folder: Path, name: str, option: str) -> Path:
     """The file of that name in variants/, which `option` names. UsageError: there is none; a path is no name."""
     files = {file.stem: file for file in (folder / "variants").glob("*.py")}
     if name not in files:
-        known = ", ".join(sorted(files)) or "none"
-        raise UsageError(f"{option} must be one of {folder.name}'s variants ({known}), got {name!r}")
+        hint = terminal.nearest(name, sorted(files), f"python -m harness list {folder.name} prints them")
+        raise UsageError(f"{option} must be a variant of {folder.name}, got {name!r}{hint}")
     return files[name]
 
 

@@ -28,18 +28,6 @@ class ClosedError(RuntimeError):
     """The reader of standard output has gone."""
 
 
-def unrecognized(words: list[str]) -> str:
-    """Say that harness/run.py, and the check of its problem, know no such words."""
-    known = "a run takes one PROBLEM, and the options that --help lists"
-    return f"unrecognized arguments: {' '.join(words)}: leave them out; {known}"
-
-
-def apart(option: str, others: list[str]) -> str:
-    """Say that an option goes with none of the others, and what to do."""
-    which = "one of the two" if len(others) == 1 else f"{option} or the others"
-    return f"{option} does not go with {', '.join(others)}: leave {which} out"
-
-
 def say(text: str, file: TextIO | None = None) -> None:
     """Print lines, to standard output unless a file is named. ClosedError: its reader has gone."""
     try:

@@ -26,23 +26,29 @@ RUNS = "leaderboard/results/*/*/*.jsonl"  # the files of runs
 
 @dataclass(frozen=True)
 class Request:
-    """arguments: of harness/run.py there; files: those that the arguments name, also outside the checkout."""
+    """arguments: of a verb there; files: those that the arguments name, also outside the checkout."""
 
     arguments: list[str]
     files: list[Path]
 
 
-def request(args: Options, further: list[str]) -> Request:
-    """Translate harness/run.py's arguments, unknown ones too. UsageError: a file that they name is missing."""
-    values, files = dict(vars(args)), []
-    for name in ("submission", "against"):
-        if values[name] and (name == "submission" or values[name].endswith(".py")):
-            file = Path(values[name]).resolve()
-            if not file.is_file():
-                raise UsageError(f"--{name} must be a Python file, found none at {values[name]}")
-            with folders.reading(file.name):
-                files += sources.files_of(file)
-            values[name] = os.path.relpath(file, ROOT)
+def request(args: Options, further: Iterable[str] = ()) -> Request:
+    """Translate options, and arguments of a problem's own check. UsageError: a file that they name is missing."""
+    files: list[Path] = []
+
+    def sent(name: str, path: str) -> str:
+        file = Path(path).resolve()
+        if not file.is_file():
+            raise UsageError(f"--{name} must be a Python file, found none at {path}")
+        with folders.reading(file.name):
+            files.extend(sources.files_of(file))
+        return os.path.relpath(file, ROOT)
+
+    values = dict(vars(args))
+    if args.submission:
+        values["submission"] = [sent("submission", path) for path in args.submission]
+    if args.against and args.against.endswith(".py"):
+        values["against"] = sent("against", args.against)
     folder = folders.place(args.problem)
     if folder.parent != load.PROBLEMS:
         files += [*folder.rglob("*"), *([] if folders.is_own(folder) else folders.find(args.problem).files.values())]
@@ -50,8 +56,11 @@ def request(args: Options, further: list[str]) -> Request:
     values |= {name: os.path.relpath(f"/job/{name}", f"/{TREE}") for name in ("json", "events") if values[name]}
     arguments = [values.pop("problem"), *further]
     for name, value in values.items():
-        if name not in ("on", "ray") and value != getattr(Options, name):
-            arguments.append(spelled(name) if value is True or value == "" else f"{spelled(name)}={value}")
+        if value in (True, ""):
+            arguments.append(spelled(name))
+        elif value != getattr(Options, name):
+            several = value if isinstance(value, list) else [value]
+            arguments += [f"{spelled(name)}={one}" for one in several]
     return Request(arguments, files)
 
 

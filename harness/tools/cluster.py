@@ -1,7 +1,7 @@
-"""--ray ADDRESS: a job for each problem and variant on a Ray cluster, each with one GPU, or a node's processors.
+"""`python -m harness cluster ADDRESS`: a job for each problem and variant on a Ray cluster.
 
-A job gets the files of this checkout, and returns the file of its run, which is written here as soon as the job ends.
-Of a job whose node or process is lost nothing is kept, and it runs again elsewhere.
+A job has one GPU, or a node's processors. It gets the files of this checkout, and returns the file of its run, which is
+written here as soon as the job ends. Nothing is kept of a job whose node or process is lost: it runs again elsewhere.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
+from harness.judge import options
 from harness.judge.options import Options
 from harness.problem import folders
 from harness.problem.folders import UsageError
@@ -28,21 +29,21 @@ RETRIES = 4  # of a job whose node, or whose process there, is lost
 GRAVEST = (2, 3, 4, 5, 1, 6, 7, 0)  # exit codes, as harness/judge/verdict.py ranks verdicts
 
 
-def run(args: Options, further: list[str], stdout: TextIO) -> int:
-    """Run the jobs that `args` names on the cluster at args.ray. Return the exit code of the gravest one. stdout: where
-    --json - writes. UsageError: no Ray here, no cluster there, or options that do not go together.
+def run(address: str, args: Options, stdout: TextIO) -> int:
+    """Run the jobs that `args` names on the cluster there. Return the exit code of the gravest one. stdout: where
+    --json - writes. UsageError: no Ray here, or no cluster there.
     """
-    if odd := [f"--{name}" for name in ("resume", "events", "on", "shard") if getattr(args, name) is not None]:
-        raise UsageError(f"{output.apart('--ray', odd)}; each job is a whole run on a node")
+    for problem in str(args.problem).split(","):
+        options.see(dataclasses.replace(args, problem=problem))
     try:
         import ray
 
-        ray.init(address=args.ray, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except ImportError:
-        raise UsageError("--ray needs the Python package ray: run `make setup-system`") from None
+        raise UsageError("cluster needs the Python package ray: run `make setup-system`") from None
     except Exception as error:  # Ray has no common class for what may go wrong here
         said = text.line(error, 300)
-        raise UsageError(f"--ray: no cluster at {args.ray!r}: {said} (local starts one, auto is this node's)") from None
+        raise UsageError(f"no cluster at {address!r}: {said} (local starts one, auto is this node's)") from None
     codes, lines = [], []
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -50,9 +51,9 @@ def run(args: Options, further: list[str], stdout: TextIO) -> int:
         # All processors of a node, since a variant uses all; of the smallest node, so that every node can serve.
         smallest = min(int(node["CPU"]) for node in nodes if node.get("CPU"))
         resources = {"num_gpus": 1} if device.startswith("cuda") else {"num_cpus": smallest}
-        jobs = _jobs(args, further, device)
+        jobs = _jobs(args, device)
         if not jobs:
-            raise UsageError(f"--ray --all: {args.problem} has no variant for {device}")
+            raise UsageError(f"--all: {args.problem} has no variant for {device}")
         with checkout.copied(path for request in jobs.values() for path in request.files) as copy:
             packed = subprocess.run(["tar", "-C", copy, "-cz", "."], check=True, capture_output=True).stdout
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no such module
@@ -83,7 +84,7 @@ def run(args: Options, further: list[str], stdout: TextIO) -> int:
     return min((code for code in codes if code != 7 or not args.all), key=GRAVEST.index, default=7)
 
 
-def _jobs(args: Options, further: list[str], device: str) -> dict[str, Request]:
+def _jobs(args: Options, device: str) -> dict[str, Request]:
     """Return a request for each problem of args.problem and variant, by a name; with --all, all for the device."""
     jobs, targets = {}, {"cpu"} if device == "cpu" else {"sm90", "sm100"}
     for problem in args.problem.split(","):
@@ -91,9 +92,9 @@ def _jobs(args: Options, further: list[str], device: str) -> dict[str, Request]:
         if args.all:
             variants = [name for name, of, _ in folders.listing(folders.place(problem)) if targets & {*of}]
         for variant in variants:
-            name = f"{problem} {variant or args.submission or 'winner'}"
+            name = f"{problem} {variant or ' '.join(args.submission or ['winner'])}"
             chosen = dataclasses.replace(args, problem=problem, variant=variant, all=False, device=device)
-            jobs[name] = checkout.request(chosen, further)
+            jobs[name] = checkout.request(chosen)
     return jobs
 
 

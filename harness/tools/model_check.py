@@ -28,7 +28,6 @@ from harness.sandbox import process
 from problems.common import load
 from problems.common.build import BuildError
 
-MACHINE = "model"  # whose records these are: no machine has a part in them
 TARGETS = ("sm100", "sm90")  # a variant for both is checked as the first
 FEW = 8  # multiprocessors: so few that blocks which persist take several turns in a small case
 

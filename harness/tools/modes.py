@@ -195,14 +195,14 @@ def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: 
         name = j.submission.name
         served = [case for case in small if j.submission.serves(case)]
         if not served:
-            raise UsageError(f"--sanitize: {name} has no test case of up to {SANITIZE_BYTES} bytes")
+            raise UsageError(f"sanitize: {name} has no test case of up to {SANITIZE_BYTES} bytes")
         progress(Step("sanitize", n, len(SANITIZE_TOOLS) * len(judged), f"{name} {tool}"))
         command = [_tool("compute-sanitizer"), "--tool", tool, *options.split()]
         try:
             code, said = _finished([*command, *_solo(problem, j.submission, served)], extra)
         except subprocess.TimeoutExpired as error:
             console.say(_tail((error.output or b"").decode(errors="replace")))
-            raise UsageError(f"--sanitize: {tool} was not done after {TOOL_LIMIT_S} s") from None
+            raise UsageError(f"sanitize: {tool} was not done after {TOOL_LIMIT_S} s") from None
         fault = _fault(code, said)
         console.say(f"{name:<20} {tool:<10} {'ERRORS' if fault else 'clean'} on {text.counted(len(served), 'case')}")
         if fault:

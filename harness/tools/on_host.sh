@@ -16,7 +16,7 @@ state() { # running, ended, or idle where nothing is left to fetch; on the next 
     cat job/arguments 2>/dev/null || :
 }
 
-begin() { # ARGUMENTS NAME=VALUE NAME=VALUE ARGUMENT ...: for harness/run.py, as one text and one by one
+begin() { # ARGUMENTS NAME=VALUE NAME=VALUE ARGUMENT ...: for `python -m harness`, as one text and one by one
     [ ! -f job/fetched ] || rm -r job
     mkdir job
     kill_all # what an earlier run has left
@@ -29,7 +29,7 @@ begin() { # ARGUMENTS NAME=VALUE NAME=VALUE ARGUMENT ...: for harness/run.py, as
         shift 3
         cd "$TREE"
         export PATH="$PATH:/usr/local/cuda/bin"
-        make --no-print-directory setup && .venv/bin/python harness/run.py "$@"
+        make --no-print-directory setup && .venv/bin/python -m harness "$@"
         echo $? >"$KERNEL_JOB/code"
     ' sh "$@" >job/log 2>&1 </dev/null
     until [ -s job/pid ]; do sleep 0.1; done

@@ -1,7 +1,7 @@
-"""Judge on another machine, over the user's own ssh and rsync: harness/run.py --on HOST PROBLEM ...
+"""Judge on another machine, over the user's own ssh and rsync: `python -m harness remote HOST PROBLEM ...`.
 
 The run is detached there. The same command follows it again, whatever became of this process or of the connection;
-`.venv/bin/python -m harness.tools.remote HOST --stop` ends it. harness/tools/on_host.sh is what runs on the host.
+`python -m harness remote HOST --stop` ends it. harness/tools/on_host.sh is what runs on the host.
 """
 
 import os
@@ -16,7 +16,6 @@ from harness.problem.folders import UsageError
 from harness.results import output, text
 from harness.tools import checkout
 
-NAME = "harness.tools.remote"
 ON_HOST = Path(__file__).with_name("on_host.sh")
 # A dead connection is noticed after 45 s.
 SSH_OPTIONS = "-T -o ConnectTimeout=20 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
@@ -27,7 +26,7 @@ class Host:
 
     def __init__(self, name: str) -> None:
         if not name or name.startswith("-") or ":" in name or not name.isprintable() or " " in name:
-            raise UsageError(f"--on must be a name that ssh knows, such as user@machine or an alias, got {name!r}")
+            raise UsageError(f"HOST must be a name that ssh knows, such as user@machine or an alias, got {name!r}")
         self.name, self.ssh = name, shlex.split(f"{os.environ.get('KERNEL_SSH', 'ssh')} {SSH_OPTIONS}")
         own = f"{os.uname().nodename}{checkout.ROOT}".replace("/", "-")
         self.folder = os.environ.get("KERNEL_REMOTE_FOLDER") or f".cache/dsv4-kernels/{own}"
@@ -53,14 +52,15 @@ class Host:
         return (done.stdout or b"").decode(errors="replace")
 
 
-def start(args: Options, further: list[str], stdout: TextIO) -> int:
-    """Judge on args.on as harness/run.py would here. Return the exit code of the run there. stdout: where --json -
+def start(name: str, verb: str, args: Options, further: list[str], stdout: TextIO) -> int:
+    """Do on the host `name` what the verb would do here. Return the exit code of the run there. stdout: where --json -
     writes. UsageError: a file is missing, or the host cannot be reached, or runs something else.
     """
-    host, request = Host(args.on), checkout.request(args, further)
+    host, request = Host(name), checkout.request(args, further)
+    words = [verb, *request.arguments]
     state, _, arguments = host.call("state").strip().partition("\n")
-    same = arguments == shlex.join(request.arguments)
-    end = f"`.venv/bin/python -m {NAME} {host.name} --stop` ends it"
+    same = arguments == shlex.join(words)
+    end = f"`python -m harness remote {host.name} --stop` ends it"
     if state == "running" and not same and args.resume is None:
         raise UsageError(f"{host.name} runs `{arguments}` for this checkout; the same command follows it, {end}")
     if state == "running" or (state == "ended" and same):
@@ -68,7 +68,7 @@ def start(args: Options, further: list[str], stdout: TextIO) -> int:
     else:
         if state == "ended":
             _fetch(host)
-        _begin(host, request, mirror=args.resume is None)
+        _begin(host, words, request.files, mirror=args.resume is None)
     try:
         host.call("follow", out=sys.stdout)
     except KeyboardInterrupt:
@@ -83,16 +83,16 @@ def start(args: Options, further: list[str], stdout: TextIO) -> int:
     return code
 
 
-def _begin(host: Host, request: checkout.Request, mirror: bool) -> None:
+def _begin(host: Host, words: list[str], files: list[Path], mirror: bool) -> None:
     """Send the checkout and begin the run. mirror: remove what is not sent any more; a resumed run may need it."""
     output.complain(f"sending the checkout to {host.name}:{host.folder}")
     options = [f"--exclude=/{name}" for name in ("job", f"{checkout.TREE}/.venv", f"{checkout.TREE}/.build")]
     options += ["--delete"] if mirror else []
-    with checkout.copied(request.files) as copy:
+    with checkout.copied(files) as copy:
         host.rsync("--checksum", *options, f"{copy}/", f"{host.name}:{host.folder}/")
     output.complain(f"the run begins on {host.name}, and goes on there if this command ends")
     env = [f"{name}={value}" for name, value in checkout.commit().items()]
-    host.call("begin", shlex.join(request.arguments), *env, *request.arguments)
+    host.call("begin", shlex.join(words), *env, *words)
 
 
 def _fetch(host: Host) -> int:
@@ -106,20 +106,9 @@ def _fetch(host: Host) -> int:
     return code
 
 
-def main() -> int:
-    """End the run of this checkout on a host. Return the exit code."""
-    p = output.Parser(NAME, description="End the run that harness/run.py --on HOST has begun, with all its processes.")
-    p.add_argument("host", metavar="HOST", help="as ssh knows it")
-    p.add_argument("--stop", action="store_true", required=True, help="first as Ctrl-C does, after 10 s by force")
-    try:
-        host = Host(p.parse_args().host)
-        host.call("stop")
-        _fetch(host)
-    except UsageError as error:
-        output.complain(f"{NAME}: {text.line(error, 1000)}")
-        return output.USAGE_EXIT
+def stop(name: str) -> int:
+    """End the run of this checkout on the host `name`, as Ctrl-C does, after 10 s by force. Return the exit code."""
+    host = Host(name)
+    host.call("stop")
+    _fetch(host)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(output.script(main))

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 from harness.judge import console
-from harness.judge.options import Options, given, spelled
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
-from harness.results import output, record
+from harness.results import record
 from problems.common import load
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "tools" / "new_problem"
@@ -17,19 +16,13 @@ SOURCES = (".cu", ".cpp")
 PLAIN = ("_plain", "_portable")  # ends of names: the variants that are there to be read
 
 
-def run(args: Options, further: list[str]) -> int:
-    """Do what --new or --new-variant says, print what was written and how to go on. Return the exit code."""
-    option = "--new" if args.new is not None else "--new-variant"
-    allowed = {"new"} if option == "--new" else {"new_variant", "problem"}
-    if others := [spelled(name) for name in given(args) if name not in allowed] + further:
-        raise UsageError(output.apart(option, others))
-    if option == "--new":
-        files, how = new_problem(args.new), f"{args.new} --mode test"
-    elif args.problem is None:
-        raise UsageError(f"--new-variant: give PROBLEM too, one of {', '.join(folders.problem_names())}")
+def run(problem: str, variant: str | None) -> int:
+    """Write a new problem, or a variant of one, print what was written and how to go on. Return the exit code."""
+    if variant is None:
+        files, how = new_problem(problem), f"{problem} --mode test"
     else:
-        problem = folders.find(args.problem)
-        files, how = new_variant(problem, args.new_variant), f"{problem.name} --variant {args.new_variant} --mode test"
+        found = folders.find(problem)
+        files, how = new_variant(found, variant), f"{found.name} --variant {variant} --mode test"
     for file in files:
         console.say(f"wrote {file.relative_to(load.PROBLEMS.parent)}")
     console.say(f"next: .venv/bin/python harness/run.py {how}")
@@ -38,10 +31,10 @@ def run(args: Options, further: list[str]) -> int:
 
 def new_problem(name: str) -> list[Path]:
     """Write problems/NAME/ from the template. Return its files. UsageError: the name cannot be used."""
-    _see_name("--new", name, r"[a-z][a-z0-9_]{0,39}", "small letters, digits and _, a letter first")
+    _see_name("PROBLEM", name, r"[a-z][a-z0-9_]*", "have small letters, digits and _, a letter first")
     folder = load.PROBLEMS / name
     if folder.exists():
-        raise UsageError(f"--new: {folder} is there already, nothing was written")
+        raise UsageError(f"{folder} is there already, nothing was written; a variant of it: new {name} VARIANT")
     shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
@@ -54,15 +47,14 @@ def new_problem(name: str) -> list[Path]:
 def new_variant(problem: Problem, name: str) -> list[Path]:
     """Write variants/NAME.py, and its source, as a copy of `plainest`. Return the files. UsageError: it cannot be."""
     known = "|".join(folders.TARGETS)
-    wanted = f"one of {', '.join(folders.TARGETS)}, _, and an idea"
-    _see_name("--new-variant", name, rf"(?=.{{,40}}\Z)({known})_[a-z0-9_]+", wanted)
+    _see_name("VARIANT", name, rf"({known})_[a-z0-9_]+", "begin with cpu_, sm90_ or sm100_, for example cpu_mine")
     if not problem.ours or problem.folder.parent != load.PROBLEMS:
-        raise UsageError(f"--new-variant: {problem.name} is none of problems/: write a file, and name it --submission")
+        raise UsageError(f"{problem.name} is none of problems/: write a file, and name it --submission")
     target = name.partition("_")[0]
     first = plainest(problem, target)
     pairs = [(path, path.with_name(name + path.suffix)) for path in files_of(first)]
     if there := [new for new in problem.folder.glob(f"variants/{name}.*") if new.suffix in (".py", *SOURCES)]:
-        raise UsageError(f"--new-variant: {there[0]} is there already, nothing was written")
+        raise UsageError(f"{there[0]} is there already, nothing was written")
     for old, new in pairs:
         text = old.read_text()
         if new.suffix == ".py":
@@ -78,7 +70,7 @@ def plainest(problem: Problem, target: str) -> Submission:
     found = [one for one in problem.submissions() if target in one.targets and not one.baseline]
     found = [one for one in found if one.name.partition("_")[0] not in {*folders.TARGETS} - {target}]
     if not found:
-        raise UsageError(f"--new-variant: {problem.name} has no variant for {target} to begin with")
+        raise UsageError(f"{problem.name} has no variant for {target} to begin with")
 
     def order(one: Submission) -> tuple:
         size = sum(path.stat().st_size for path in files_of(one))
@@ -101,9 +93,10 @@ def _renamed(text: str, first: Submission, target: str, name: str) -> str:
     return re.sub(r"^TARGETS = \(.*?\).*$", f'TARGETS = ("{target}",)', text, count=1, flags=re.MULTILINE)
 
 
-def _see_name(option: str, name: str, pattern: str, wanted: str) -> None:
-    if not re.fullmatch(pattern, name) or not record.can_name(name) or keyword.iskeyword(name):
-        raise UsageError(f"{option}: the name must be {wanted}, at most 40 in all and no word of Python, got {name!r}")
+def _see_name(what: str, name: str, pattern: str, wanted: str) -> None:
+    if not re.fullmatch(pattern, name):
+        raise UsageError(f"{what} must {wanted}, got {name!r}")
+    if len(name) > 40 or not record.can_name(name) or keyword.iskeyword(name):
+        raise UsageError(f"{what} must have at most 40 characters and be no word of Python, got {name!r}")
     if scan.WORD.search(name):
-        word = scan.WORD.pattern
-        raise UsageError(f"{option}: the name must not hold the reserved word of rule 1, {word!r}, got {name!r}")
+        raise UsageError(f"{what} must not hold the reserved word of rule 1, {scan.WORD.pattern!r}, got {name!r}")

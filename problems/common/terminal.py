@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 USAGE_EXIT = 2
+FEW = 9  # names that a message lists
+
+
+def nearest(given: str, known: Iterable[str], listing: str = "") -> str:
+    """Say of an unknown name which of `known` is nearest, and all of them where these are few, else `listing`."""
+    names = [*known]
+    said = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given.lower(), names, 1))
+    every = listing if len(names) > FEW or not names else f"one of {', '.join(names)}"
+    return f"{said} ({every})" if every else said
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,27 +35,29 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
+        said = re.sub(r"argument (\S+/)?(\S+): (?=must be |got )", r"\2 ", message)  # the option as the subject
         with contextlib.suppress(OSError, ValueError):  # where no process reads standard error
-            print(f"{self.prog}: {self._plain(message)} ({self.hint})", file=sys.stderr, flush=True)
+            print(f"{self.prog}: {said} ({self.hint})", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_EXIT)
 
-    def _plain(self, message: str) -> str:
-        """What argparse says, with the option as the subject, and what its value must be where none came."""
-        found = re.match(r"argument ([^ :]+): (.*)", message, re.DOTALL)
-        if not found:
-            return message
-        name, said = found.groups()
-        option = name.split("/")[-1]
-        kind = getattr(self._option_string_actions.get(option), "type", None)
-        if said == "expected one argument" and isinstance(kind, Value):
-            said = f"must be {kind.wanted}, got nothing"
-        return f"{option} {said}" if said.startswith("must be ") else message
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but it names the option that is nearest to an unknown one."""
+        found, words = self.parse_known_args(args, namespace)
+        return self.refuse(words) if words else found
+
+    def refuse(self, words: list[str]) -> NoReturn:
+        """End the command because of words that are not known."""
+        option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+        said = f"unknown option {option}{nearest(option, self._option_string_actions)}"
+        self.error(said if option else f"unexpected argument {words[0]}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"got {value!r}{nearest(str(value), map(str, action.choices))}")
 
 
 class Value:
-    """The type of an argument. read: what makes its value of a text, or raises ValueError; wanted: what it must be, in
-    words.
-    """
+    """The type of an argument. read: makes its value of a text, or raises ValueError; wanted: what it must be."""
 
     def __init__(self, read: Callable[[str], object], wanted: str) -> None:
         self.read, self.wanted = read, wanted

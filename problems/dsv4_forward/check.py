@@ -1,6 +1,6 @@
 """Check end to end that the model says the same with these kernels in it; if it does not, name where it begins.
 
-    .venv/bin/python harness/run.py dsv4_forward [--kernels winners] [--attribute]
+    .venv/bin/python -m harness check dsv4_forward [--kernels winners] [--attribute]
     .venv/bin/python -m problems.dsv4_forward.check --config tiny --format nvfp4
 
 Three passes over the same tokens, a ragged prefill and greedy decode steps, on the same weights: the oracle (reference

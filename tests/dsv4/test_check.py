@@ -132,7 +132,7 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
         (["--steps", "0"], "check: --steps must be 1 or more, got 0"),
         (["--steps"], "1 or more, got nothing (see"),
         (["--steps", "x"], "check: --steps must be 1 or more, got 'x'"),
-        (["extra"], "unrecognized arguments: extra ("),
+        (["extra"], "unexpected argument extra ("),
         (["--device", "tpu"], "check: --device must be cpu, cuda or"),
         (["--config", "huge"], "check: --config must"),
         (["--config", "", "--format", "fp32"], "check: --config must be one of"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import __main__ as command
 from harness import invocation, run
 from harness.judge import machine
 from harness.judge.handle import CheckerLost, DeviceError
@@ -23,6 +24,7 @@ from tests.support.records import run_line
 
 PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
 RUN = [sys.executable, str(ROOT / "harness" / "run.py")]
+VERBS = [sys.executable, str(ROOT / "harness" / "__main__.py")]
 REPORT = [sys.executable, str(ROOT / "leaderboard" / "report.py")]
 GOOD = """{docstring!r}
 import torch
@@ -64,8 +66,12 @@ def short(tmp_path: Path, *arguments: object, **environment: str) -> subprocess.
 
 
 def one_line(said: str) -> str:
-    """It, if it is one of harness/run.py's."""
-    assert said.startswith("harness/run.py: ") and said.count("\n") == 1 and said.endswith("\n"), said
+    """It, if it is one of a command's."""
+    assert (
+        said.startswith(("harness/run.py: ", "python -m harness list: "))
+        and said.count("\n") == 1
+        and said.endswith("\n")
+    ), said
     return said
 
 
@@ -179,7 +185,7 @@ def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
 @pytest.mark.parametrize(
     "command",
     [
-        [*RUN, "nvfp4_gemv", "--list"],
+        [*VERBS, "list", "nvfp4_gemv"],
         pytest.param(REPORT, marks=pytest.mark.slow),
     ],
     ids=lambda command: " ".join(command[1:]).rpartition("/")[2],
@@ -195,7 +201,7 @@ def test_a_closed_pipe_is_no_traceback(command):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*RUN, "--list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run([*VERBS, "list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
 
 
@@ -306,14 +312,14 @@ def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
         assert run.main([str(folder), *which, "--device", "cpu"]) == 2
         said = one_line(capsys.readouterr().err)
         assert "plain" in said and said.rstrip("\n").isprintable()
-    assert run.main([str(folder), "--list"]) == 2
+    assert command.main(["list", str(folder)]) == 2
     assert "plain" in one_line(capsys.readouterr().err)
 
 
 def test_docstrings_are_listed_as_text(folder, capsys):
     for number, said in enumerate(HOSTILE):
         (folder / "variants" / f"v{number}.py").write_text(GOOD.format(docstring=said.replace("\ud800", "")))
-    assert run.main([str(folder), "--list"]) == 0
+    assert command.main(["list", str(folder)]) == 0
     lines = capsys.readouterr().out.split("\n")[:-1]
     assert len(lines) == len(HOSTILE) + 1 and all(line.isprintable() and len(line) < 2200 for line in lines)
     assert any("[bold]" in line for line in lines) and any(":smile:" in line for line in lines)

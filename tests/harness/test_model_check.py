@@ -82,7 +82,7 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     [
         (("--variant", "sm100_native", "--mode", "benchmark"), "--device model takes no times"),
         (("--variant", "cpu_portable", "--mode", "test"), "this one is for cpu: give --variant, got cpu_portable"),
-        (("--all", "--mode", "test"), "--device model does not go with --all"),
+        (("--all", "--mode", "test"), "--device model takes one submission"),
     ],
 )
 def test_what_it_refuses(arguments, said):

@@ -1,8 +1,10 @@
 """What a command does before anything is judged: no traceback without packages, and no torch for what needs none."""
 
 import ast
+import importlib.util
 import os
 import shutil
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +17,17 @@ from tests.support import ROOT
 HEAVY = ("torch", "numpy", "pandas", "matplotlib", "cutlass")
 RUN, REPORT, OUTPUT = "harness/run.py", "leaderboard/report.py", "harness/results/output.py"
 STREAMS = "problems/dsv4_forward/generate/streams.py"
+VERB = ["-m", "harness"]
 SHORT = [
     ([RUN, "--help"], 0, "--events"),
-    ([RUN, "--list"], 0, "nvfp4_gemv"),
-    ([RUN, "dsv4_forward", "--list"], 0, "composed"),
-    ([RUN, "nvfp4_gemb"], 2, "PROBLEM must be one of"),
-    ([RUN, "nvfp4_gemv", "--oops"], 2, "unrecognized arguments: --oops"),
-    ([RUN, "nvfp4_gemv", "--variant", "cpu_avx3"], 2, "must be one of nvfp4_gemv's variants (cpu_avx2"),
+    ([*VERB, "--help"], 0, "sanitize"),
+    ([*VERB, "list"], 0, "nvfp4_gemv"),
+    ([*VERB, "list", "dsv4_forward"], 0, "composed"),
+    ([RUN, "nvfp4_gemb"], 2, "did you mean nvfp4_gemv?"),
+    ([*VERB, "lint", "nvfp4_gemv", "--seed", "1"], 2, "unknown option --seed"),
+    ([*VERB, "check", "nvfp4_gemv", "--device", "model"], 2, "--device model is of harness/run.py"),
     ([RUN, "nvfp4_gemv", "--device", "gpu"], 2, "--device must be cpu, cuda, cuda:N or model"),
-    ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "choose from"),
+    ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "did you mean test?"),
     ([RUN, "nvfp4_gemv", "--json", "no/such/folder/x"], 2, "--json: cannot write"),
     ([RUN, "nvfp4_gemv", "--json", "/dev/null", "--events", "/dev/null"], 2, "--json and --events must be two files"),
     ([REPORT, "--help"], 0, "--machine"),
@@ -33,12 +37,15 @@ SHORT = [
 WATCH = f"""import atexit, runpy, sys
 atexit.register(lambda: print("heavy:", *sorted({HEAVY} & sys.modules.keys()), file=sys.stderr))
 del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace(f"{HEAVY}", f"{set(HEAVY)}")
 COMMANDS = [
     [RUN, "nvfp4_gemv"],
-    [RUN, "--list"],
-    [RUN],
+    [*VERB, "list"],
     [REPORT],
     [REPORT, "--check"],
     ["-m", "harness.results.schema"],
@@ -60,7 +67,7 @@ def test_what_judges_nothing_is_answered_at_once(arguments, code, said):
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """The commands' files without .venv, and what they need on a bare python3."""
-    place = tmp_path / "checkout"
+    place = tmp_path / "a checkout"
     for part in ("harness", "leaderboard", "problems"):
         leave_out = shutil.ignore_patterns("__pycache__", "*.jsonl", "*.cu")
         shutil.copytree(ROOT / part, place / part, ignore=leave_out)
@@ -83,7 +90,19 @@ def test_without_packages_one_line_names_make_setup(checkout, arguments):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("file", [RUN, REPORT, "tools/setup.py", "problems/common/venv.py", OUTPUT, STREAMS])
+@pytest.mark.parametrize(
+    "file",
+    [
+        RUN,
+        "harness/__main__.py",
+        "harness/judge/options.py",
+        REPORT,
+        "tools/setup.py",
+        "problems/common/venv.py",
+        OUTPUT,
+        STREAMS,
+    ],
+)
 def test_what_a_command_reads_first_is_known_to_older_pythons(file):
     """As far as its syntax: what is too old is named by a line, not by a traceback."""
     ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
@@ -124,29 +143,52 @@ def test_an_old_python_is_named(monkeypatch, capsys, tmp_path):
     assert stop.value.code == 2 and "is older than Python 99.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("setuptools"), reason="needs setuptools")
+def test_an_editable_install_gives_a_command_in_any_folder(checkout, tmp_path):
+    """Where its interpreter lacks the packages .venv's runs. Another installation than an editable one is refused."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "an env"], check=True)
+    python = tmp_path / "an env" / "bin" / "python"
+    (checkout / ".venv").symlink_to(sys.prefix)
+    packages = next((tmp_path / "an env").glob("lib/*/site-packages")) / "setup.pth"
+    packages.write_text("\n".join(site.getsitepackages()))
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation"]
+    refused = subprocess.run([*pip, checkout], capture_output=True, text=True)
+    assert refused.returncode and "pip install -e ." in refused.stdout + refused.stderr
+    subprocess.run([*pip, "-e", checkout], check=True, capture_output=True)
+    packages.unlink()
+    done = subprocess.run([python.with_name("dsv4-judge"), "list"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "nvfp4_gemv" in done.stdout, done.stderr
+
+
+def completions(shell: str) -> str:
+    return subprocess.check_output([sys.executable, *VERB, "completion", shell], cwd=ROOT, text=True)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_shell_gets_options_modes_and_problems(shell):
-    script = subprocess.run(
-        [sys.executable, RUN, "--print-completion", shell], cwd=ROOT, capture_output=True, text=True
-    )
-    assert script.returncode == 0 and script.stderr == ""
-    for word in ("--against", "leaderboard", "nvfp4_gemv", "dsv4_forward", "run.py"):
-        assert word in script.stdout
+    script = completions(shell)
+    for word in ("--against", "leaderboard", "nvfp4_gemv", "dsv4_forward", "run.py", "dsv4-judge", "sanitize"):
+        assert word in script
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_bash_completes(tmp_path):
+    said = completions("bash")
+
     def completed(*words: str) -> list[str]:
-        said = subprocess.run(
-            [sys.executable, RUN, "--print-completion", "bash"], cwd=ROOT, capture_output=True, text=True
-        )
-        quoted = " ".join(f"'{word}'" for word in ("harness/run.py", *words))
-        ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; $(complete -p run.py | sed 's/.*-F \\([^ ]*\\).*/\\1/')"
-        script = f'{said.stdout}\n{ask}\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+        quoted, name = " ".join(f"'{word}'" for word in words), Path(words[0]).name
+        function = f"$(complete -p {name} | sed 's/.*-F \\([^ ]*\\).*/\\1/')"
+        script = f"{said}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; {function}\n"
+        script += 'printf "%s\\n" "${COMPREPLY[@]}"\n'
         done = subprocess.run(["bash", "--norc"], input=script, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    assert completed("nvf") == ["nvfp4_gemv"]
-    assert completed("nvfp4_gemv", "--mode", "la") == ["latency"]
-    assert set(completed("nvfp4_gemv", "--s")) == {"--submission", "--seed", "--sanitize", "--shard"}
+    assert completed("harness/run.py", "nvf") == ["nvfp4_gemv"]
+    assert completed("harness/run.py", "nvfp4_gemv", "--mode", "la") == ["latency"]
+    assert set(completed("harness/run.py", "nvfp4_gemv", "--s")) == {"--submission", "--seed", "--shard"}
+    assert completed("dsv4-judge", "sani") == ["sanitize"]
+    assert completed("dsv4-judge", "lint", "nvf") == ["nvfp4_gemv"]

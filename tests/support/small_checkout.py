@@ -55,7 +55,7 @@ def make(folder: Path) -> Path:
     (here / "tools" / "setup.py").write_text(SETUP)
     phases = here / "harness" / "judge" / "phases.py"
     phases.write_text(phases.read_text() + SMALL)
-    subprocess.run([here / ".venv/bin/python", "harness/run.py", "--new", "tiny"], cwd=here, check=True)
+    subprocess.run([here / ".venv/bin/python", "harness/__main__.py", "new", "tiny"], cwd=here, check=True)
     task = here / "problems" / "tiny" / "task.py"
     text = task.read_text()
     before, _, rest = text.partition("TESTS = [")

@@ -63,7 +63,7 @@ def judges_of(node) -> list[int]:
 
 def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
     made, (_, lost) = cluster
-    command = [checkout / ".venv/bin/python", "harness/run.py", "tiny", "--all", "--ray", made.address]
+    command = [checkout / ".venv/bin/python", "-m", "harness", "cluster", made.address, "tiny", "--all"]
     driver = subprocess.Popen(
         [*command, "--device", "cpu", "--json", "-"],
         cwd=checkout,

@@ -39,10 +39,10 @@ class Place:
         return subprocess.Popen(command, cwd=self.checkout, env=env, stdout=pipe, stderr=pipe, text=True)
 
     def judging(self, *words: str) -> subprocess.Popen:
-        return self.begin("harness/run.py", "--on", "there", *words)
+        return self.begin("-m", "harness", "remote", "there", *words)
 
     def stopping(self) -> subprocess.Popen:
-        return self.begin("-m", "harness.tools.remote", "there", "--stop")
+        return self.begin("-m", "harness", "remote", "there", "--stop")
 
     def log(self) -> str:
         return (self.folder / "job" / "log").read_text() if (self.folder / "job" / "log").exists() else ""
@@ -130,7 +130,7 @@ def test_stop_ends_a_hung_run_with_all_its_processes(place, tmp_path):
     until(lambda: len(reaper.descendants(pid)) >= 4)  # make or the judge, its checker, the reaper and a runner
     below = reaper.descendants(pid)
     code, _, err = ended(place.judging("tiny"))
-    assert code == 2 and "runs `tiny --submission=" in err and "--stop" in err
+    assert code == 2 and "runs `run tiny --submission=" in err and "--stop" in err
     for process in (below[0], pid):  # a judge that does not answer to SIGINT
         os.kill(process, signal.SIGSTOP)
     code, _, err = ended(place.stopping())
@@ -186,5 +186,5 @@ def test_set_up_that_fails_ends_with_its_last_lines_and_exit_code_2(place):
 
 @pytest.mark.parametrize(("host", "reason"), [("nowhere.invalid", "resolve"), ("refused", "Connection refused")])
 def test_unreachable_host_is_named_in_one_line(place, host, reason):
-    code, _, err = ended(place.begin("harness/run.py", "--on", host, "tiny"))
+    code, _, err = ended(place.begin("-m", "harness", "remote", host, "tiny"))
     assert code == 2 and f"`ssh {host}` must work" in err and reason in err and err.count("\n") == 1

@@ -323,7 +323,7 @@ def run_in(checkout: Path, *command: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_it_is_linted(checkout):
     """Tokens, a state of bytes, weights, and no variants: its submission has to pass."""
-    done = run_in(checkout, "harness/run.py", "composed", "--lint")
+    done = run_in(checkout, "harness/__main__.py", "lint", "composed")
     assert done.returncode == 0, done.stdout + done.stderr
     opaque = r"^inputs\.state shifted \[outputs\.next\] +0/0 +not applicable: the inputs stay as they are$"
     assert re.search(opaque, done.stdout, re.MULTILINE)

@@ -6,15 +6,19 @@ from pathlib import Path
 import pytest
 
 from harness import run
+from harness.judge import options
 from harness.judge.options import Options
 from harness.problem.folders import UsageError
 from harness.tools import checkout, remote
 from tests.support import ROOT, SUPPORT
 
 
+def parsed(argv) -> Options:
+    return options.of(run.parser().parse_args(argv))
+
+
 def request(*argv):
-    args, further = run.parser().parse_known_args(["--on", "x", *argv], namespace=Options())
-    return checkout.request(args, further)
+    return checkout.request(parsed(argv))
 
 
 def test_arguments_are_sent_as_they_were_given():
@@ -30,18 +34,13 @@ def test_arguments_are_sent_as_they_were_given():
         "--resume",
     ]
     sent = request(*argv, "--json", "x", "--events", "y")
-    args, further = run.parser().parse_known_args(sent.arguments, namespace=Options())
     outputs = {name: str(Path("..", *[".."] * len(ROOT.parts[1:]), "job", name)) for name in ("json", "events")}
-    assert (
-        vars(args) == vars(run.parser().parse_args(argv, namespace=Options())) | outputs
-        and not further
-        and not sent.files
-    )
+    assert vars(parsed(sent.arguments)) == vars(parsed(argv)) | outputs and not sent.files
 
 
 def test_arguments_of_a_problems_own_check_are_kept():
     argv = ["--config", "tiny", "--steps", "-1"]
-    assert run.parser().parse_known_args(request("dsv4_forward", "--check-only", *argv).arguments)[1] == argv
+    assert checkout.request(parsed(["dsv4_forward"]), argv).arguments == ["dsv4_forward", *argv]
 
 
 def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
@@ -53,8 +52,8 @@ def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
         shutil.copy(inside.with_suffix(f".{suffix}"), awkward / f"mine.{suffix}")
     (awkward / "mine.cpp").write_text('#include "part.h"\n' + (awkward / "mine.cpp").read_text())
     (awkward / "part.h").write_text("\n")
-    sent = request("nvfp4_gemv", "--against", str(awkward / "mine.py"))
-    (path,) = (word.partition("=")[2] for word in sent.arguments if word.startswith("--against="))
+    sent = request("nvfp4_gemv", "--submission", str(inside), "--submission", str(awkward / "mine.py"))
+    _, path = (word.partition("=")[2] for word in sent.arguments if word.startswith("--submission="))
     with checkout.copied(sent.files) as copy:
         tree = copy / checkout.TREE
         assert sorted(file.name for file in (tree / path).resolve().parent.iterdir()) == [
@@ -81,5 +80,5 @@ def test_missing_submission_is_refused():
 
 @pytest.mark.parametrize("name", ["", "-oProxyCommand=x", "a:b", "a b", "a\nb"])
 def test_host_must_be_a_name(name):
-    with pytest.raises(UsageError, match="--on must be a name that ssh knows"):
+    with pytest.raises(UsageError, match="HOST must be a name that ssh knows"):
         remote.Host(name)

@@ -1,4 +1,4 @@
-"""A problem's own check: when harness/run.py runs it, with what, and what follows from how it ends."""
+"""A problem's own check: when a run begins with it, the verb check, and what follows from how it ends."""
 
 import json
 import os
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness import __main__ as command
 from harness import invocation, run
 from harness.problem.folders import UsageError
 from harness.results import output
 from harness.sandbox import process
-from harness.tools import check_launcher
+from harness.tools import check_launcher, modes
 from problems.common import load
 
 TASK = '''"""gated: nothing of it is ever called."""
@@ -44,7 +45,7 @@ from pathlib import Path
 def main(argv):
     Path(__file__).with_suffix(".json").write_text(json.dumps(argv))
     print("checking end to end")
-    end = argv[argv.index("--end") + 1] if "--end" in argv else "0"
+    end = argv[argv.index("--end") + 1] if "--end" in argv else os.environ.get("END", "0")
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if end.startswith("exec "):
@@ -79,14 +80,20 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     def stop(*_: object) -> None:
         raise UsageError(ON)
 
-    for step in ("_begin", "_judge", "_sanitize", "_profile", "_lint"):
+    for step in ("_begin", "_judge"):
         monkeypatch.setattr(invocation.Run, step, stop)
+    monkeypatch.setattr(modes, "profile", stop)
     monkeypatch.setattr(invocation.Run, "_resume", lambda _: None)
     monkeypatch.setattr(invocation.Run, "_tell_files", lambda _: None)
     yield made
     for name in set(sys.modules) - before:
         if name.startswith("problems."):
             del sys.modules[name]
+
+
+def checked(*words: str) -> int:
+    """The exit code of the verb with these words for the check."""
+    return command.main(["check", "gated", "--device", "cpu", *words])
 
 
 def got(folder: Path) -> list[str] | None:
@@ -110,8 +117,6 @@ def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
         (["--mode", "test", "--case", "parameters)"], True),
         (["--mode", "benchmark"], False),
         (["--mode", "profile"], False),
-        (["--sanitize"], False),
-        (["--lint"], False),
     ],
 )
 def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
@@ -125,8 +130,6 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
     [
         (["--mode", "test", "--case", "tiny nonsense"], 2, "--case must match a test case of gated (("),
         (["--case", "nonsense"], 2, "--case must match a benchmark case of gated"),
-        (["--mode", "test", "--variant", "a", "--all"], 2, "give one of --variant, --submission and --all"),
-        (["--all", "--against", "a"], 2, "--all goes with neither --against nor --mode profile"),
         (["--variant", "a", "--against", "b"], 7, "--against: nothing was compared, b: made for sm100, this run is on"),
         (["--against", "none.py"], 2, "--against must be a Python file, found none at none.py"),
     ],
@@ -156,8 +159,9 @@ def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):
         ("2", 2, "checking end to end"),
     ],
 )
-def test_a_check_that_does_not_pass_ends_the_run(folder, capfd, end, code, said):
-    assert run.main(["gated", "--mode", "test", "--device", "cpu", "--end", end]) == code
+def test_a_check_that_does_not_pass_ends_the_run(folder, capfd, monkeypatch, end, code, said):
+    monkeypatch.setenv("END", end)
+    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == code
     out, err = capfd.readouterr()
     assert said in out and ON not in err
 
@@ -184,16 +188,15 @@ EARLY = "INCORRECT (check.py ended with status 0 before its main returned: somet
     ],
 )
 def test_only_a_main_that_has_returned_passes(folder, capfd, code, said):
-    for words in (["--mode", "test"], ["--check-only"]):
-        assert run.main(["gated", *words, "--device", "cpu", "--end", f"exec {code}"]) == 1
-        out, err = capfd.readouterr()
-        assert f"end to end: {said}" in out and ON not in err
+    assert checked("--end", f"exec {code}") == 1
+    out, err = capfd.readouterr()
+    assert f"end to end: {said}" in out and ON not in err
 
 
 @pytest.mark.parametrize("value", ["256", "None", "'right'"])
 def test_what_is_no_exit_status_does_not_pass(folder, capfd, value):
     (folder / "check.py").write_text(f"def main(argv):\n    return {value}\n")
-    assert run.main(["gated", "--check-only", "--device", "cpu"]) == 1
+    assert checked() == 1
     out, err = capfd.readouterr()
     assert "must return its exit status, an int from 0 to 127, got" in err and "INCORRECT (exit status 1)" in out
 
@@ -217,15 +220,14 @@ if __name__ == "__main__":
 
 def test_a_parser_in_it_refuses_and_helps(folder, capfd):
     (folder / "check.py").write_text(PARSING)
-    assert run.main(["gated", "--mode", "test", "--device", "cpu", "--wrong"]) == output.USAGE_EXIT
+    assert checked("--wrong") == output.USAGE_EXIT
     out, err = capfd.readouterr()
     assert "check.py: error: unrecognized arguments: --wrong" in err and "end to end" not in out and ON not in err
     assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == output.USAGE_EXIT
     assert "end to end: PASSED" in capfd.readouterr().out
-    for words in ([], ["--device", "cpu", "--quiet"]):  # of which argparse makes different words behind `--`
-        assert run.main(["gated", *words, "--", "--help"]) == 0  # nothing is checked, and nothing judged
-        out, err = capfd.readouterr()
-        assert "usage: check.py" in out and "end to end" not in out and ON not in err
+    assert checked("--", "--help") == 0  # nothing is checked, and nothing judged
+    out, err = capfd.readouterr()
+    assert "usage: check.py" in out and "end to end" not in out and ON not in err
 
 
 def test_it_runs_by_itself_too(folder, tmp_path):
@@ -247,71 +249,35 @@ def test_a_reader_that_is_gone_is_no_pass(folder, tmp_path):
 
 def test_an_exception_in_it_is_shown(folder, capfd):
     (folder / "check.py").write_text("import math\n\nmath.no_such_name\n")
-    assert run.main(["gated", "--check-only", "--device", "cpu"]) == 1
+    assert checked() == 1
     out, err = capfd.readouterr()
     assert "no_such_name" in err and "end to end: INCORRECT" in out
 
 
 def test_check_only_stops_after_it(folder, capfd):
-    assert run.main(["gated", "--check-only", "--device", "cpu"]) == 0
+    assert checked() == 0
     assert ON not in capfd.readouterr().err and got(folder) == ["--device", "cpu"]
     (folder / "submission.py").unlink()  # it is not asked for
-    assert run.main(["gated", "--check-only", "--device", "cpu", "--end", "1"]) == 1
+    assert checked("--end", "1") == 1
 
 
-def test_what_it_prints_stays_out_of_the_records_and_of_a_quiet_run(folder, capfd):
-    assert run.main(["gated", "--check-only", "--device", "cpu", "--json", "-"]) == 0
-    out, err = capfd.readouterr()
-    assert out == "" and "checking end to end" in err and "gated, end to end: PASSED" in err
-    assert run.main(["gated", "--check-only", "--device", "cpu", "--quiet"]) == 0
+def test_what_it_prints_stays_out_of_a_quiet_run(folder, capfd):
+    assert checked("--quiet") == 0
     assert capfd.readouterr().out.split("\n") == ["gated, end to end: PASSED", "", ""]
-
-
-@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
-def test_that_its_options_change_nothing_of_the_judging_is_said(folder, capfd, quiet):
-    words = ["gated", "--mode", "test", "--device", "cpu", *quiet]
-    assert run.main([*words, "--word", "a b"]) == output.USAGE_EXIT
-    out, err = capfd.readouterr()
-    said = "note: --word 'a b' is for check.py only; what follows is judged as the folder has it\n"
-    assert said in (err if quiet else out) and ON in err
-    assert run.main(words) == output.USAGE_EXIT
-    assert run.main(["gated", "--check-only", "--device", "cpu", *quiet, "--word"]) == 0
-    assert "note: " not in "".join(capfd.readouterr())
 
 
 def test_its_options_reach_it_as_they_are(folder, capfd):
     words = ["--word=a b", "--end", "0", "--word", "-1"]
-    assert run.main(["gated", "--check-only", *words[:3], "--device", "cpu", *words[3:]]) == 0
+    assert command.main(["check", "gated", *words[:3], "--device", "cpu", *words[3:]]) == 0
     assert got(folder) == [*words, "--device", "cpu"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["gated", "--mode", "benchmark", "--word", "x y"],
-            "--word 'x y' is for check.py, which is not run with --mode benchmark: leave one of the two out",
-        ),
-        (["gated", "--lint", "--word", "x"], "--word x is for check.py, which is not run with --lint"),
-        (["gated", "--check-only", "--mode", "profile"], "--check-only does not go with --mode profile"),
-        (["gated", "--check-only", "--resume"], "--check-only does not go with --resume"),
-        (["gated", "--check-only", "--submission", "x.py"], "--check-only does not go with --submission"),
-        (["gated", "--check-only", "--seed", "3", "--case", "x"], "--check-only does not go with --case, --seed"),
-        (["gated", "--check-only", "--all", "--timeout", "9"], "--check-only does not go with --all, --timeout"),
-        (["gated", "--lint", "--seed", "0"], "--lint does not go with --seed"),
-        (["plain", "--check-only"], "--check-only: plain has no check.py"),
-        (["plain", "--word", "x"], "unrecognized arguments: --word"),
-        (["--list", "--word"], "unrecognized arguments"),
-    ],
-)
-def test_bad_use_is_one_line_and_status_2(folder, capfd, arguments, message):
+def test_a_problem_without_one_is_named(folder, capfd):
     plain = folder.parent / "plain"
     plain.mkdir()
     (plain / "task.py").write_text(TASK)
-    assert run.main([*arguments, "--device", "cpu"]) == output.USAGE_EXIT
-    said = capfd.readouterr().err
-    assert message in said and said.count("\n") == 1
-    assert got(folder) is None
+    assert command.main(["check", "plain", "--device", "cpu"]) == output.USAGE_EXIT
+    assert "plain has no check.py" in capfd.readouterr().err
 
 
 def test_a_folder_elsewhere_cannot_have_one(folder, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from harness import invocation, run
+from harness import run, verbs
+from harness.judge.events import Events
 from harness.judge.handle import ProblemError
+from harness.judge.options import Options
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import UsageError
@@ -82,8 +85,7 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
     ("more", "said"),
     [
         ([], "needs a GPU"),
-        (["--all"], "does not go with --all"),
-        (["--variant", "composed"], "does not go with --variant"),
+        (["--all"], "times the problem's own model"),
     ],
 )
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
@@ -248,23 +250,15 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
 
     monkeypatch.setattr(latency, "run", run)
     begun = SimpleNamespace(finish=lambda lines, code: recorded.extend(lines))
-    monkeypatch.setattr(invocation.record, "see_writable", lambda machine: None)
-    asked = SimpleNamespace(variant="", submission="", against="", all=False, case=None, json="")
-    made = SimpleNamespace(
-        args=asked,
-        device="cuda",
-        problem=MODEL,
-        recorder=recorder,
-        machine="box",
-        lines=[],
-        _begin=lambda *_: begun,
-        _judged=lambda _: None,
-        _held=contextlib.nullcontext,
-        _write_json=lambda _: None,
-        _say_recorded=lambda: None,
-    )
+    monkeypatch.setattr(record, "see_writable", lambda machine: None)
+    made = verbs.Latency(Options(problem="dsv4_forward", mode="latency"), sys.stdout, Events(None))
+    chosen = SimpleNamespace(submissions=lambda: [judged.submission])
+    vars(made).update(device="cuda", target="sm90", problem=MODEL, recorder=recorder, machine="box", selection=chosen)
+    monkeypatch.setattr(made, "_begin", lambda *_: begun)
+    monkeypatch.setattr(made, "_judged", lambda _: judged)
+    monkeypatch.setattr(made, "_held", contextlib.nullcontext)
     with pytest.raises(KeyboardInterrupt if interrupted else ProblemError):
-        invocation.Run._latency(made, judged.submission)
+        made._work()
     assert recorded == [line]
 
 

@@ -1,4 +1,4 @@
-"""--sanitize with a script in place of compute-sanitizer: what is said where it is not clean."""
+"""The verb sanitize with a script in place of compute-sanitizer: what is said where it is not clean."""
 
 import os
 

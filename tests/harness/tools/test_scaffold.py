@@ -1,10 +1,11 @@
-"""harness/tools/scaffold.py: what --new and --new-variant write works before anything in it is changed."""
+"""harness/tools/scaffold.py: what the verb new writes works before anything in it is changed."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
+from harness import __main__ as command
 from harness import run
 from harness.problem import folders
 from harness.tools import scaffold
@@ -34,15 +35,15 @@ def tree(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_new_problem_passes_its_tests_and_the_linter_untouched(written, capsys):
-    assert run.main(["--new", "my_op"]) == 0
+    assert command.main(["new", "my_op"]) == 0
     said = capsys.readouterr().out
     assert "wrote problems/my_op/task.py\n" in said and "harness/run.py my_op --mode test" in said
     names = {path.relative_to(written / "my_op").as_posix() for path in tree(written / "my_op")}
     assert {"task.py", "task.yml", "reference.py", "submission.py", "README.md", "variants/cpu_plain.py"} <= names
     assert sum(name.startswith("wrong/") for name in names) >= 3
     assert not any(b"new_problem" in content for content in tree(written / "my_op").values())
-    for what in ("--mode=test", "--lint"):
-        assert run.main(["my_op", what, "--device", "cpu"]) == 0, capsys.readouterr().out
+    for words in (["run", "my_op", "--mode=test"], ["lint", "my_op"]):
+        assert command.main([*words, "--device", "cpu"]) == 0, capsys.readouterr().out
 
 
 @needs_nvcc
@@ -53,13 +54,13 @@ def test_the_kernels_of_a_new_problem_compile(written):
 
 
 def test_a_name_with_the_reserved_word_is_refused(written, capsys):
-    assert run.main(["nvfp4_gemv", "--new-variant", "cpu_streams"]) == 2
+    assert command.main(["new", "nvfp4_gemv", "cpu_streams"]) == 2
     assert "must not hold the reserved word" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", first(sorted(SMALL, reverse=True)))
 def test_a_new_variant_for_a_cpu_passes_untouched(written, name, capsys):
-    assert run.main([name, "--new-variant", "cpu_mine"]) == 0
+    assert command.main(["new", name, "cpu_mine"]) == 0
     assert f"wrote problems/{name}/variants/cpu_mine.cpp\n" in capsys.readouterr().out
     arguments = ["--variant", "cpu_mine", "--mode", "test", "--device", "cpu", "--case", SMALL[name]]
     assert run.main([name, *arguments]) == 0
@@ -96,27 +97,23 @@ def test_a_variant_of_a_composition_has_one_target(written):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--new", "moe_gemm"], "moe_gemm is there already, nothing was written"),
-        (["--new", "common"], "common is there already"),
-        (["--new", "My-Op"], "--new: the name must be small letters, digits and _"),
-        (["--new", "../x"], "--new: the name must be"),
-        (["--new", "lambda"], "no word of Python"),
-        (["--new", "x" * 41], "at most 40"),
-        (["--new", ""], "--new: the name must be"),
-        (["moe_gemm", "--new", "x"], "--new does not go with PROBLEM"),
-        (["--new", "x", "--all"], "--new does not go with --all"),
-        (["--new-variant", "cpu_x"], "--new-variant: give PROBLEM too, one of"),
-        (["nope", "--new-variant", "cpu_x"], "PROBLEM must be one of"),
-        (["moe_gemm", "--new-variant", "fast"], "the name must be one of cpu, sm90, sm100, _, and an idea"),
-        (["moe_gemm", "--new-variant", "cpu_" + "x" * 40], "at most 40"),
-        (["moe_gemm", "--new-variant", "../cpu_x"], "the name must be"),
-        (["moe_gemm", "--new-variant", "cpu_avx2"], "is there already, nothing was written"),
-        (["moe_gemm", "--new-variant", "cpu_x", "--word"], "--new-variant does not go with --word"),
+        (["moe_gemm"], "moe_gemm is there already, nothing was written"),
+        (["common"], "common is there already"),
+        (["My-Op"], "PROBLEM must have small letters, digits and _"),
+        (["../x"], "PROBLEM must have"),
+        (["lambda"], "no word of Python"),
+        (["x" * 41], "at most 40"),
+        ([], "PROBLEM must have"),
+        (["nope", "cpu_x"], "PROBLEM must be a name in problems/"),
+        (["moe_gemm", "fast"], "begin with cpu_, sm90_ or sm100_, for example cpu_mine"),
+        (["moe_gemm", "cpu_" + "x" * 40], "at most 40"),
+        (["moe_gemm", "../cpu_x"], "VARIANT must begin with"),
+        (["moe_gemm", "cpu_avx2"], "is there already, nothing was written"),
     ],
 )
 def test_bad_use_is_one_line_and_writes_nothing(written, arguments, message, capsys):
     before = tree(written)
-    assert run.main(arguments) == 2
+    assert command.main(["new", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
     assert tree(written) == before
@@ -124,5 +121,5 @@ def test_bad_use_is_one_line_and_writes_nothing(written, arguments, message, cap
 
 def test_a_folder_elsewhere_gets_no_variant(tmp_path, capsys):
     shutil.copytree(scaffold.TEMPLATE, tmp_path / "mine")
-    assert run.main([str(tmp_path / "mine"), "--new-variant", "cpu_x"]) == 2
+    assert command.main(["new", str(tmp_path / "mine"), "cpu_x"]) == 2
     assert "mine is none of problems/" in capsys.readouterr().err

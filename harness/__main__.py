@@ -1,0 +1,145 @@
+"""`python -m harness VERB ...`, and the console command dsv4-judge: judging, and what goes with it."""
+
+from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+# The repository, not the present folder, is where imports start.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from harness import run  # noqa: E402
+from harness.judge import options  # noqa: E402
+from harness.judge.options import ALL, Options  # noqa: E402
+from harness.results import output  # noqa: E402
+from problems.common import venv  # noqa: E402
+from problems.common.terminal import Parser  # noqa: E402
+
+if TYPE_CHECKING:
+    from harness.invocation import Run
+    from harness.judge.events import Events
+
+NAME = "python -m harness"
+STOP = ["--stop"]
+RESULTS = ("problem", "device", "events", "quiet")
+CHOICE = ("variant", "submission", "all", "case")
+# Verb -> what it does, and the options that it has of a run.
+VERBS = {
+    "run": ("check, time and rank kernels; the same as harness/run.py", ALL),
+    "list": ("list the problems, or the variants of one", ("problem",)),
+    "new": ("write a new problem, or a new variant of one, that works as it is", ("problem",)),
+    "lint": ("test the check of a problem: wrong kernels must be rejected", RESULTS),
+    "sanitize": ("run the small test cases under compute-sanitizer, on a GPU", (*RESULTS, *CHOICE)),
+    "check": ("the end-to-end check of a whole model; further options go to its check.py", RESULTS),
+    "remote": ("do on another machine what the words behind HOST do here", ()),
+    "cluster": (
+        "judge on a Ray cluster: a job for each problem (names with commas between) and variant",
+        tuple(name for name in ALL if name not in ("resume", "shard", "events")),
+    ),
+    "completion": ('print a script that completes words: eval "$(dsv4-judge completion bash)"', ()),
+}
+THERE = ("run", "lint", "sanitize", "check")  # verbs behind `remote HOST`
+
+
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of the command, and those of its verbs."""
+    whole = Parser(NAME, description="Judge GPU kernels. VERB --help says more of each.")
+    below, made = whole.add_subparsers(metavar="VERB", dest="verb", required=True), {}
+    for verb, (about, names) in VERBS.items():
+        more = run.FORM if verb == "run" else {**run.FORM, "usage": None, "description": about, "epilog": None}
+        p = made[verb] = below.add_parser(verb, help=about, **more)
+        if verb == "remote":
+            p.add_argument("host", metavar="HOST", help="as ssh knows it")
+            p.add_argument(
+                "words", metavar="...", nargs=argparse.REMAINDER, help=f"[{'|'.join(THERE)}] PROBLEM ..., or --stop"
+            )
+        elif verb == "cluster":
+            p.add_argument("address", metavar="ADDRESS", help="auto is this node's cluster, local starts one")
+        elif verb == "completion":
+            p.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
+        options.add(p, names)
+        if verb == "new":
+            p.add_argument("variant", metavar="VARIANT", nargs="?", help="cpu_*, sm90_* or sm100_*")
+    return whole, made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return the exit code, as harness/run.py does."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["run"]:
+        return run.main(words[1:])
+    whole, below = parsers()
+    found, further = whole.parse_known_args(words)
+    verb, args = found.verb, options.of(found)
+    if verb == "remote" and found.words != STOP:
+        verb, *words = found.words if found.words[:1] and found.words[0] in THERE else ["run", *found.words]
+        inner, further = below[verb].parse_known_args(words)
+        args = options.of(inner)
+    if further and verb != "check":
+        below[verb].refuse(further)
+    if verb in THERE and verb != "run":
+        args.mode = "test"
+    venv.enter(below[found.verb].prog)
+
+    def begin(stdout: TextIO, events: Events) -> Run | int:
+        if found.verb == "remote":
+            return _remote(found, verb, args, further, stdout)
+        return _begin(found, args, further, stdout, events)
+
+    told = dataclasses.replace(args, events=None) if found.verb == "remote" else args
+    return run.guarded(below[found.verb].prog, told, begin)
+
+
+def _remote(found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO) -> int:
+    from harness.tools import remote
+
+    if found.words == STOP:
+        return remote.stop(found.host)
+    options.see(args)
+    return remote.start(found.host, verb, args, further, stdout)
+
+
+def _begin(found: argparse.Namespace, args: Options, further: list[str], stdout: TextIO, events: Events) -> Run | int:
+    """Return what `run.guarded` wants of the verb. Each imports what it needs itself."""
+    from harness.problem.folders import UsageError
+
+    if found.verb == "list":
+        from harness.tools import listing
+
+        return listing.run(args.problem)
+    if found.verb == "completion":
+        from harness.tools import listing
+
+        whole, of_run = parsers()[0], run.parser()
+        whole.prog, of_run.prog = "dsv4-judge", Path(run.NAME).name  # by which shells know a command
+        return listing.completion([whole, of_run], found.shell)
+    if found.verb == "new":
+        from harness.tools import scaffold
+
+        return scaffold.run(args.problem or "", args.variant)
+    if found.verb == "cluster":
+        from harness.tools import cluster
+
+        return cluster.run(found.address, args, stdout)
+    options.see(args)
+    if args.device == "model":
+        raise UsageError(f"--device model is of harness/run.py, {found.verb} takes cpu, cuda or cuda:N")
+    from harness import verbs
+
+    if found.verb == "check":
+        return verbs.Check(args, stdout, events, further)
+    return (verbs.Lint if found.verb == "lint" else verbs.Sanitize)(args, stdout, events)
+
+
+def command() -> int:
+    """The console command. Return the exit code."""
+    if Path(sys.argv[0]).suffix != ".py":  # its script, which .venv's interpreter may be unable to run
+        sys.orig_argv = [sys.executable, __file__, *sys.argv[1:]]
+    return output.script(main)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,145 @@
+"""What is done with a problem besides judging: the verbs lint, sanitize and check of `python -m harness`, and the modes
+profile and latency and the device model of harness/run.py. Each is a run that works otherwise.
+"""
+
+from typing import TextIO
+
+from harness.invocation import Run
+from harness.judge import console, verdict
+from harness.judge.events import Events
+from harness.judge.options import Options
+from harness.judge.selection import rule_broken
+from harness.judge.verdict import Result
+from harness.lint import linter
+from harness.problem.folders import ProblemError, UsageError
+from harness.results import environment, record
+from harness.tools import endtoend, latency, model_check, modes
+
+NEEDS_GPU = "needs a GPU, the run is on a CPU; elsewhere: python -m harness remote HOST ..."
+
+
+class Lint(Run):
+    """Test the problem's own check (harness/lint/linter.py)."""
+
+    def _work(self) -> int:
+        with self._held(timed=False):
+            right = linter.run(self.problem, self.device, self.target, console.say)
+        return self._noted("PASSED" if right else "INCORRECT", "lint")
+
+
+class Sanitize(Run):
+    """Run the small test cases under compute-sanitizer (harness/tools/modes.py)."""
+
+    def _work(self) -> int:
+        chosen = self.selection.submissions()
+        console.say(environment.block() + "\n")
+        judged = self.judged = [self._judged(submission) for submission in chosen]
+        runnable = [j for j in judged if self.selection.admit(j)]
+        if not runnable:
+            self._print(judged)
+            return verdict.exit_code([j.verdict for j in judged], self.args.all)
+        if self.device != "cuda":
+            raise UsageError(f"sanitize {NEEDS_GPU}")
+        mine, cases = [j for j in runnable if not j.submission.baseline], self.selection.tests()
+        with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
+            faults = modes.sanitize(self.problem, mine, cases, self.target, progress)
+        return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
+
+
+class Check(Run):
+    """Run the problem's end-to-end check (harness/tools/endtoend.py). words: arguments of its own."""
+
+    def __init__(self, arguments: Options, stdout: TextIO, events: Events, words: list[str]) -> None:
+        super().__init__(arguments, stdout, events)
+        self.words = words
+
+    def _work(self) -> int:
+        if {"-h", "--help"} & {*self.words}:  # it prints its arguments
+            return endtoend.run(self.problem, self.device, ["--help"])[0]
+        console.say(environment.block() + "\n")
+        return self._check(self.words)
+
+
+class Model(Run):
+    """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Nothing is
+    timed.
+    """
+
+    def _work(self) -> int:
+        submission, args = self.selection.submissions()[0], self.args
+        target = model_check.target_of(submission)
+        cases = [case for case in self.selection.tests() if submission.serves(case)]
+        if not cases:
+            raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
+        judged, compiled = Result(submission, target), Result(submission, target)
+        if args.mode == "leaderboard":
+            record.see_writable(self.machine)
+        if broken := rule_broken(submission):
+            compiled.status, compiled.reason = broken.status, broken.reason
+        else:
+            self._compile([compiled])
+        if compiled.status in ("COMPILE_ERROR", "RULE_BROKEN", "RUNTIME_ERROR", "TIMEOUT"):
+            judged = compiled
+        else:
+            judged.tests = model_check.run(self.problem, submission, cases, console.say, args.timeout)
+        self._see_unchanged([judged])
+        built = self.recorder.lines(compiled) if compiled.artefacts or compiled.status else []
+        self.lines = built + model_check.records(self.recorder, judged)
+        with console.quiet(False):
+            right = judged.verdict == "MODEL_CHECKED"
+            console.say(f"{submission.name:20} {judged.verdict}  " + ("" if right else console.why(judged)))
+        code = verdict.exit_code([judged.verdict], False)
+        if args.mode == "leaderboard":
+            self._begin([judged], cases, []).finish(self.lines, code)
+            self._say_recorded()
+        self._write_json()
+        self._tell([judged])
+        return code
+
+
+class Profile(Run):
+    """Profile one call of a submission on each case (harness/tools/modes.py)."""
+
+    def _work(self) -> int:
+        (submission,) = self.selection.submissions()
+        console.say(environment.block() + "\n")
+        j = Result(submission, self.selection.target_of(submission))
+        if not self.selection.admit(j):
+            console.say(f"{submission.name}: {j.status}: {j.reason}")
+            return verdict.EXIT_CODES[j.status]
+        _, cases = self.selection.cases()
+        for case in cases:
+            if not submission.serves(case):
+                console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
+        cases = [case for case in cases if submission.serves(case)]
+        with self._held(), console.quiet(False):
+            status = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
+        return verdict.EXIT_CODES[status]
+
+
+class Latency(Run):
+    """Time the problem's own model (harness/tools/latency.py), recorded unless --case chose some of its cases."""
+
+    def _work(self) -> int:
+        (submission,) = self.selection.submissions()
+        console.say(environment.block() + "\n")
+        cases = latency.cases(self.problem, self.args.case)
+        if self.device != "cuda":
+            raise UsageError(f"--mode latency {NEEDS_GPU}")
+        judged = self._judged(submission)
+        record.see_writable(self.machine)
+        try:
+            with self._held():
+                fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
+        finally:  # interrupted too: each case counts by itself
+            if self.lines and not self.args.case:
+                code = verdict.exit_code([line["status"] for line in self.lines], everything=True)
+                self._begin([judged], [], []).finish(self.lines, code)
+                self._say_recorded()
+        self._write_json()
+        if fault:
+            raise ProblemError(fault)
+        return verdict.exit_code([line["status"] for line in self.lines], everything=True)
+
+
+MODES = {"model": Model, "profile": Profile, "latency": Latency}

@@ -1,5 +1,5 @@
 # Every job sets itself up: the first call makes .venv, later calls install nothing.
-#   make run          check and time every nvfp4_gemv variant that this machine can run, then the board
+#   make run          check and time every nvfp4_gemv variant that this machine can run, then its board
 #   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python tools/on_gpu.py)
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
 #   make lint         ruff, types, imports      make board       compile what the records lack; render README's table
@@ -30,11 +30,11 @@ QUICK_indexer := batch=1 queries=1 heads=64 entries=8192 topk=512 kind=mxfp4
 run: setup
 	$(if $(QUICK_$(PROBLEM)),-$(VENV_PYTHON) harness/run.py $(PROBLEM) --case "$(QUICK_$(PROBLEM))")
 	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all
-	$(VENV_PYTHON) leaderboard/report.py
+	@$(VENV_PYTHON) leaderboard/report.py $(PROBLEM) --here
 
 bench: setup
 	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all --mode leaderboard --device cuda
-	$(VENV_PYTHON) leaderboard/report.py
+	@$(VENV_PYTHON) leaderboard/report.py $(PROBLEM) --here
 
 board: setup
 	$(VENV_PYTHON) leaderboard/report.py --readme README.md

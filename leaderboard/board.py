@@ -27,7 +27,7 @@ from leaderboard import provenance
 from leaderboard.modelled import Modelled
 from leaderboard.provenance import PROBLEM_CHANGED, Provenance
 
-OTHER_RUN = "from another run: not comparable"
+OTHER_RUN = "not ranked: timed in a run of its own; rank it with --all"
 KINDS = ("test", "benchmark", "compile", "model")
 UNRUN = ("COMPILED", "MODEL_CHECKED")  # states of what no machine with this target has run
 
@@ -233,7 +233,7 @@ def _row(
     if newer.newest > run.newest.iloc[-1]:
         was, now = run.record.iloc[-1].get("source_hash"), newer.record.get("source_hash")
         of = " of another source" if was != now else ""
-        row["notes"].append(f"newer run {newer.run_id}{of}, not comparable: {newer.status}")
+        row["notes"].append(f"also in a newer run{of}, not comparable, {newer.run_id}: {newer.status}")
 
     bench = {line.case: line.record for line in rows_of(pd.concat([gaps, run])) if line.kind == "benchmark"}
     times = [_time(variant, case, bench.get(case), run_id, row["base"], row["baseline"]) for case in cases]
@@ -251,7 +251,7 @@ def _row(
         except (TypeError, ValueError) as error:
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
     if left_out := [time["setup_us"] for time in done if time["setup_us"] > 0]:
-        row["notes"].append(f"left out of the time: {_span(left_out)} us a call")
+        row["notes"].append(f"its set-up of {_span(left_out)} us a call is not in the time")
     row["notes"] += provenance.warnings(run[run.kind == "benchmark"].record)
     return row, times, list(run.record)
 

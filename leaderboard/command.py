@@ -1,16 +1,18 @@
-"""How the leaderboard's commands end. This file may meet Python 3.8: a command imports it before `venv.enter`."""
+"""How the leaderboard's commands begin and end. This file may meet Python 3.8."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from harness.results import output
+from problems.common import venv
 
 
 def run(name: str, action: Callable[[], int]) -> int:
-    """Return the exit code of `action`; 2 for bad use, and for files that cannot be read or written, which one line
-    on standard error says.
+    """Return the exit code of `action`, which runs with .venv's interpreter; 2 for bad use, and for files that cannot
+    be read or written, which one line on standard error says.
     """
+    venv.enter(name)
     from harness.problem import folders
     from harness.results import record, text
 

@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output  # noqa: E402
 from leaderboard import command  # noqa: E402
-from problems.common import venv  # noqa: E402
 
 NAME = "leaderboard/compare.py"
 HELP = """A and B: a file of records, or words that choose records: problem=, variant=, target=, machine=, run=, commit=
@@ -29,7 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     that of harness/run.py for a run of A that failed.
     """
     options = _options(arguments)
-    venv.enter(NAME)
     return command.run(NAME, lambda: _compare(options))
 
 

@@ -10,12 +10,15 @@ from collections.abc import Iterable
 
 from harness.results import text
 from leaderboard import provenance, tables
-from leaderboard.provenance import PROBLEM_CHANGED, Provenance
-from leaderboard.tables import Table
+from leaderboard.provenance import Provenance
+from leaderboard.tables import Section, Table
 
 Steps = dict[str, list[dict]]  # by the table's title
 GAPS, OUTSIDE = "gaps between kernels", "outside of ops"
-WORDS = {"config", "format", "source", "state"}  # columns that are no numbers
+WORDS = {"config", "format", "source", "state", "op", "filled by"}  # columns that are no numbers
+NOTE = """Times are medians by the host's clock of a decode step of a batch of sequences, eager and as one replayed CUDA
+graph; a case with new tokens is a prefill, without a graph. SOL is the least memory traffic, or the arithmetic, at the
+datasheet's rates."""
 
 
 def steps(records: Iterable[dict], machine: str) -> Steps:
@@ -31,27 +34,55 @@ def title(one: dict, machine: str) -> str:
     return f"{one['problem']}, {one['target']}, on {machine}" if one["kind"] == "latency" else ""
 
 
+def section(title: str, records: list[dict], known: Provenance, cases: bool) -> Section:
+    """All that is shown of a model on a machine. cases: also where the time of a step goes."""
+    found = [("", table(records, known)), ("A layer:", layers(records))]
+    found += [("Where the time of a step goes:", breakdown(records)), ("", ops(records))] if cases else []
+    commits = sorted({(one.get("commit") or "")[:12] or "unknown" for one in records})
+    notes = [" ".join(NOTE.split()), f"Commits: {', '.join(commits)}."]
+    return Section(f"{title}: time per decode step", [], [one for one in found if one[1].rows], notes)
+
+
 def table(records: list[dict], known: Provenance) -> Table:
     """A row per case, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
-    names = _fields(records)
-    header = [*names, "eager us", "graph us", "in a row us", "tokens/s", "SOL us", "% of SOL", "launches"]
-    rows = []
-    for one in records:
-        row = _case(one, names)
-        row += [tables.us(us) for us in (number(one.get("eager_us")), graph_us(one), number(one.get("row_us")))]
-        row += [f"{rate:,.0f}" if (rate := tokens_a_second(one)) > 0 else "", tables.us(number(one.get("sol_us")))]
-        row += [tables.percent(share(one)), launches(one), known.state(one), state(one, known)]
-        rows.append(row)
+    said = [_remarks(one, known) for one in records]
+    columns = {name: [_field(one, name) for one in records] for name in _fields(records)} | {
+        "eager us": [tables.us(number(one.get("eager_us"))) for one in records],
+        "graph us": [tables.us(graph_us(one)) for one in records],
+        "in a row us": [tables.us(number(one.get("row_us"))) for one in records],
+        "tokens/s": [f"{rate:,.0f}" if (rate := tokens_a_second(one)) > 0 else "" for one in records],
+        "SOL us": [tables.us(number(one.get("sol_us"))) for one in records],
+        "% of SOL": [tables.percent(share(one)) for one in records],
+        "launches": [launches(one) for one in records],
+        "source": [known.state(one) for one in records],
+        "state": ["; ".join(its) or "ok" for its in said],
+    }
+    below = [
+        [*its, *[tables.STALE] * (source == provenance.CHANGED)]
+        for its, source in zip(said, columns["source"], strict=True)
+    ]
     kinds = ["" if one["status"] == "PASSED" else "failed" for one in records]
-    return Table([*header, "source", "state"], rows, WORDS, kinds)
+    return Table(list(columns), list(map(list, zip(*columns.values(), strict=True))), WORDS, kinds, below)
+
+
+def _remarks(one: dict, known: Provenance) -> list[str]:
+    failed = one["status"] != "PASSED"
+    said = [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"] if failed else []
+    return said + [provenance.PROBLEM_CHANGED] * known.problem_changed(one) + provenance.warnings([one])
 
 
 def _fields(records: Iterable[dict]) -> list[str]:
     return list(dict.fromkeys(name for one in records for name in one["case"] or {}))
 
 
-def _case(one: dict, names: list[str]) -> list[str]:
-    return [text.line((one["case"] or {}).get(name, ""), tables.REASON) for name in names]
+def _field(one: dict, name: str) -> str:
+    return text.line((one["case"] or {}).get(name, ""), tables.REASON)
+
+
+def is_step(one: dict) -> bool:
+    """Whether a record is of a decode step of one sequence, with the kernels that the model chooses."""
+    case = one["case"] or {}
+    return case.get("batch") == 1 and not {"new", "early", "kernels"} & set(case) and one["status"] != "UNSUPPORTED"
 
 
 def winners(steps: Steps, known: Provenance) -> list[list[str]]:
@@ -61,14 +92,11 @@ def winners(steps: Steps, known: Provenance) -> list[list[str]]:
     rows: dict[str, list[str]] = {}
     for title, records in steps.items():
         problem, _, machine = title.partition(", on ")
-        for one in records:
-            case = one["case"] or {}
-            other = {"new", "early", "kernels"} & set(case)
-            if case.get("batch") == 1 and not other and one["status"] != "UNSUPPORTED":
-                what = ", ".join(str(value) for name, value in case.items() if name not in ("batch", "context"))
-                time, of_sol = f"{tables.us(number(one.get('median_us')))} us", f"{tables.percent(share(one))} of SOL"
-                name = f"{problem}, {what}, a token"
-                rows.setdefault(f"{title} {what}", [name, one["variant"], time, of_sol, "", machine, known.state(one)])
+        for one in filter(is_step, records):
+            what = ", ".join(str(value) for name, value in one["case"].items() if name not in ("batch", "context"))
+            time, of_sol = f"{tables.us(number(one.get('median_us')))} us", f"{tables.percent(share(one))} of SOL"
+            line = [f"{problem}, {what}, a token", one["variant"], time, of_sol, "", machine, known.state(one)]
+            rows.setdefault(f"{title} {what}", line)
     return list(rows.values())
 
 
@@ -86,8 +114,7 @@ def launches(one: dict) -> str:
 def tokens_a_second(one: dict) -> float:
     """Tokens of all sequences of a record's batch, that a second computes; NaN where that is not known."""
     case, us = one["case"] or {}, number(one.get("median_us"))
-    count = number(case.get("batch")) * case.get("new", 1)
-    return 1e6 * count / us if us > 0 else math.nan
+    return 1e6 * number(case.get("batch")) * case.get("new", 1) / us if us > 0 else math.nan
 
 
 def components(one: dict) -> dict[str, float]:
@@ -105,36 +132,35 @@ def breakdown(records: list[dict]) -> Table:
         span = number(found.get("span_us"))
         for op, part in (found.get("ops") or {}).items():
             us = number(part.get("us"))
-            named, of_step = text.line(op, tables.REASON) or OUTSIDE, tables.percent(us / span) if span > 0 else ""
-            rows.append([*_case(one, names), named, tables.us(us), str(part.get("launches") or ""), of_step])
-    return Table([*names, "op", "us", "launches", "% of step"], rows, WORDS | {"op"})
+            figures = [tables.us(us), str(part.get("launches") or ""), tables.percent(us / span) if span > 0 else ""]
+            named = text.line(op, tables.REASON) or OUTSIDE
+            rows.append([*(_field(one, name) for name in names), named, *figures])
+    return Table([*names, "op", "us", "launches", "% of step"], rows, WORDS)
 
 
 def layers(records: list[dict]) -> Table:
     """us a layer, from two cases that differ in their number of layers only (flash-4l256e and flash-8l256e): the
     difference of their times, and of their SOL, by that of their layers.
     """
+    names = [name for name in _fields(records) if name != "config"]
     found: dict[tuple, dict[int, dict]] = {}
     for one in records:
-        case = one["case"] or {}
-        if (parts := re.fullmatch(r"(.+)-(\d+)l(\d+e)", str(case.get("config")))) and graph_us(one) > 0:
-            rest = {name: value for name, value in case.items() if name != "config"}
-            key = (f"{parts[1]}, {parts[3].removesuffix('e')} experts", *rest.items())
+        parts = re.fullmatch(r"(.+)-(\d+)l(\d+)e", _field(one, "config"))
+        if parts and graph_us(one) > 0:
+            key = (f"{parts[1]}, {parts[3]} experts", *(_field(one, name) for name in names))
             found.setdefault(key, {})[int(parts[2])] = one
-    names = list(dict.fromkeys(name for _, *rest in found for name, _ in rest))
-    header, rows = ["config", *names, "layers", "us a layer", "in a row", "SOL us a layer", "% of SOL"], []
-    for (config, *rest), by_count in found.items():
-        if len(by_count) < 2:
-            continue
+    rows = []
+    for key, by_count in found.items():
         fewest, most = min(by_count), max(by_count)
+        if fewest == most:
+            continue
         us, row, sol = (
             (number(by_count[most].get(name)) - number(by_count[fewest].get(name))) / (most - fewest)
             for name in ("median_us", "row_us", "sol_us")
         )
-        values = [text.line(dict(rest).get(name, ""), tables.REASON) for name in names]
-        times = [*map(tables.us, (us, row, sol)), tables.percent(sol / us) if us > 0 else ""]
-        rows.append([config, *values, f"{fewest} and {most}", *times])
-    return Table(header, rows, WORDS)
+        share = tables.percent(sol / us) if us > 0 else ""
+        rows.append([*key, f"{fewest} and {most}", *map(tables.us, (us, row, sol)), share])
+    return Table(["config", *names, "layers", "us a layer", "in a row", "SOL us a layer", "% of SOL"], rows, WORDS)
 
 
 def ops(records: list[dict]) -> Table:
@@ -143,7 +169,7 @@ def ops(records: list[dict]) -> Table:
     for one in records:
         for op, what in (one.get("kernels") or {}).items():
             filled.setdefault(op, {})[text.line(what or "", 80)] = None
-    return Table(["op", "filled by"], [[op, ", ".join(found)] for op, found in filled.items()], {"op", "filled by"})
+    return Table(["op", "filled by"], [[op, ", ".join(found)] for op, found in filled.items()], WORDS)
 
 
 def share(one: dict) -> float:
@@ -154,21 +180,3 @@ def share(one: dict) -> float:
 
 def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def notes(records: list[dict]) -> list[str]:
-    commits = sorted({(one.get("commit") or "")[:12] or "unknown" for one in records})
-    used = sorted({name for one in records for name in (one.get("kernels") or {}).values() if name != "reference"})
-    return [
-        "Time per decode step of a batch of sequences, median in us by the host's clock: eager, and one replayed CUDA "
-        "graph a step; a case with new tokens is a prefill, without a graph. SOL is the least memory traffic, or the "
-        "arithmetic, at the datasheet's rates. A state other than ok names the check that failed. Kernels in use: "
-        f" {', '.join(map(str, used)) or 'none'}; commits: {', '.join(commits)}."
-    ]
-
-
-def state(one: dict, known: Provenance) -> str:
-    failed = one["status"] != "PASSED"
-    said = [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"] if failed else []
-    said += [PROBLEM_CHANGED] if known.problem_changed(one) else []
-    return "; ".join([*said, *provenance.warnings([one])]) or "ok"

@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output  # noqa: E402
 from leaderboard import command  # noqa: E402
-from problems.common import venv  # noqa: E402
 
 NAME = "leaderboard/pack.py"
 FORMATS = GPU_MODE, FLASHINFER = "gpu-mode", "flashinfer-bench"
@@ -24,7 +23,6 @@ FORMATS = GPU_MODE, FLASHINFER = "gpu-mode", "flashinfer-bench"
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0; 2 for bad use, what cannot be packed, or files that cannot be read or written."""
     options = _options(arguments)
-    venv.enter(NAME)
     return command.run(NAME, lambda: _pack(options))
 
 

@@ -7,29 +7,20 @@ record is left out with a warning, and what is shown of a record is text, never 
 import argparse
 import dataclasses
 import difflib
-import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import rich.table
-from rich.console import Console
-from rich.text import Text
-
 from harness.problem import sources
 from harness.results import output, record, text
-from harness.results.screen import Screen, track
-from leaderboard import board, model_board, tables
+from harness.results.screen import track
+from leaderboard import board, model_board, tables, terminal
 from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
-from leaderboard.tables import Section, Table
 from problems.common import load
 
 BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
 MARKS = BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
-PLAIN_WIDTH = 250  # columns, where the output is no terminal
-WORDS = {"variant", "source", "state", "against", "verdict", "run", "case"}  # columns at the left, in a terminal
-STYLES = {"first": "bold green", "baseline": "yellow"}
 DIFF_LINES = 20  # of a stale table, shown by --check
 
 
@@ -132,50 +123,11 @@ def markdown(shown: Shown) -> str:
     """Boards, then the latencies of whole models."""
     parts = [tables.markdown(tables.section(one)) for one in shown.boards]
     parts += [f"Warning: {tables.escape(line)}" for line in shown.complaints]
-    for title, records in shown.steps.items():
-        steps, layers = model_board.table(records, shown.known), model_board.layers(records)
-        step = Section(f"{title}: time per decode step", [], [("", steps)], model_board.notes(records))
-        parts.append(tables.markdown(step))
-        if layers.rows:
-            parts.append(tables.markdown(Section(f"{title}: time of a layer", [], [("", layers)], [])))
+    parts += [
+        tables.markdown(model_board.section(title, records, shown.known, cases=False))
+        for title, records in shown.steps.items()
+    ]
     return "\n\n".join(parts) + "\n"
-
-
-def terminal(shown: Shown, console: Console) -> None:
-    """Print the boards, then the latencies of whole models, as tables."""
-    sections = [tables.section(one) for one in shown.boards]
-    for title, records in shown.steps.items():
-        named = [("", model_board.table(records, shown.known)), ("A layer:", model_board.layers(records))]
-        named += [("Where the time of a step goes:", model_board.breakdown(records))]
-        found = [(above, table) for above, table in named if table.rows]
-        sections.append(Section(f"{title}: time per decode step", [""], found, model_board.notes(records)))
-    for one in sections:
-        console.rule(_text(one.title, "bold"), align="left")
-        for line in one.facts:
-            console.print(_text(line, "dim"))
-        for above, table in one.tables:
-            if above:
-                console.print(_text(above))
-            _print(console, table)
-        for line in one.notes:
-            console.print(_text(line, "dim"))
-        console.print()
-
-
-def _text(said: str, style: str = "") -> Text:
-    """For rich, which reads markup in plain strings; clean, since a submission may have written it."""
-    return Text(text.line(said), style=style)
-
-
-def _print(console: Console, table: Table) -> None:
-    drawn = rich.table.Table(box=None, pad_edge=False, header_style="bold")
-    for name in table.header:
-        # Names and times stay whole on a narrow terminal; the state wraps.
-        whole = name in ("variant", "geomean us", "mean us")
-        drawn.add_column(_text(name), justify="left" if name in WORDS else "right", no_wrap=whole)
-    for row, kind in itertools.zip_longest(table.rows, table.kinds[: len(table.rows)], fillvalue=""):
-        drawn.add_row(*map(_text, row), style=STYLES.get(kind, ""))
-    console.print(drawn)
 
 
 def _problem(words: str, results: Path) -> str:
@@ -200,10 +152,12 @@ def report(options: argparse.Namespace) -> int:
         there = ", ".join(folders) or "none"
         raise ValueError(f"--machine: no folder {options.machine} in {options.results} (there are: {there})")
     machines = folders if options.machine is None else [options.machine]
+    if options.here:
+        machines = [machine for machine in folders if machine in terminal.here()]
     shown = read(options.results, machines, options.problems, folders)
     for complaint in shown.complaints:
         output.complain(f"warning: {text.line(complaint)}")
-    if not shown:
+    if not shown and not options.here:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = "" if options.machine is None else f" on {options.machine}"
         out = sys.stdout if options.format == "terminal" else sys.stderr
@@ -217,9 +171,11 @@ def report(options: argparse.Namespace) -> int:
         print(tables.csv(shown.boards), end="")
     elif options.format == "markdown" and shown:
         print(markdown(shown), end="")
+    elif options.here:
+        terminal.brief(shown.boards, options.problems[0])
     elif shown:
-        screen = Screen(highlight=False)
-        terminal(shown, screen if screen.is_terminal else Screen(highlight=False, width=PLAIN_WIDTH))
+        whole = options.all or bool(options.machine and options.problems)
+        terminal.show(shown.boards, shown.steps, shown.known, options.problems, whole, options.cases)
     if options.out and shown.boards and not options.html:
         _write(shown, options.out)
     return 0

@@ -4,6 +4,7 @@ docs/records.md says what the hashes of sources and of machine code cover.
 """
 
 import functools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from problems.common import build, load
 MATCH, SAME_CODE, CHANGED = "match", "same code", "changed since"
 STATES = (CHANGED, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
 PROBLEM_CHANGED = "the problem has changed since it ran"  # its cases, tolerances, task or reference
+THROTTLED = "the GPU's clocks were throttled"
+UNSCORED = r"(\d+) calls have no score: the judge's clock"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
 ERRORS = (ValueError, SyntaxError, OSError, RuntimeError, yaml.YAMLError)
 
@@ -97,25 +100,27 @@ def problem_hash(folder: Path) -> str | None:
 
 def warnings(records: Iterable[dict]) -> list[str]:
     """What the clock warned of in a row's records: each warning once, with the number of cases that have it."""
-    found: dict[str, list[str]] = {}
-    records = list(records)
+    records, by_form, left_out = list(records), {}, 0
     for one in records:
         for said in dict.fromkeys(_warned(one)):
-            found.setdefault("".join("#" if char.isdigit() else char for char in said), []).append(said)
-    notes = []
-    for said in found.values():
-        where = f" in {len(said)} of {len(records)} cases" if len(said) < len(records) else ""
-        where += ", the largest" if len(set(said)) > 1 else ""
-        notes.append(f"warning{where}: {max(said, key=lambda one: (len(one), one))}")
+            if not (count := re.match(UNSCORED, said)):
+                by_form.setdefault(re.sub(r"\d+", "#", said), []).append(said)
+            else:
+                left_out += int(count[1])
+    calls = left_out + sum(one.get("n") or 0 for one in records)
+    notes = [f"{left_out} of {calls} calls left out: the judge's clock disagreed with the GPU's"] if left_out else []
+    for its in by_form.values():
+        where = f" (in {len(its)} of {len(records)} cases)" if len(its) < len(records) else ""
+        notes.append(max(its, key=lambda said: (len(said), said)) + where)
     return notes
 
 
 def _warned(one: dict) -> list[str]:
-    clock, throttle = one.get("clock") or {}, one.get("throttle")
-    said = clock.get("warnings") or []
-    said = [text.line(word) for word in (said if isinstance(said, list) else [said])]
-    reasons = throttle if isinstance(throttle, list) else [throttle] if throttle else []
-    return said + ([f"clocks were throttled: {text.line(', '.join(map(str, reasons)))}"] if reasons else [])
+    said, throttle = (one.get("clock") or {}).get("warnings") or [], one.get("throttle") or []
+    said, reasons = (its if isinstance(its, list) else [its] for its in (said, throttle))
+    return [text.line(word) for word in said] + [f"{THROTTLED} ({text.line(', '.join(map(str, reasons)))})"] * bool(
+        reasons
+    )
 
 
 def _key(one: dict) -> Key:

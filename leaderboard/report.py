@@ -1,11 +1,13 @@
+#!/usr/bin/env python3
 """The leaderboard's command line: print, write or check the boards that the records give.
 
-    .venv/bin/python leaderboard/report.py                             every board, in the terminal
-    .venv/bin/python leaderboard/report.py nvfp4_gemv --format markdown
-    .venv/bin/python leaderboard/report.py --out leaderboard/out       board.md, board.csv and a picture of each board
-    .venv/bin/python leaderboard/report.py --html leaderboard/out/site   the same and more as pages for a browser
-    .venv/bin/python leaderboard/report.py --readme README.md          fill in its winners, and leaderboard/README.md
-    .venv/bin/python leaderboard/report.py --check                     exit 1 if one of these is stale
+    leaderboard/report.py                              a line for each board, this machine's first
+    leaderboard/report.py nvfp4_gemv                   its board on this machine, and a line for each other machine's
+    leaderboard/report.py nvfp4_gemv --machine nvidia-h200 --cases
+    leaderboard/report.py --out leaderboard/out        board.md, board.csv and a picture of each board
+    leaderboard/report.py --html leaderboard/out/site  the same and more as pages for a browser
+    leaderboard/report.py --readme README.md           fill in its leaders, and leaderboard/README.md
+    leaderboard/report.py --check                      exit 1 if one of these is stale
 
 This file has the options; leaderboard/pages.py does the rest.
 """
@@ -21,7 +23,6 @@ sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output  # noqa: E402
 from leaderboard import command  # noqa: E402
-from problems.common import venv  # noqa: E402
 
 RESULTS = ROOT / "leaderboard" / "results"
 MACHINES = ROOT / "leaderboard" / "machines.txt"
@@ -30,7 +31,6 @@ MACHINES = ROOT / "leaderboard" / "machines.txt"
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or files that cannot be read or written."""
     options = _options(arguments)
-    venv.enter("leaderboard/report.py")
     return command.run("leaderboard/report.py", lambda: _report(options))
 
 
@@ -48,6 +48,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = output.Parser("leaderboard/report.py", description="Show the leaderboard, from the records.")
     parser.add_argument("problems", nargs="*", metavar="PROBLEM", help="name or folder; default: all that have records")
     parser.add_argument("--machine", metavar="SLUG", help="a folder of leaderboard/results; default: all")
+    parser.add_argument("--here", action="store_true", help="PROBLEM's board on this machine, in at most 15 lines")
+    parser.add_argument("--all", action="store_true", help="print all boards whole")
+    parser.add_argument("--cases", action="store_true", help="also the times by case; of a model by op")
     parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write board.md, board.csv and pictures there")
     parser.add_argument("--html", type=Path, metavar="DIR", help="write the page there: boards, pictures, sources")
@@ -58,11 +61,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.check and not options.readme:
         options.readme = ROOT / "README.md"
-    shown = options.out or options.html or options.format != "terminal"
+    shown = options.out or options.html or options.format != "terminal" or options.here or options.all
     if options.readme and (options.problems or options.machine or shown):
-        parser.error(
-            "--readme and --check show all that machines.txt lists: no PROBLEM, --machine, --format, --out or --html"
-        )
+        parser.error("--readme and --check show all that machines.txt lists: leave the other options out")
+    if options.here and (len(options.problems) != 1 or options.machine or options.all):
+        parser.error("--here takes one PROBLEM, without --machine and --all")
     return options
 
 

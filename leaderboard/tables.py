@@ -11,9 +11,10 @@ import pandas as pd
 
 from harness.results import ranking, text
 from leaderboard.board import UNRUN, Board, rows_of
+from leaderboard.provenance import CHANGED
 
-WIDE = 6  # cases that stand in columns beside each other; more get a table of their own, a row each
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
+STALE = "stale: the code has changed since"
 CSV = [
     *("machine", "problem", "target", "rank", "variant", "baseline", "case", "run_id", "base", "status", "source"),
     *("reason", "done", "wanted", "time_us", "lo_us", "hi_us", "n", "roofline_us", "roofline_kind", "roofline_share"),
@@ -24,14 +25,16 @@ CSV = [
 
 @dataclass(frozen=True)
 class Table:
-    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "first", "baseline", "failed" or "";
-    [] where all are alike.
+    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "first" (the leader), "baseline",
+    "failed" or ""; [] where all are alike. remarks: of each row, the sentences that a terminal shows below the table
+    in place of the columns source and state; [] where it shows all columns.
     """
 
     header: list[str]
     rows: list[list[str]]
     words: set[str] = field(default_factory=set)
     kinds: list[str] = field(default_factory=list)
+    remarks: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,13 @@ class Section:
     notes: list[str]
 
 
-def section(board: Board) -> Section:
-    """All that is shown of a board."""
-    tables = [("", standing(board, with_cases=True))]
-    if board.timed and len(board.cases) > WIDE:
+def section(board: Board, cases: bool = True) -> Section:
+    """What is shown of a board. cases: also the times by case, and the interleaved pairs."""
+    tables = [("", standing(board))]
+    if cases and board.timed:
         _, common = ranking.apart(board.cases)
         tables.append((f"By case, us. All have {common}." if common else "By case, us.", by_case(board)))
-    if len(board.pairs):
+    if cases and len(board.pairs):
         tables.append(("Interleaved pairs, variant / other:", pairs(board)))
     return Section(title(board), facts(board), tables, notes(board))
 
@@ -61,52 +64,58 @@ def title(board: Board) -> str:
 
 def facts(board: Board) -> list[str]:
     """Where, how and when the board's times were taken: one line each."""
-    run, environment, clock = board.run, dict(board.run["environment"]), board.run["clock"]
-    shown = ["cpu"] if board.target == "cpu" else ["gpu", "driver", "cuda"]
-    named = {"gpu": "", "cpu": "", "cuda": "CUDA "}
-    parts = [
-        f"{named.get(key, key + ' ')}{environment[key]}"
-        for key in (*shown, "torch", "python", "cutlass_dsl")
-        if environment.get(key)
-    ]
+    run, environment = board.run, board.run["environment"]
+    names = {"cpu": "cpu "} if board.target == "cpu" else {"gpu": "", "driver": "driver ", "cuda": "CUDA "}
+    names |= {key: f"{key} " for key in ("torch", "python", "cutlass_dsl")}
+    parts = [f"{name}{environment[key]}" for key, name in names.items() if environment.get(key)]
     lines = ["Machine: " + (", ".join(parts) or "not recorded")]
     if board.timed:
-        about = [f"{key} {_words(clock[key])}" for key in ("cold", "delivery") if clock.get(key) is not None]
-        lines.append("Clock: " + ", ".join([_words(clock.get("name")) or "not recorded", *about]))
+        own = "submission" in str(run["clock"].get("name"))
+        by = "in the submission's own process" if own else "by the judge"
+        lines.append(f"Timed {by}, from cold caches (how: docs/measuring.md).")
     commit = (run["commit"][:12] or "unknown") + (" with uncommitted changes" if run["dirty"] else "")
     return lines + [f"Run: {run['run_id']}, {run['time']}, commit {commit}"]
 
 
-def standing(board: Board, with_cases: bool = False) -> Table:
-    """With times: a row per variant. with_cases: also up to WIDE cases as columns, for which the measured roofline and
-    the empty call have rows. Without times: what was compiled.
-    """
+def standing(board: Board) -> Table:
+    """A row per variant. Without times: what was compiled."""
     found = list(rows_of(board.standing))
+    states = ["; ".join(remarks(row)) or "ok" for row in found]
     if not board.timed:
-        rows = [[row.variant, row.source, _state(row, resources=False), *_compiled(row)] for row in found]
+        rows = [
+            [row.variant, row.source, state, _count(row.registers), _count(row.spill_bytes, " B")]
+            for row, state in zip(found, states, strict=True)
+        ]
         return Table(["variant", "source", "state", "registers", "spilled"], rows, {"variant", "source", "state"})
-    with_run = not board.standing.base.all()
-    with_baseline = bool(board.standing.baseline_ratio.notna().any())
-    header = ["rank", "variant", f"{board.metric} us", "95 % interval", "% of roofline"]
-    header += ["baseline / this"] * with_baseline
-    shown = board.cases if with_cases and len(board.cases) <= WIDE else []
-    header += [*shown, "cases", "error / tolerance", "attempts"] + ["run"] * with_run + ["source", "state"]
-    cells = {(row.variant, row.case): row for row in rows_of(board.times)}
-    rows = []
-    for row in found:
-        rank = "baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank)
-        line = [rank, row.variant, us(row.geomean_us), interval(row.lo_us, row.hi_us), percent(row.roofline_share)]
-        line += [times_baseline(row)] * with_baseline
-        line += [_cell(cells.get((row.variant, case))) for case in shown]
-        line += [f"{row.done}/{row.wanted}", worst_error(board.times, row), str(row.attempts or "")]
-        rows.append(line + ["" if row.base else row.run_id] * with_run + [row.source, _state(row)])
-    of_base = board.times[board.times.base]
-    for name, column in (("roofline", "roofline_us"), ("empty call", "empty_call_us")) if shown else ():
-        spans = [_span(of_base.loc[of_base.case == case, column]) for case in shown]
-        kinds = "/".join(sorted(set(of_base.roofline_kind) - {""})) if name == "roofline" else ""
-        line = ["", f"{name} ({kinds})" if kinds else name, "", "", ""] + [""] * with_baseline + spans
-        rows.append(line + [""] * (len(header) - len(line)))
-    return Table(header, rows, {"variant", "run", "source", "state"}, [*map(_kind, found)])
+    columns = {
+        "rank": ["baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank) for row in found],
+        "variant": [row.variant for row in found],
+        f"{board.metric} us": [us(row.geomean_us) for row in found],
+        "95 % interval": [interval(row.lo_us, row.hi_us) for row in found],
+        "% of roofline": [percent(row.roofline_share) for row in found],
+        "x baseline": [times_baseline(row) for row in found],
+        "cases": [f"{row.done}/{row.wanted}" for row in found],
+        "error / tolerance": [worst_error(board.times, row) for row in found],
+        "attempts": [str(row.attempts or "") for row in found],
+        "source": [row.source for row in found],
+        "state": states,
+    }
+    if board.standing.baseline_ratio.isna().all():
+        del columns["x baseline"]
+    below = [[*remarks(row), *[STALE] * (row.source == CHANGED)] for row in found]
+    rows = list(map(list, zip(*columns.values(), strict=True)))
+    return Table(list(columns), rows, {"variant", "source", "state"}, [*map(_kind, found)], below)
+
+
+def remarks(row: Any) -> list[str]:
+    """What is to be said of a row of a board: why it has no rank, what went wrong, what is odd about its times."""
+    reason = " ".join(text.line(row.reason).split())
+    reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
+    quiet = row.status in ("PASSED", *UNRUN)  # the notes say it, or it goes without saying
+    said = [*([] if quiet else [": ".join(filter(None, [row.status, reason]))]), *row.notes]
+    if row.status in UNRUN and math.isfinite(row.registers):
+        said.append(f"{row.registers:.0f} registers")
+    return said + ([f"spills {row.spill_bytes:.0f} B"] if row.spill_bytes > 0 else [])
 
 
 def _kind(row: Any) -> str:
@@ -118,20 +127,20 @@ def _kind(row: Any) -> str:
 
 
 def first_of(board: Board) -> Any:
-    """The row of standing that ranks first; None where none is ranked."""
+    """The leader's row of standing; None where none is ranked."""
     return next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
 
 
 def winners(boards: list[Board]) -> Table:
-    """The first of each board. x baseline: see times_baseline."""
-    header = ["problem", "winner", "time", "% of roofline", "x baseline", "machine", "source"]
+    """The leader of each board."""
+    header = ["problem", "leader", "time", "% of roofline", "x baseline", "machine", "source"]
     rows = []
     for board in boards:
         if first := first_of(board):
             name, time = f"{board.problem}, {board.target}", f"{us(first.geomean_us)} us"
             line = [name, first.variant, time, percent(first.roofline_share), times_baseline(first)]
             rows.append([*line, board.machine, first.source])
-    return Table(header, rows, {"problem", "winner", "machine", "source"})
+    return Table(header, rows, {"problem", "leader", "machine", "source"})
 
 
 def times_baseline(row: Any) -> str:
@@ -153,17 +162,16 @@ def by_case(board: Board) -> Table:
     timed = set(of_base[of_base.median_us.notna()].variant)
     variants = [name for name in board.standing.variant if name in timed]
     cells = {(row.variant, row.case): row for row in rows_of(of_base)}
-    best = board.standing[board.standing["rank"] == 1].variant
-    with_baseline = bool(len(best)) and bool(board.standing.baseline_ratio.notna().any())
+    leaders = [row.variant for row in [first_of(board)] if row and board.standing.baseline_ratio.notna().any()]
     rows = []
     for case in board.cases:
-        line = [own[case], *(_cell(cells.get((name, case)), rate=True) for name in variants)]
-        if with_baseline:
-            ratio = getattr(cells.get((best.iloc[0], case)), "baseline_ratio", math.nan)
+        line = [own[case], *(_cell(cells.get((name, case))) for name in variants)]
+        for leader in leaders:
+            ratio = getattr(cells.get((leader, case)), "baseline_ratio", math.nan)
             line.append(f"{ratio:.2f}x" if ratio > 0 else "")
         its = of_base[of_base.case == case]
         rows.append([*line, _span(its.roofline_us), _span(its.empty_call_us)])
-    header = ["case", *variants, *["baseline / first"] * with_baseline, "measured roofline", "empty call"]
+    header = ["case", *variants, *["leader x baseline"] * len(leaders), "measured roofline", "empty call"]
     return Table(header, rows, {"case"})
 
 
@@ -174,7 +182,7 @@ def pairs(board: Board) -> Table:
         for row in rows_of(board.pairs)
     ]
     header = ["variant", "against", "case", "time ratio", "95 % interval", "verdict", "run"]
-    return Table(header, rows, {"variant", "against", "case", "verdict"})
+    return Table(header, rows, {"variant", "against", "case", "verdict", "run"})
 
 
 def notes(board: Board) -> list[str]:
@@ -182,17 +190,15 @@ def notes(board: Board) -> list[str]:
     if not board.timed:
         return board.notes
     lines = [
-        "Times are medians in us of calls with cold caches. % of roofline is the measured roofline / time: the least "
-        "time for the same bytes (read) or operations (flops) under the same clock in the same run.",
-        f"The {board.metric} is over all cases of the board; overlapping 95 % intervals share a rank (with the group's "
-        "first). Attempts: the runs that timed a variant of this name here.",
-        "Error: the largest, and what was admitted at that element; for baselines relative (Frobenius) and its limit.",
+        f"Times are in us, the {board.metric} over all cases of each case's median. % of roofline: the time of reading "
+        "the same bytes (or of the same arithmetic) on this machine, measured in the same run, over this time.",
+        "Variants whose 95 % intervals overlap the leader's of their group get the same rank.",
+        "attempts: the runs that timed a variant of this name here.",
+        "error / tolerance: the worst element's error and the error allowed there. Baselines: relative error of the "
+        "whole.",
     ]
     if board.standing.baseline.any():
-        lines.append(
-            "Baselines are public kernels, unranked; baseline / this is the time of each case's fastest baseline over "
-            "this one's, of the same run: the geomean over the cases that a baseline serves."
-        )
+        lines.append("Baselines are public kernels, not ranked. x baseline: how many times faster than the fastest.")
     return lines + board.notes
 
 
@@ -202,6 +208,13 @@ def markdown(shown: Section) -> str:
     for above, table in shown.tables:
         parts += [escape(above), grid(table)]
     return "\n\n".join([*filter(None, parts), *map(escape, shown.notes)])
+
+
+def grid(table: Table) -> str:
+    """A table as GitHub Markdown."""
+    rule = ["---" if name in table.words else "---:" for name in table.header]
+    lines = [map(escape, table.header), rule, *(map(escape, row) for row in table.rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def frame(boards: list[Board]) -> pd.DataFrame:
@@ -248,30 +261,21 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
-escape = text.markdown
-
-
-def grid(table: Table) -> str:
-    """A table as GitHub Markdown."""
-    rule = ["---" if name in table.words else "---:" for name in table.header]
-    lines = [map(escape, table.header), rule, *(map(escape, row) for row in table.rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def interval(lo: float, hi: float) -> str:
     return f"{us(lo)} to {us(hi)}" if math.isfinite(lo) else ""
 
 
-def _cell(time: Any, rate: bool = False) -> str:
-    """A case's time with its share of the measured roofline, and with its `rate`, or what there is instead of a
-    time.
-    """
+escape = text.markdown
+
+
+def _cell(time: Any) -> str:
+    """A case's time with its share of the measured roofline and its rate, or what there is instead of a time."""
     if time is None or time.status == "MISSING":
         return "-"
     if time.status != "PASSED":
         return time.status
     about = [percent(time.roofline_share)] if time.roofline_share > 0 else []
-    about += [f"{time.flops / time.median_us / 1e6:.3g} TFLOP/s"] if rate and time.flops > 0 else []
+    about += [f"{time.flops / time.median_us / 1e6:.3g} TFLOP/s"] if time.flops > 0 else []
     return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
 
 
@@ -285,40 +289,10 @@ def worst_error(times: pd.DataFrame, row: Any) -> str:
     return f"{worst[measure]:.1e} / {worst.tolerance:.1e}"
 
 
-def _state(row: Any, resources: bool = True) -> str:
-    """Status, why, the notes, and if wanted the registers and spills of a row, on one line."""
-    reason = " ".join(text.line(row.reason).split())
-    reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
-    quiet = row.status in ("PASSED", *UNRUN)  # the notes say it, or it goes without saying
-    parts = [] if quiet else [": ".join(filter(None, [row.status, reason]))]
-    parts += row.notes
-    if resources and row.status in UNRUN and math.isfinite(row.registers):
-        parts.append(f"{row.registers:.0f} registers")
-    if resources and (row.spill_bytes > 0 or (row.status in UNRUN and row.spill_bytes == 0)):
-        parts.append(f"spills {row.spill_bytes:.0f} B")
-    return "; ".join(parts) or "ok"
-
-
-def _compiled(row: Any) -> list[str]:
-    return [
-        f"{row.registers:.0f}" if math.isfinite(row.registers) else "",
-        f"{row.spill_bytes:.0f} B" if math.isfinite(row.spill_bytes) else "",
-    ]
+def _count(value: float, unit: str = "") -> str:
+    return f"{value:.0f}{unit}" if math.isfinite(value) else ""
 
 
 def _span(values: pd.Series) -> str:
     """As "18.30", or as "18.30 to 18.52" where the run's variants had different ones."""
-    values = values.dropna()
-    if values.empty:
-        return "-"
-    lo, hi = us(values.min()), us(values.max())
-    return lo if lo == hi else f"{lo} to {hi}"
-
-
-def _words(value: object) -> str:
-    """A clock's submission as words: a list is joined, a truth value says yes or no."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_words, value))
-    return "" if value is None else str(value)
+    return " to ".join(dict.fromkeys(us(value) for value in (values.min(), values.max()) if value > 0)) or "-"

@@ -173,7 +173,7 @@ def test_variant_from_another_run_is_shown_and_not_ranked():
     assert unranked(c) and c.run_id == "r2" and not c.base and board.OTHER_RUN in c.notes
     assert c.geomean_us == pytest.approx(0.9 * stats.geomean(ROOFS))  # shown, though
     assert found.run["run_id"] == a.run_id == "r1" and [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
-    assert a.notes == ["newer run r3 of another source, not comparable: PASSED"]
+    assert a.notes == ["also in a newer run of another source, not comparable, r3: PASSED"]
 
 
 def test_paired_run_does_not_displace_the_field():
@@ -237,7 +237,7 @@ def test_baselines_are_unranked_and_the_fastest_in_each_case_measures_the_others
     records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, baseline=True)
     found = one(records + full("peer_fast", 2.0, baseline=True, setup_us=812.0))
     baseline = rows(found)["peer_fast"]
-    assert unranked(baseline) and baseline.notes == ["left out of the time: 812 us a call"]
+    assert unranked(baseline) and baseline.notes == ["its set-up of 812 us a call is not in the time"]
     assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
     assert [rows(found)[name].baseline_ratio for name in "ab"] == pytest.approx([2.0, 2 / 3])
     assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)
@@ -343,7 +343,7 @@ def test_targets_and_problems_have_boards_of_their_own():
 def test_the_runs_oddities_are_noted():
     found = one(full("a", 1.1, throttle=["hot"]) + full("b", 1.2, environment={"gpu": "another"}))
     assert any("environment changed" in note for note in found.notes)
-    assert rows(found)["a"].notes == ["warning: clocks were throttled: hot"] and rows(found)["b"].notes == []
+    assert rows(found)["a"].notes == ["the GPU's clocks were throttled (hot)"] and rows(found)["b"].notes == []
 
 
 # --- confirmations, attempts, and other figures than the geomean

@@ -16,14 +16,14 @@ from tests.support.records import CLOCK, full
 def test_a_warning_of_one_variant_is_at_its_row_only():
     warned = full("b", 1.2)
     for number, record in enumerate(warned[1:], 1):
-        record["clock"] = CLOCK | {"warnings": [f"host-bound: {number} of 60 calls", "no NVML"]}
+        record["clock"] = CLOCK | {"warnings": [f"{number} calls have no score: the judge's clock saw them", "no NVML"]}
     found = one(full("a", 1.1) + warned + full("c", 1.3))
     assert rows(found)["b"].notes == [
-        "warning in 2 of 3 cases, the largest: host-bound: 2 of 60 calls",
-        "warning in 2 of 3 cases: no NVML",
+        "3 of 48 calls left out: the judge's clock disagreed with the GPU's",
+        "no NVML (in 2 of 3 cases)",
     ]
     assert rows(found)["a"].notes == rows(found)["c"].notes == found.notes == []
-    assert not any("host-bound" in line or "NVML" in line for line in tables.facts(found) + tables.notes(found))
+    assert not any("left out" in line or "NVML" in line for line in tables.facts(found) + tables.notes(found))
 
 
 @pytest.mark.parametrize("dirty", [None, 0, 1, 2])

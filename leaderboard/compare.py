@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
@@ -18,20 +19,29 @@ sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 from harness.results import output  # noqa: E402
 from leaderboard import command  # noqa: E402
 
+if TYPE_CHECKING:
+    from harness.results.stats import Ratio
+
 NAME = "leaderboard/compare.py"
+KEYS = ("problem", "variant", "target", "machine", "run", "commit")
 HELP = """A and B: a file of records, or words that choose records: problem=, variant=, target=, machine=, run=, commit=
 (its first digits), as in "old.jsonl variant=cpu_avx2". Without a file they choose from leaderboard/results."""
+DIFFERENCES = {  # by a field of the runs' records, or of their environment, what is said where they differ
+    "commit": "other commits",
+    "source_hash": "other sources of the variant",
+    "problem_hash": "another problem (cases, tolerances, task or reference)",
+    "harness_hash": "another judge",
+    "gpu": "other machines",
+    "cpu": "other processors",
+    **dict.fromkeys(("driver", "cuda", "torch", "triton", "cute_dsl"), "other versions of driver or packages"),
+}
+Run = dict[str, dict]  # a variant's newest run in a selection: its benchmark records by the case's label
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0; 2 for bad use, unreadable files or nothing to compare; with --fail-on-regression 8 for one, and
     that of harness/run.py for a run of A that failed.
     """
-    options = _options(arguments)
-    return command.run(NAME, lambda: _compare(options))
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = output.Parser(NAME, description="Compare records of different runs, unpaired.", epilog=HELP)
     parser.add_argument("a", metavar="A", help="what is looked at")
     parser.add_argument("b", metavar="B", help="what it is compared with")
@@ -46,29 +56,154 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     percent = options.fail_on_regression
     if percent is not None and not 0 <= percent < math.inf:
         parser.error(f"--fail-on-regression must be 0 or more, in percent, got {percent}")
-    return options
+    return command.run(NAME, lambda: _compare(options, percent))
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace, percent: float | None) -> int:
+    """ValueError: there is nothing to compare."""
     from harness.judge import verdict
-    from leaderboard import unpaired
 
-    chosen = [unpaired.choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
-    for complaint in dict.fromkeys(said for one in chosen for said in one.complaints):
-        output.complain(f"{NAME}: {complaint}")
-    percent, found = options.fail_on_regression, []
-    pairs = unpaired.pairs(*chosen)
-    for pair in pairs:
-        output.say("\n".join(pair.lines()) + "\n\n")
-        found += pair.regressions(percent) if percent is not None else []
+    chosen = [_choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
+    slower, failed = [], []
+    for (problem, target), a, b in _pairs(*chosen):
+        failed += [one["status"] for one in a.values() if one["status"] != "PASSED"]
+        ratios = {case: _ratio(a, b, [case]) for case in a if _samples(a, case) and _samples(b, case)}
+        whole = _ratio(a, b, list(ratios)) if ratios else None
+        output.say(f"{problem}, {target}: time of A / time of B; below 1 A is faster")
+        output.say("\n".join([*_facts(a, b), *_table(a, b, ratios, whole)]) + "\n\n")
+        about = f"{problem}, {next(iter(a.values()))['variant']}"
+        slower += [
+            f"{about}, {case}: B was timed on it, A was not" for case in b if _samples(b, case) and case not in ratios
+        ]
+        for case, ratio in {**ratios, **({"all cases together": whole} if whole else {})}.items():
+            if ratio.regressed(percent or 0):
+                slower.append(f"{about}, {case}: {ratio.ratio:.4f} (99 %: {ratio.ci99[0]:.4f}..{ratio.ci99[1]:.4f})")
     if percent is None:
         return 0
-    for said in found:
+    for said in slower:
         output.say(f"regression of more than {percent:g} %: {said}")
-    if not found:
+    if not slower:
         output.say(f"no regression of more than {percent:g} % is shown")
-    failed = [status for pair in pairs for status in pair.failed]
-    return (verdict.exit_code(failed, everything=True) if failed else 0) or (verdict.REGRESSION_EXIT if found else 0)
+    return (verdict.exit_code(failed, everything=True) if failed else 0) or (verdict.REGRESSION_EXIT if slower else 0)
+
+
+def _choose(name: str, words: str, results: Path) -> dict[tuple[str, str, str], Run]:
+    """Return by problem, target and variant the newest run of the records that `words` name, the argument `name`.
+    ValueError: they name none, or a word is neither a file nor KEY=VALUE. StorageError: a file cannot be read.
+    """
+    from harness.results import ranking, record
+
+    given = [words] if Path(words).is_file() else words.split()
+    files = [Path(word) for word in given if Path(word).is_file()]
+    wanted = dict(word.partition("=")[::2] for word in given if not Path(word).is_file())
+    if not given or not wanted.keys() <= set(KEYS):
+        odd = next((word for word in given if word.partition("=")[0] in wanted.keys() - set(KEYS)), words)
+        keys = ", ".join(f"{key}=" for key in KEYS)
+        raise ValueError(f"{name} must be a file of records, or words {keys}, got {odd!r}")
+    contents = []
+    for file in files:
+        with record.storing(file):
+            contents.append(("", record.parsed(file.read_bytes(), file, file.name)))
+    for folder in [] if files else sorted(results.glob(wanted.get("machine", "*"))):
+        contents += [(folder.name, record.contents_of(file, results)) for file in record.files(folder)]
+    complaints = [said for _, one in contents for said in one.complaints]
+    for said in complaints:
+        output.complain(f"{NAME}: {said}")
+
+    def fits(one: dict, machine: str) -> bool:
+        said = {**one, "run": one["run_id"], "machine": machine or wanted.get("machine")}
+        said["commit"] = str(one.get("commit") or "")[: len(wanted.get("commit", ""))]
+        return all(said.get(key) == value for key, value in wanted.items())
+
+    by_machine = {name: [one for at, one in contents if at == name] for name, _ in contents}
+    records = [one for at, its in by_machine.items() for one in record.records_of(its) if fits(one, at)]
+    found: dict[tuple[str, str, str], Run] = {}
+    for one in ranking.timed(records):  # the newest last
+        key = one["problem"], one["target"], one["variant"]
+        newer = key in found and next(iter(found[key].values()))["run_id"] != one["run_id"]
+        found[key] = {**({} if newer else found.get(key, {})), ranking.case_label(one["case"]): one}
+    if not found:
+        where = "" if files else f" in {results}"
+        raise ValueError(
+            f"{name}: no timed benchmark record matches {words!r}{where}{''.join(f'; {one}' for one in complaints[:1])}"
+        )
+    return found
+
+
+def _pairs(
+    a: dict[tuple[str, str, str], Run], b: dict[tuple[str, str, str], Run]
+) -> list[tuple[tuple[str, str], Run, Run]]:
+    """Return what both have: each variant with itself, or, of a problem and target where each has one, these two.
+    ValueError: nothing.
+    """
+    found = []
+    for board in dict.fromkeys(key[:2] for key in a):
+        ones, others = ({key[2]: run for key, run in side.items() if key[:2] == board} for side in (a, b))
+        pairs = [(ones[name], others[name]) for name in ones if name in others]
+        if not pairs and len(ones) == len(others) == 1:
+            pairs = [(*ones.values(), *others.values())]
+        for one, other in pairs:
+            if any(_samples(other, case) or run["status"] != "PASSED" for case, run in one.items()):
+                found.append((board, one, other))
+    if not found:
+        has = [", ".join(" ".join(key) for key in sorted(side)) for side in (a, b)]
+        raise ValueError(
+            f"A and B have nothing in common: give each one variant of a problem, timed on the same cases. "
+            f"A has {has[0]}; B has {has[1]}"
+        )
+    return found
+
+
+def _samples(run: Run, case: str) -> list[list[float]]:
+    """The times of a case by process in us; [] where it was not timed, or failed."""
+    one = run.get(case) or {}
+    return (one.get("samples_us") or []) if one.get("status") == "PASSED" else []
+
+
+def _ratio(a: Run, b: Run, cases: list[str]) -> Ratio:
+    from harness.results import stats
+
+    return stats.compare_unpaired([(_samples(a, case), _samples(b, case)) for case in cases])
+
+
+def _facts(a: Run, b: Run) -> list[str]:
+    """What A and B are, and what is known to differ between the runs."""
+    from harness.results import text
+
+    firsts = [next(iter(run.values())) for run in (a, b)]
+    said, lines = [{**(one.get("environment") or {}), **one} for one in firsts], []
+    for name, one in zip("AB", said, strict=True):
+        machine = one.get("cpu" if one["target"] == "cpu" else "gpu") or "an unknown machine"
+        commit = str(one.get("commit") or "of no known commit")[:12] + (" with changes" if one.get("dirty") else "")
+        run = f"{one['variant']}, run {one['run_id']} of {one['time'][:16]} on {machine}, commit {commit}"
+        lines.append(text.line(f"  {name}: {run}"))
+    keys = [key for key in DIFFERENCES if all(one.get(key) for one in said) and said[0][key] != said[1][key]]
+    differ = dict.fromkeys(
+        DIFFERENCES[key] for key in keys if key != "source_hash" or firsts[0]["variant"] == firsts[1]["variant"]
+    )
+    same = firsts[0]["run_id"] == firsts[1]["run_id"]
+    when = "one run, but not its pairs" if same else ", ".join(["runs at other times", *differ])
+    return [*lines, f"  UNPAIRED: {when}. The intervals (95 %) have the scatter within each run, not what differs"]
+
+
+def _table(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> list[str]:
+    """A line a case with both times in us and their ratio, and one for all that both were timed on."""
+
+    def time(run: Run, case: str) -> str:
+        one = run.get(case) or {"status": "-"}
+        return f"{one['median_us']:.2f}" if _samples(run, case) else one["status"]
+
+    every = list({**a, **b})
+    rows = [("case", "A us", "B us", "A / B")]
+    rows += [(case, time(a, case), time(b, case), _shown(ratios.get(case))) for case in every]
+    some = f" of {len(ratios)} of {len(every)} cases" if len(ratios) < len(every) else ""
+    rows += [(f"geomean{some}", "", "", _shown(whole))] if whole else []
+    wide = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [f"  {row[0]:<{wide[0]}}  {row[1]:>{wide[1]}}  {row[2]:>{wide[2]}}  {row[3]}" for row in rows]
+
+
+def _shown(ratio: Ratio | None) -> str:
+    return f"{ratio.ratio:.4f} ({ratio.ci95[0]:.4f}..{ratio.ci95[1]:.4f})" if ratio else ""
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, from anywhere
 
 from harness.results import output  # noqa: E402
 from leaderboard import command  # noqa: E402
+
+if TYPE_CHECKING:
+    from harness.problem.folders import Submission
 
 NAME = "leaderboard/pack.py"
 FORMATS = GPU_MODE, FLASHINFER = "gpu-mode", "flashinfer-bench"
@@ -46,7 +50,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def _pack(options: argparse.Namespace) -> int:
     """ValueError: the problem is none of ours, no variant is named, or it is for other targets."""
     from harness.problem import folders
-    from leaderboard import flashinfer_pack, gpu_mode_pack, provenance_notes
+    from leaderboard import flashinfer_pack, gpu_mode_pack
 
     problem = folders.find(options.problem)
     if not problem.ours or problem.composition:
@@ -58,7 +62,7 @@ def _pack(options: argparse.Namespace) -> int:
     target = options.target or variant.targets[0]
     if target not in variant.targets:
         raise ValueError(f"--target must be one of {variant.name}'s ({', '.join(variant.targets)}), got {target}")
-    notes = provenance_notes.of(problem.name, variant, target, options.results)
+    notes = _notes(problem.name, variant, target, options.results)
     text = gpu_mode_pack.pack(problem, variant, target, options.gpu, notes)
     if options.format == FLASHINFER:
         output.see_option("-o", options.out, output.see_place)
@@ -72,6 +76,28 @@ def _pack(options: argparse.Namespace) -> int:
         output.write_whole(options.out, text)
         output.say("\n".join([f"wrote {options.out}: {len(text.encode())} bytes", *notes[1:]]))
     return 0
+
+
+def _notes(problem: str, variant: Submission, target: str, results: Path) -> list[str]:
+    """Lines for the head of the file: what was packed, then a line for each machine where the variant was right for
+    that target, or one that says that it never ran.
+    """
+    from harness.problem import sources
+    from harness.results import environment, record
+
+    commit, dirty = environment.commit()
+    source = sources.source_hash(variant.file, variant.folder)
+    where = f"{(commit or 'unknown')[:12]}{' with changes' if dirty else ''}"
+    said = [f"{variant.name} of {problem}, for {target}; source hash {source}, commit {where}"]
+    for machine in sorted(folder.name for folder in results.glob("*")):
+        mine = [one for one in record.read(machine, problem, results) if one["variant"] == variant.name]
+        if passed := [one for one in mine if (one["target"], one["status"]) == (target, "PASSED")]:
+            last = passed[-1]
+            which = "these sources" if last.get("source_hash") == source else "other sources than these"
+            said.append(f"It passed on {machine} ({last['time'][:10]}, run {last['run_id']}), with {which}.")
+    if len(said) == 1:
+        said.append(f"IT NEVER RAN ON ITS TARGET, {target}: no record says that it passed there.")
+    return said
 
 
 if __name__ == "__main__":

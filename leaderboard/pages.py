@@ -15,7 +15,6 @@ from harness.problem import sources
 from harness.results import output, record, text
 from harness.results.screen import track
 from leaderboard import board, model_board, tables, terminal
-from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
 from problems.common import load
 
@@ -40,24 +39,20 @@ class Shown:
         return bool(self.boards or self.steps)
 
 
-def read(
-    results: Path, machines: list[str], problems: list[str], others: Iterable[str] = (), builds: bool = True
-) -> Shown:
+def read(results: Path, machines: list[str], problems: list[str], others: Iterable[str] = ()) -> Shown:
     """The boards of these machines. problems: the names wanted; empty means all. others: machines whose records say
-    what is known of variants that these have only compiled. builds: as of Provenance.
+    what is known of variants that these have only compiled.
 
     ValueError: a problem's task.py cannot be loaded.
     """
     by_machine, complaints = records_of(results, machines, problems)
-    known = Provenance((one for records in by_machine.values() for one in records), builds)
     elsewhere, _ = records_of(results, [machine for machine in others if machine not in by_machine], problems)
-    modelled = Modelled((one for records in (by_machine | elsewhere).values() for one in records), known)
+    known = Provenance(one for records in (by_machine | elsewhere).values() for one in records)
     shown = Shown(known, complaints=complaints, records=by_machine)
     for machine, records in by_machine.items():
         kinds = {(one["problem"], one["target"]) for one in records}
         cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
-        predictions = {kind: prediction(*kind) for kind in sorted(kinds)}
-        shown.boards += board.build(records, machine, cases, known, modelled, predictions)
+        shown.boards += board.build(records, machine, cases, known)
         shown.steps |= model_board.steps(records, machine)
     return shown
 
@@ -110,7 +105,7 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
     for slug in slugs:
         if not record.files(results / slug):
             raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
-    shown = read(results, slugs, [], builds=False)
+    shown = read(results, slugs, [])
     if not shown:
         nothing = "No machine's records are committed yet.\n"
         return nothing, nothing, shown.complaints

@@ -1,4 +1,5 @@
-"""Whether the sources that a record is about are those of this checkout. Nothing is compiled for it.
+"""What the records of all machines say of a variant: whether the sources that a record is about are those of this
+checkout, and whether it was right in the model of a GPU (harness/run.py --device model). Nothing is compiled for it.
 
 docs/records.md says what the hashes of sources and of machine code cover.
 """
@@ -11,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from harness.problem import sources
-from harness.results import text
-from problems.common import build, load
+from harness.results import ranking, text
+from problems.common import load
 
 MATCH, SAME_CODE, CHANGED = "match", "same code", "changed since"
 STATES = (CHANGED, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
@@ -26,37 +27,60 @@ Key = tuple[str, str, str]  # problem, variant, target
 
 
 class Provenance:
-    """What is known of the sources of records. records: any, also of other boards: they tell what machine code the
-    sources of this checkout compile to. builds: whether the builds of this checkout tell that too; what is committed
-    must not depend on them.
+    """What `records`, of any machine and board, say of variants: to what machine code sources compile, what has run on
+    a GPU, and what the model found.
     """
 
-    def __init__(self, records: Iterable[dict] = (), builds: bool = True) -> None:
-        self._builds = builds
+    def __init__(self, records: Iterable[dict] = ()) -> None:
         self._codes: dict[tuple[Key, str], set[str]] = {}
-        for one in records:
-            if one.get("code_hash") and one.get("source_hash"):
-                self._codes.setdefault((_key(one), one["source_hash"]), set()).add(one["code_hash"])
+        self._ran: set[Key] = set()
+        self._checks: dict[tuple[Key, str], dict[str, dict]] = {}
+        for one in sorted(records, key=lambda one: one["time"]):
+            key, source = _key(one), one.get("source_hash") or ""
+            if one.get("code_hash") and source:
+                self._codes.setdefault((key, source), set()).add(one["code_hash"])
+            if one["kind"] in ranking.JUDGED and one["status"] != "UNSUPPORTED":
+                self._ran.add(key)
+            if one["kind"] == "model":
+                self._checks.setdefault((key, source), {})[ranking.case_label(one["case"])] = one
 
     def state(self, one: dict) -> str:
         """Return MATCH, SAME_CODE or CHANGED, which also stands where the checkout has no such variant, or where the
         machine code of its sources is not known.
         """
-        folder = load.PROBLEMS / one["problem"]
-        now = source_hash(folder, one["variant"])
+        now = source_hash(load.PROBLEMS / one["problem"], one["variant"])
         if now is None or not one.get("source_hash"):
             return CHANGED
         if one["source_hash"] == now:
             return MATCH
-        code = one.get("code_hash")
-        if code and code in self._codes.get((_key(one), now), ()):
-            return SAME_CODE
-        return SAME_CODE if code and self._builds and code == code_hash(folder, *_key(one)[1:]) else CHANGED
+        return SAME_CODE if one.get("code_hash") in self._codes.get((_key(one), now), ()) else CHANGED
 
     def problem_changed(self, one: dict) -> bool:
         """Return whether it is known that the problem was another one: by its cases, tolerances, task or reference."""
         now = problem_hash(load.PROBLEMS / one["problem"])
         return now is not None and bool(one.get("problem_hash")) and one["problem_hash"] != now
+
+    def modelled(self, one: dict) -> tuple[str, str, str]:
+        """-> (status, reason, note) of a compiled variant: COMPILED, MODEL_CHECKED, or how it failed in the model.
+
+        one: its newest compile record, or a record of the model where there is none.
+        """
+        key, its_sources = _key(one), [one.get("source_hash") or ""]
+        if self.state(one) != CHANGED:  # what it was compiled to is what the checkout's source gives
+            its_sources.insert(0, source_hash(load.PROBLEMS / one["problem"], one["variant"]) or "")
+        found = next((self._checks[key, source] for source in its_sources if (key, source) in self._checks), {})
+        for case, its in found.items():
+            if its["status"] != "MODEL_CHECKED":
+                return its["status"], f"in the model, {case}: {its.get('reason') or 'no reason given'}", ""
+        if not found:
+            return "COMPILED", "", "compiled, not run"
+        checked = f"model-checked ({text.counted(len(found), 'test case')})"
+        said = [
+            *["compiled"] * (one["kind"] == "compile"),
+            checked,
+            "not run here" if key in self._ran else "never run",
+        ]
+        return "MODEL_CHECKED", "", ", ".join(said)
 
 
 def worst(states: Iterable[str]) -> str:
@@ -70,21 +94,6 @@ def source_hash(folder: Path, variant: str) -> str | None:
     file = folder / "variants" / f"{variant}.py"
     try:
         return sources.source_hash(file, folder) if file.is_file() else None
-    except ERRORS:
-        return None
-
-
-@functools.cache
-def code_hash(folder: Path, variant: str, target: str) -> str | None:
-    """Of the same, by the build that an earlier run has left; None where it left none."""
-    file = folder / "variants" / f"{variant}.py"
-    if not file.is_file() or not (build.directory() / "closures").is_dir():  # no run has left a build
-        return None
-    from harness.judge import compiling  # imports torch, which takes a second
-    from harness.problem import folders
-
-    try:
-        return compiling.code_hash(folders.find(str(folder)), file, target)
     except ERRORS:
         return None
 

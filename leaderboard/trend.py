@@ -35,21 +35,16 @@ def timings(board: Board, records: Iterable[dict]) -> list[Timing]:
     wrong = {(one["run_id"], one["variant"]) for one in judged if one["status"] not in ("PASSED", "UNSUPPORTED")}
     found: dict[tuple[str, str], dict[str, dict]] = {}
     for one in ranking.timed(mine):
-        if one["status"] == "PASSED":
-            found.setdefault((one["run_id"], one["variant"]), {})[ranking.case_label(one["case"])] = one
+        key = one["run_id"], one["variant"]
+        if one["status"] == "PASSED" and (one.get("median_us") or 0) > 0 and key not in wrong:
+            found.setdefault(key, {})[ranking.case_label(one["case"])] = one
     points = []
-    for key, by_case in found.items():
-        if key in wrong or not board.cases or not set(board.cases) <= set(by_case):
-            continue
-        of_board = [by_case[case] for case in board.cases]
-        try:
+    for (run_id, variant), by_case in found.items():
+        if board.cases and set(board.cases) <= set(by_case):
+            of_board = [by_case[case] for case in board.cases]
             us = ranking.metric(board.metric, [one["median_us"] for one in of_board])
-        except (KeyError, TypeError, ValueError):
-            continue  # a time that is none: the board says so
-        first = of_board[0]
-        commit = (first.get("commit") or "unknown")[:SHORT]
-        baseline = any(one.get("baseline") for one in of_board)
-        points.append(Timing(first["variant"], first["run_id"], first["time"], commit, us, baseline))
+            commit, baseline = (of_board[0].get("commit") or "unknown")[:SHORT], bool(of_board[0].get("baseline"))
+            points.append(Timing(variant, run_id, of_board[0]["time"], commit, us, baseline))
     return points
 
 
@@ -57,21 +52,16 @@ def records_broken(points: Sequence[Timing]) -> list[Timing]:
     """The first correct version, then each that was faster than all before it; of one run only the fastest. The first
     correct version is, of the earliest run that has one, the slowest that is no baseline.
     """
-    by_run: dict[str, list[Timing]] = {}
-    for point in points:
-        if not point.baseline:
-            by_run.setdefault(point.run_id, []).append(point)
-    found: list[Timing] = []
-    for ours in by_run.values():
-        found += [] if found else [max(ours, key=lambda point: point.us)]
-        fastest = min(ours, key=lambda point: point.us)
+    ours = [point for point in points if not point.baseline]
+    found = [max((one for one in ours if one.run_id == ours[0].run_id), key=lambda one: one.us)] if ours else []
+    for run_id in dict.fromkeys(one.run_id for one in ours):
+        fastest = min((one for one in ours if one.run_id == run_id), key=lambda one: one.us)
         found += [fastest] if fastest.us < found[-1].us else []
     return found
 
 
 def commits(points: Sequence[Timing]) -> dict[str, tuple[int, str]]:
     """By commit its position in time, and a label of two lines: the commit and the day of its first run."""
-    found: dict[str, str] = {}
-    for point in points:
-        found.setdefault(point.commit, f"{point.commit}\n{point.time[:10]}")
-    return {commit: (place, label) for place, (commit, label) in enumerate(found.items())}
+    first = {point.commit: point.time[:10] for point in reversed(points)}
+    order = dict.fromkeys(point.commit for point in points)
+    return {commit: (place, f"{commit}\n{first[commit]}") for place, commit in enumerate(order)}

@@ -7,7 +7,6 @@ import pytest
 
 from harness.results import ranking, stats
 from leaderboard import board, tables
-from leaderboard.modelled import Modelled, prediction
 from leaderboard.provenance import Provenance
 from tests.support.records import CASES, ROOFS, bench, full, line, samples
 
@@ -194,17 +193,6 @@ def test_a_run_that_failed_does_not_become_the_board():
         assert rows(found)["b"].status == "INVALID_MEASUREMENT" and unranked(rows(found)["b"])
 
 
-def test_a_pair_is_called_what_its_record_calls_it():
-    """By its 99 % interval, which the record knows; one without a word is read by the interval that it has, and one
-    that says SAME of a wide interval is of before there was UNDECIDED.
-    """
-    words = []
-    for word, ci95 in ((None, [0.89, 0.91]), ("SAME", [0.99, 1.01]), ("SAME", [0.57, 4.2]), ("SLOWER", [1.0, 1.2])):
-        pair = {"variant": "b", "ratio": 0.9, "ci95": ci95, **({"word": word} if word else {})}
-        words.append(one(full("a", 0.9, against=pair) + full("b", 1.0)).pairs.word.iloc[0])
-    assert words == ["FASTER", "SAME", "UNDECIDED", "SLOWER"]
-
-
 def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
     def pair(run, minute, ratio):
         against = {"variant": "a#2", "ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
@@ -279,9 +267,9 @@ def test_compiled_variant_is_not_run_and_a_board_of_these_is_not_timed():
     compiled = line("compile", "b", case=None, status="COMPILED", resources=kernels)
     row = rows(one([*full("a", 1.1), compiled]))["b"]
     assert unranked(row) and row.status == "COMPILED" and row.notes == ["compiled, not run"]
-    assert (row.registers, row.spill_bytes, row.kernels) == (64, 8, 2)
+    assert (row.registers, row.spill_bytes) == (64, 8)
     found = one([compiled | {"resources": []}, line("test", "b", **LATER, case=None, status="UNSUPPORTED")])
-    assert not found.timed and found.times.empty and rows(found)["b"].kernels == 0
+    assert not found.timed and found.times.empty
 
 
 SM100 = {"target": "sm100", "case": None}
@@ -304,24 +292,18 @@ MENDED = line("model", "b", status="MODEL_CHECKED", target="sm100", minute=3)
     ],
 )
 def test_compiled_variant_has_the_state_of_the_model(records, status, said):
-    (found,) = board.build(records, "box", {}, predictions={("nvfp4_gemv", "sm100"): "a prediction"})
+    (found,) = board.build(records, "box", {})
     row = rows(found)["b"]
-    assert unranked(row) and not found.timed and found.notes[-1] == "a prediction"
+    assert unranked(row) and not found.timed
     assert (row.status, [*row.notes, row.reason][0]) == (status, said)
 
 
 def test_model_says_nothing_of_what_has_run():
     wrong = line("model", "a", status="INCORRECT", minute=9)
     assert rows(one([*full("a", 1.1), wrong]))["a"].status == "PASSED"
-    known = Modelled([line("test", "b", target="sm100"), MENDED], Provenance())
-    row = rows(board.build([COMPILED], "box", {}, modelled=known)[0])["b"]
+    known = Provenance([line("test", "b", target="sm100"), MENDED])
+    row = rows(board.build([COMPILED], "box", {}, known)[0])["b"]
     assert row.notes == ["compiled, model-checked (1 test case), not run here"]
-
-
-def test_a_prediction_is_the_datasheets_and_says_so():
-    least = prediction("nvfp4_gemv", "sm100")
-    assert "Predicted, not measured" in least and "B200 is 8.27 us" in least and "8 TB/s" in least
-    assert prediction("nvfp4_gemv", "cpu") == prediction("no_such_problem", "sm100") == ""
 
 
 def test_a_later_compile_error_is_the_state():
@@ -372,8 +354,8 @@ def test_a_confirmed_variant_takes_the_lead_without_displacing_the_field():
     assert list(found.standing["rank"]) == [1, 2, 3, 4]
     row = rows(found)["b"]
     assert row.geomean_us == pytest.approx(stats.geomean(ROOFS)) and row.run_id == "r2"
-    assert "first by its pairs with a: 0.9091 (" in row.notes[0]
-    assert any("supersedes a first measurement of 16.13 us" in note for note in row.notes)
+    assert "leads by its pairs with a: 0.9091 (" in row.notes[0]
+    assert any(note.startswith("timed twice") for note in row.notes)
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,14 @@ def test_header_says_where_variant_ran(tmp_path, capsys):
         file = packed(tmp_path, "nvfp4_gemv", "--variant", name, "--results", str(results))
         return file.read_text().partition('"""')[0]
 
-    assert "# It ran on gpu-box (2026-01-02), with other sources than these: geomean" in head("sm90_dp4a")
-    assert "It ran on gpu-box" in capsys.readouterr().out
+    assert "# It passed on gpu-box (2026-01-02, run r1), with other sources than these." in head("sm90_dp4a")
+    assert "It passed on gpu-box" in capsys.readouterr().out
     assert "# IT NEVER RAN ON ITS TARGET, cpu: no record says that it passed there." in head("cpu_portable")
     assert "IT NEVER RAN ON ITS TARGET, cpu" in capsys.readouterr().out
     found = folders.find("nvfp4_gemv").variant("cpu_portable")
     own = {"target": "cpu", "source_hash": sources.source_hash(found.file, found.folder), "run": "r5"}
     write(results, "cpu-box", full("cpu_portable", 3.0, **own))
-    assert "# It ran on cpu-box (2026-01-02), with these sources: geomean" in head("cpu_portable")
+    assert "# It passed on cpu-box (2026-01-02, run r5), with these sources." in head("cpu_portable")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge import compiling
-from harness.problem import folders
-from harness.sandbox import workdir
 from leaderboard import board, provenance, tables
 from problems.common import build, load
 from tests.leaderboard.test_board import EXPECTED, one, rows
@@ -43,30 +40,23 @@ def in_checkout(monkeypatch, source: str | None = "new", problem: str | None = "
 
 
 @pytest.mark.parametrize(
-    ("record", "others", "built", "state"),
+    ("record", "others", "state"),
     [
-        ({"source_hash": "new"}, [], None, provenance.MATCH),
-        ({"source_hash": "old"}, [], None, provenance.CHANGED),
-        ({"source_hash": "old"}, [], "x", provenance.CHANGED),
-        ({"source_hash": "old", "code_hash": "x"}, [], None, provenance.CHANGED),
-        ({"source_hash": "old", "code_hash": "x"}, [], "x", provenance.SAME_CODE),
-        ({"source_hash": "old", "code_hash": "x"}, [], "y", provenance.CHANGED),
-        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "x"}], None, provenance.SAME_CODE),
-        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "y"}], None, provenance.CHANGED),
-        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "x", "target": "sm100"}], None, provenance.CHANGED),
-        ({"source_hash": None, "code_hash": "x"}, [], "x", provenance.CHANGED),
+        ({"source_hash": "new"}, [], provenance.MATCH),
+        ({"source_hash": "old"}, [{"code_hash": "x"}], provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [], provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "x"}], provenance.SAME_CODE),
+        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "y"}], provenance.CHANGED),
+        ({"source_hash": "old", "code_hash": "x"}, [{"code_hash": "x", "target": "sm100"}], provenance.CHANGED),
+        ({"source_hash": None, "code_hash": "x"}, [{"code_hash": "x"}], provenance.CHANGED),
     ],
 )
-def test_a_row_says_whether_its_source_is_the_checkouts(monkeypatch, record, others, built, state):
+def test_a_row_says_whether_its_source_is_the_checkouts(monkeypatch, record, others, state):
     in_checkout(monkeypatch)
-    monkeypatch.setattr(provenance, "code_hash", lambda *_: built)
     records = full("a", 1.1, **record) + full("b", 1.2, source_hash="new")
     known = [line | {"source_hash": "new"} | other for line in full("a", 1.0) for other in others]
     (found,) = board.build(records, "box", EXPECTED, provenance.Provenance(records + known))
     assert (rows(found)["a"].source, rows(found)["b"].source) == (state, provenance.MATCH)
-    if built == "x":
-        alone = provenance.Provenance(records + known, builds=False)
-        assert {alone.state(one) for one in records[:3]} == {provenance.CHANGED}
 
 
 def test_a_variant_that_the_checkout_lacks_has_changed():
@@ -81,19 +71,6 @@ def test_a_row_whose_problem_has_changed_says_so(monkeypatch):
     assert [provenance.PROBLEM_CHANGED in rows(found)[name].notes for name in "abc"] == [True, False, False]
     (found,) = board.build(records[:3], "box", EXPECTED, provenance.Provenance())
     assert found.notes == [f"All rows: {provenance.PROBLEM_CHANGED}."] and rows(found)["a"].notes == []
-
-
-def test_the_present_code_is_that_of_a_build_at_hand(tmp_path, monkeypatch):
-    """What is at hand is found by the same key as a run finds it, and nothing is compiled."""
-    folder, problem = tmp_path / "closures", folders.find("nvfp4_gemv")
-    monkeypatch.setattr(build, "directory", lambda: tmp_path)
-    monkeypatch.setattr(compiling, "hash_of", lambda built: built.name)
-    code_hash = provenance.code_hash.__wrapped__
-    assert code_hash(problem.folder, "sm90_dp4a", "sm90") is None
-    key = workdir.key(problem.folder / "variants" / "sm90_dp4a.py", problem, "sm90")
-    (folder / key).mkdir(parents=True)
-    assert code_hash(problem.folder, "sm90_dp4a", "sm90") == key
-    assert code_hash(problem.folder, "sm90_triton", "sm90") is None and code_hash(problem.folder, "x", "sm90") is None
 
 
 @pytest.fixture

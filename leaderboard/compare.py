@@ -26,15 +26,12 @@ NAME = "leaderboard/compare.py"
 KEYS = ("problem", "variant", "target", "machine", "run", "commit")
 HELP = """A and B: a file of records, or words that choose records: problem=, variant=, target=, machine=, run=, commit=
 (its first digits), as in "old.jsonl variant=cpu_avx2". Without a file they choose from leaderboard/results."""
-DIFFERENCES = {  # by a field of the runs' records, or of their environment, what is said where they differ
-    "commit": "other commits",
-    "source_hash": "other sources of the variant",
-    "problem_hash": "another problem (cases, tolerances, task or reference)",
-    "harness_hash": "another judge",
-    "gpu": "other machines",
-    "cpu": "other processors",
-    **dict.fromkeys(("driver", "cuda", "torch", "triton", "cute_dsl"), "other versions of driver or packages"),
-}
+# Of the runs' records and their environment, what is told where it differs.
+TOLD = [
+    *("commit", "source_hash", "problem_hash", "harness_hash"),
+    *("gpu", "cpu", "driver", "cuda", "torch", "triton", "cute_dsl"),
+]
+Key = tuple[str, ...]  # problem, target, variant
 Run = dict[str, dict]  # a variant's newest run in a selection: its benchmark records by the case's label
 
 
@@ -70,7 +67,7 @@ def _compare(options: argparse.Namespace, percent: float | None) -> int:
         ratios = {case: _ratio(a, b, [case]) for case in a if _samples(a, case) and _samples(b, case)}
         whole = _ratio(a, b, list(ratios)) if ratios else None
         output.say(f"{problem}, {target}: time of A / time of B; below 1 A is faster")
-        output.say("\n".join([*_facts(a, b), *_table(a, b, ratios, whole)]) + "\n\n")
+        output.say("\n".join(_lines(a, b, ratios, whole)) + "\n\n")
         about = f"{problem}, {next(iter(a.values()))['variant']}"
         slower += [
             f"{about}, {case}: B was timed on it, A was not" for case in b if _samples(b, case) and case not in ratios
@@ -87,7 +84,7 @@ def _compare(options: argparse.Namespace, percent: float | None) -> int:
     return (verdict.exit_code(failed, everything=True) if failed else 0) or (verdict.REGRESSION_EXIT if slower else 0)
 
 
-def _choose(name: str, words: str, results: Path) -> dict[tuple[str, str, str], Run]:
+def _choose(name: str, words: str, results: Path) -> dict[Key, Run]:
     """Return by problem, target and variant the newest run of the records that `words` name, the argument `name`.
     ValueError: they name none, or a word is neither a file nor KEY=VALUE. StorageError: a file cannot be read.
     """
@@ -117,7 +114,7 @@ def _choose(name: str, words: str, results: Path) -> dict[tuple[str, str, str], 
 
     by_machine = {name: [one for at, one in contents if at == name] for name, _ in contents}
     records = [one for at, its in by_machine.items() for one in record.records_of(its) if fits(one, at)]
-    found: dict[tuple[str, str, str], Run] = {}
+    found: dict[Key, Run] = {}
     for one in ranking.timed(records):  # the newest last
         key = one["problem"], one["target"], one["variant"]
         newer = key in found and next(iter(found[key].values()))["run_id"] != one["run_id"]
@@ -130,9 +127,7 @@ def _choose(name: str, words: str, results: Path) -> dict[tuple[str, str, str], 
     return found
 
 
-def _pairs(
-    a: dict[tuple[str, str, str], Run], b: dict[tuple[str, str, str], Run]
-) -> list[tuple[tuple[str, str], Run, Run]]:
+def _pairs(a: dict[Key, Run], b: dict[Key, Run]) -> list[tuple[Key, Run, Run]]:
     """Return what both have: each variant with itself, or, of a problem and target where each has one, these two.
     ValueError: nothing.
     """
@@ -166,40 +161,34 @@ def _ratio(a: Run, b: Run, cases: list[str]) -> Ratio:
     return stats.compare_unpaired([(_samples(a, case), _samples(b, case)) for case in cases])
 
 
-def _facts(a: Run, b: Run) -> list[str]:
-    """What A and B are, and what is known to differ between the runs."""
+def _lines(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> list[str]:
+    """What A and B are and what is known to differ; then a line a case with both times in us and their ratio."""
     from harness.results import text
-
-    firsts = [next(iter(run.values())) for run in (a, b)]
-    said, lines = [{**(one.get("environment") or {}), **one} for one in firsts], []
-    for name, one in zip("AB", said, strict=True):
-        machine = one.get("cpu" if one["target"] == "cpu" else "gpu") or "an unknown machine"
-        commit = str(one.get("commit") or "of no known commit")[:12] + (" with changes" if one.get("dirty") else "")
-        run = f"{one['variant']}, run {one['run_id']} of {one['time'][:16]} on {machine}, commit {commit}"
-        lines.append(text.line(f"  {name}: {run}"))
-    keys = [key for key in DIFFERENCES if all(one.get(key) for one in said) and said[0][key] != said[1][key]]
-    differ = dict.fromkeys(
-        DIFFERENCES[key] for key in keys if key != "source_hash" or firsts[0]["variant"] == firsts[1]["variant"]
-    )
-    same = firsts[0]["run_id"] == firsts[1]["run_id"]
-    when = "one run, but not its pairs" if same else ", ".join(["runs at other times", *differ])
-    return [*lines, f"  UNPAIRED: {when}. The intervals (95 %) have the scatter within each run, not what differs"]
-
-
-def _table(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> list[str]:
-    """A line a case with both times in us and their ratio, and one for all that both were timed on."""
 
     def time(run: Run, case: str) -> str:
         one = run.get(case) or {"status": "-"}
         return f"{one['median_us']:.2f}" if _samples(run, case) else one["status"]
 
+    firsts, lines = [next(iter(run.values())) for run in (a, b)], []
+    said = [{**(one.get("environment") or {}), **one} for one in firsts]
+    for name, one in zip("AB", said, strict=True):
+        machine = one.get("cpu" if one["target"] == "cpu" else "gpu") or "an unknown machine"
+        commit = str(one.get("commit") or "of no known commit")[:12] + (" with changes" if one.get("dirty") else "")
+        run = f"{one['variant']}, run {one['run_id']} of {one['time'][:16]} on {machine}, commit {commit}"
+        lines.append(text.line(f"  {name}: {run}"))
+    differ = [key for key in TOLD if all(one.get(key) for one in said) and said[0][key] != said[1][key]]
+    if said[0]["variant"] != said[1]["variant"]:
+        differ = [key for key in differ if key != "source_hash"]
+    same = said[0]["run_id"] == said[1]["run_id"]
+    when = "one run, but not its pairs" if same else ", ".join(["runs at other times", *differ])
+    lines.append(f"  UNPAIRED: {when}. The intervals (95 %) have the scatter within each run, not what differs")
     every = list({**a, **b})
+    some = f" of {len(ratios)} of {len(every)} cases" if len(ratios) < len(every) else ""
     rows = [("case", "A us", "B us", "A / B")]
     rows += [(case, time(a, case), time(b, case), _shown(ratios.get(case))) for case in every]
-    some = f" of {len(ratios)} of {len(every)} cases" if len(ratios) < len(every) else ""
     rows += [(f"geomean{some}", "", "", _shown(whole))] if whole else []
     wide = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [f"  {row[0]:<{wide[0]}}  {row[1]:>{wide[1]}}  {row[2]:>{wide[2]}}  {row[3]}" for row in rows]
+    return lines + [f"  {case:<{wide[0]}}  {a:>{wide[1]}}  {b:>{wide[2]}}  {ratio}" for case, a, b, ratio in rows]
 
 
 def _shown(ratio: Ratio | None) -> str:

@@ -1,11 +1,10 @@
 """Latency records (harness/tools/latency.py writes them): time per decode step, eager and as a replayed graph, what
-of it each op takes, what a layer takes, and the tokens of a prefill.
+of it each op takes, and the tokens of a prefill.
 
 They are in a machine's files beside the others, of kind latency. The newest of each case counts.
 """
 
 import math
-import re
 from collections.abc import Iterable
 
 from harness.results import text
@@ -36,7 +35,7 @@ def title(one: dict, machine: str) -> str:
 
 def section(title: str, records: list[dict], known: Provenance, cases: bool) -> Section:
     """All that is shown of a model on a machine. cases: also where the time of a step goes."""
-    found = [("", table(records, known)), ("A layer:", layers(records))]
+    found = [("", table(records, known))]
     found += [("Where the time of a step goes:", breakdown(records)), ("", ops(records))] if cases else []
     commits = sorted({(one.get("commit") or "")[:12] or "unknown" for one in records})
     notes = [" ".join(NOTE.split()), f"Commits: {', '.join(commits)}."]
@@ -136,31 +135,6 @@ def breakdown(records: list[dict]) -> Table:
             named = text.line(op, tables.REASON) or OUTSIDE
             rows.append([*(_field(one, name) for name in names), named, *figures])
     return Table([*names, "op", "us", "launches", "% of step"], rows, WORDS)
-
-
-def layers(records: list[dict]) -> Table:
-    """us a layer, from two cases that differ in their number of layers only (flash-4l256e and flash-8l256e): the
-    difference of their times, and of their SOL, by that of their layers.
-    """
-    names = [name for name in _fields(records) if name != "config"]
-    found: dict[tuple, dict[int, dict]] = {}
-    for one in records:
-        parts = re.fullmatch(r"(.+)-(\d+)l(\d+)e", _field(one, "config"))
-        if parts and graph_us(one) > 0:
-            key = (f"{parts[1]}, {parts[3]} experts", *(_field(one, name) for name in names))
-            found.setdefault(key, {})[int(parts[2])] = one
-    rows = []
-    for key, by_count in found.items():
-        fewest, most = min(by_count), max(by_count)
-        if fewest == most:
-            continue
-        us, row, sol = (
-            (number(by_count[most].get(name)) - number(by_count[fewest].get(name))) / (most - fewest)
-            for name in ("median_us", "row_us", "sol_us")
-        )
-        share = tables.percent(sol / us) if us > 0 else ""
-        rows.append([*key, f"{fewest} and {most}", *map(tables.us, (us, row, sol)), share])
-    return Table(["config", *names, "layers", "us a layer", "in a row", "SOL us a layer", "% of SOL"], rows, WORDS)
 
 
 def ops(records: list[dict]) -> Table:

@@ -45,21 +45,6 @@ def test_winners_have_a_model_once_and_no_step_that_failed():
     ]
 
 
-def test_layer_takes_the_difference_of_two_models():
-    records = [
-        of(case=CASE | {"config": f"flash-{n}l256e", "batch": batch}, median_us=200.0 + n * 50 * batch, sol_us=n * 40.0)
-        for n in (4, 8)
-        for batch in (1, 2)
-    ]
-    records += [of(), of(case=CASE | {"config": "flash-4l32e"})]
-    found = rows(model_board.layers(records))
-    assert [(row["config"], row["batch"], row["layers"]) for row in found] == [
-        ("flash, 256 experts", "1", "4 and 8"),
-        ("flash, 256 experts", "2", "4 and 8"),
-    ]
-    assert [float(row["us a layer"]) for row in found] == [50.0, 100.0] and found[0]["% of SOL"] == "80 %"
-
-
 def test_prefill_has_tokens_a_second_and_no_graph():
     one = of(case=CASE | {"context": 0, "new": 2048}, median_us=4096.0, launches={"eager": 9})
     found = rows(model_board.table([one, of()], Provenance()))

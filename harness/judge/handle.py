@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from harness.judge import limits, replies
@@ -130,7 +130,7 @@ class CheckerHandle:
 @dataclass(eq=False)
 class RunnerProcess:
     """One process of a submission: its child process, its folder (None for the judge's own), and what it has received.
-    limit_s: for a request that is no call. switched: receives the names of torch's switches that were put back.
+    limit_s: for a request that is no call.
     """
 
     name: str
@@ -138,7 +138,6 @@ class RunnerProcess:
     workdir: Workdir | None
     checker: CheckerHandle
     limit_s: float
-    switched: Callable[[list[str]], None] = lambda _: None
     opened: tuple | None = None  # what its buffers were allocated for
     calls: int = 0
     calls_on_buffers: int = 0  # calls on the present buffers
@@ -203,7 +202,6 @@ class RunnerProcess:
         self.child.resume()
         reply = self.receive(replies.Called, self.limit_s)
         self.child.pause()
-        self.switched(reply.switches)
         return reply
 
     def report_of(self, timed: dict, limit_s: float) -> tuple[gate.Reading, list[int], list[int], str]:
@@ -274,9 +272,7 @@ class RunnerHandle:
     def serves(self, case: Case) -> bool:
         return self.submission is None or self.submission.serves(case)
 
-    def start(
-        self, checker: CheckerHandle, compile_only: bool, limit_s: float, switched: Callable[[list[str]], None]
-    ) -> None:
+    def start(self, checker: CheckerHandle, compile_only: bool, limit_s: float) -> None:
         """Start its process, and send what to import. `receive` has the answer. Died: its files cannot be laid out."""
         problem, device = checker.problem, "cpu" if compile_only else checker.device
         arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
@@ -288,7 +284,7 @@ class RunnerHandle:
             file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
         stoppable = checker.device == "cpu" and not compile_only
         child = Child("harness.runner.runner", arch, box.jail if box else None, stoppable)
-        self.process = RunnerProcess(self.runner, child, box, checker, limit_s, switched)
+        self.process = RunnerProcess(self.runner, child, box, checker, limit_s)
         message = {
             "device": device,
             "folder": str(folder),

@@ -76,7 +76,6 @@ class Judging:
             self._note_others()
             stack.callback(self._note_others)
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
-            session.say = console.say
             session.progress = stack.enter_context(console.progress(self.events.step))
             if self.args.mode != "benchmark":
                 self._test(session, tests)

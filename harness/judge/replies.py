@@ -18,7 +18,6 @@ from harness.sandbox.process import Died
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
 NAME_LIMIT = 200
 TABLE_LIMIT = 2**20
-LISTED = 64  # items of a list: names, calls
 DIMENSIONS = 16
 PLACE_LIMIT = 60  # characters of the place of a fault: a runner may name a field as it likes
 WORDY = 5  # times a text's limit: a longer text is refused, since cleaning takes time
@@ -45,7 +44,6 @@ Count = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
 # -0.0 becomes 0.0.
 Time = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False), AfterValidator(abs)]
 Taken = Annotated[float, Field(ge=_LEAST_US, le=_MOST_US, allow_inf_nan=False)]
-Names = Annotated[list[Name], Field(max_length=LISTED)]
 
 
 class Reply(BaseModel):
@@ -74,12 +72,6 @@ class Failed(Reply):
     type: Name
     memory: bool
     text: Text
-
-
-class Started(Ready):
-    """The submission was imported. switches: torch's global settings that its import had changed, put back."""
-
-    switches: Names
 
 
 class Found(Reply):
@@ -131,9 +123,7 @@ class Noted(Reply):
 
 
 class Called(Noted):
-    """A call on a CPU is over. It holds no time: the judge has its own. switches: as in Started."""
-
-    switches: Names
+    """A call on a CPU is over. It holds no time: the judge has its own."""
 
 
 class SelfTimed(Noted):

@@ -3,7 +3,6 @@
 docs/architecture.md has the messages and the states of a runner.
 """
 
-import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -22,12 +21,11 @@ from harness.sandbox.process import Died
 CLOSED_AT_ONCE = 16  # processes
 LEAST_SEED_BITS = 16  # of a secret seed
 STORABLE_BITS = 31  # with fewer, answers to all seeds can be stored
-SWITCHES_SHOWN = 4  # of those that a submission changed
 
 
 class Session:
     """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
-    for the record. say: receives each note of a submission at once; progress: what is compiled or recorded.
+    for the record. progress: what is compiled or recorded.
     """
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
@@ -37,9 +35,7 @@ class Session:
         self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
         self.notes: list[str] = []
-        self.say: Callable[[str], None] = lambda _: None
         self.progress: Progress = lambda _: None
-        self._switched: set[str] = set()  # submissions that changed torch's switches
         self._breaks: dict[str, Outcome] = {}  # by submission, why no process of it is started any more
         self.present: Content  # from the first `content` on
         self._seed_bits: int | None = None  # of secret seeds; None: not known yet
@@ -105,9 +101,8 @@ class Session:
             handle.broken = handle.broken or self._breaks.get(handle.name)
             if handle.broken:
                 continue
-            switched = functools.partial(self._switches_of, handle)
             try:
-                handle.start(self.checker, compile_only, self.call_limit_s, switched)
+                handle.start(self.checker, compile_only, self.call_limit_s)
             except Died as died:
                 self._break(handle, Outcome(died.status, died.reason))
             if handle not in self.handles:
@@ -115,7 +110,7 @@ class Session:
         deadline = time.monotonic() + self.import_limit_s  # for all of them together
         for handle in [handle for handle in fresh if handle.process]:
             try:
-                reply = handle.running.receive(replies.Started, max(0.1, deadline - time.monotonic()))
+                handle.running.receive(replies.Ready, max(0.1, deadline - time.monotonic()))
                 handle.running.child.pause()
             except Died as died:
                 failure = handle.running.failure(died)
@@ -125,7 +120,6 @@ class Session:
                     failure.reason += f"; if it needs longer, try --timeout {2 * self.import_limit_s:g}"
                 self._break(handle, failure)
                 continue
-            self._switches_of(handle, reply.switches)
 
     def stop(self, *handles: RunnerHandle) -> None:
         """End the processes of these handles, and keep what their compile steps made."""
@@ -266,14 +260,6 @@ class Session:
         message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
         verdict = self.checker.ask({**message, "fixed": fixed})
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
-
-    def _switches_of(self, handle: RunnerHandle, changed: list[str]) -> None:
-        """Note once that a submission changed global settings of torch, which were put back."""
-        name = handle.name
-        if changed and name not in self._switched:
-            self._switched.add(name)
-            self.notes.append(f"{name} changed torch's {'; '.join(changed[:SWITCHES_SHOWN])}: put back")
-            self.say(self.notes[-1])
 
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
         """End a submission's process, and start no other one in this run. Return `failure`."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from harness.runner import claims, failure, gate, native, objects, recorder, switches, tree, wire
+from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page
 from problems.common import build, cubins, load
 
@@ -57,7 +57,6 @@ class Runner:
             recorder.prepare(start["records"])
             recorder.use_scratch(**start["scratch"], fd=fds.pop(0))
         native.read_configs()  # loads the judge's code before the submission can replace it
-        self.switches = switches.Switches()
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
         # submission's yet.
         gc.freeze()
@@ -223,13 +222,13 @@ class Runner:
         wire.send(self.sock, {"ready": True})
         result = gate.bindings().take_turns(self.page.address, message["number"], kernel, calls)
         if self.module is None:
-            return {"claims": [], "switches": []}
+            return {"claims": []}
         if noting:
             forms = noting.said
         else:
             data = calls[gate.bindings().which(self.page.address)][0]
             forms = claims.forms(result, [self._leaf(data, i) for i in self.opened["outputs"]])
-        return {"claims": forms, "switches": self.switches.restore()}
+        return {"claims": forms}
 
     def profile(self, message: dict, _: list[int]) -> dict:
         data = self.arguments[0] if self.device == "cuda" else self._data(self.buffers[0])
@@ -356,7 +355,7 @@ def main() -> None:
     except BaseException as error:  # whatever a submission raises on import, SystemExit too, is its verdict, not ours
         wire.send(sock, failure.reply("import", error, file))
         return
-    wire.send(sock, {"ready": True, "switches": runner.switches.restore()})
+    wire.send(sock, {"ready": True})
 
     def answer(message: dict, fds: list[int]) -> dict:
         try:

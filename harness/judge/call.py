@@ -4,7 +4,6 @@ The judge believes nothing that the runner says: the checker's clock runs outsid
 during a request. Calls on a GPU are recorded and replayed (harness/judge/recording.py).
 """
 
-import math
 from dataclasses import dataclass
 
 from harness.judge import limits, outcome, replies
@@ -18,16 +17,14 @@ EMPTY = "empty"  # the judge's own call that works for a known time
 @dataclass(frozen=True)
 class CallRequest:
     """The request for one call. buffers: addresses that calls take in turn. judge_call: name of one of the judge's own,
-    "" for a submission's. reads: plain readers of the judge by name, with their configuration. remaining_s: a limit
-    besides those of the session, for a phase whose time runs out. measure: what the call leaves in memory counts
-    towards what `prepare` may keep, if the problem has weights. stay: the process waits for the next call in native
-    code, so that none of its code runs between the two calls, and does not say what came back.
+    "" for a submission's. reads: plain readers of the judge by name, with their configuration. measure: what the call
+    leaves in memory counts towards what `prepare` may keep, if the problem has weights. stay: the process waits for the
+    next call in native code, so that none of its code runs between the two calls, and does not say what came back.
     """
 
     buffers: int
     judge_call: str = ""
     reads: dict[str, int] | None = None
-    remaining_s: float = math.inf
     measure: bool = False
     stay: bool = False
 

@@ -96,7 +96,7 @@ class Judging:
     def _test(self, session: Session, cases: list[Case]) -> None:
         by_name = {j.submission.name: j for j in self.judged}
         have = work.finished(self.file.contents.work) if self.file else work.NOTHING
-        handles, limit_s = [self._handle(j) for j in self.judged], self.problem.timeouts_s.get("test")
+        handles = [self._handle(j) for j in self.judged]
 
         def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
             tests = by_name[handle.name].tests
@@ -115,7 +115,7 @@ class Judging:
             timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
             twice = tuple(case for case in cases if case.params not in timed)
         run_tests = phases_of(self.device).run_tests
-        run_tests(session, handles, cases, done, session.progress, have, limit_s, twice)
+        run_tests(session, handles, cases, done, session.progress, have, twice)
         self._note_audits()
         if len(self.judged) > 1:
             for j in self.judged:
@@ -134,9 +134,8 @@ class Judging:
                 file.write("group", phase=phase, **work.of_group(group))
 
         handles = [self._handle(j) for j in judged]
-        limit_s = self.problem.timeouts_s.get("benchmark" if self.args.mode == "benchmark" else "leaderboard")
         run, cases = phases_of(self.device).run_benchmarks, self.cases
-        timings, all_readings = run(session, handles, cases, session.progress, counts, done, have, limit_s)
+        timings, all_readings = run(session, handles, cases, session.progress, counts, done, have)
         for j in judged:
             for timing in timings[j.submission.name]:
                 if (failure := timing.failure) and failure.status != "UNSUPPORTED":

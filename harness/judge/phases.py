@@ -4,10 +4,7 @@ All submissions get equal contents, one after the other, so that drift affects a
 of a pair it is A B B A. The judge checks each timed call, and draws its seed after the previous call was closed.
 """
 
-import functools
-import math
 import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,19 +65,15 @@ def run_tests(
     done: Callable[[RunnerHandle, Case, Outcome], None],
     progress: Progress,
     have: Finished = NOTHING,
-    limit_s: float | None = None,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
     """Call every submission once on every case. Return the outcomes by submission, in the order of the cases; `done`
-    receives each. What is in `have` is not measured again. limit_s: for all calls of a submission. twice: cases to call
+    receives each. What is in `have` is not measured again. twice: cases to call
     once more, where right, on contents of a secret seed, since a submission can hold the answers to public ones.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
-    budget, second_budget, total = Budget(limit_s), Budget(limit_s), len(cases) * len(handles)
+    total = len(cases) * len(handles)
     missing = [[e for e in handles if have.test(e.name, number) is None] for number in range(len(cases))]
-
-    def call(budget: Budget, handle: RunnerHandle) -> Outcome:
-        return budget.call(handle, lambda remaining_s: session.call(handle, CallRequest(1, remaining_s=remaining_s)))
 
     def add(handle: RunnerHandle, outcome: Outcome) -> None:
         results[handle.name].append(outcome)
@@ -96,7 +89,7 @@ def run_tests(
             outcome = have.test(handle.name, number)
             if outcome is None:
                 progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
-                outcome = call(budget, handle)
+                outcome = session.call(handle, CallRequest(1))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
                 if outcome.status == "PASSED" and case in twice:
@@ -108,7 +101,7 @@ def run_tests(
             session.weights(case, seed)
             session.content(case, seed)
             for handle, outcome in passed:
-                second = call(second_budget, handle)
+                second = session.call(handle, CallRequest(1))
                 second.reason = f"right with the case's seed, and with another one (--seed {seed}): {second.reason}"
                 add(handle, outcome if second.status == "PASSED" else second)
     progress(Step("test", total, total, "done"))
@@ -124,13 +117,12 @@ def run_benchmarks(
     counts: Counts,
     done: GroupDone | None = None,
     have: Finished = NOTHING,
-    limit_s: float | None = None,
     kind: "type[Benchmark] | None" = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
     """Time every submission on every case. Return (timings by submission, the judge's readings by case). done: receives
-    each finished group; one in `have` is not measured again. limit_s: of a submission's calls. kind: how they are made.
+    each finished group; one in `have` is not measured again. kind: how they are made.
     """
-    benchmark = (kind or Benchmark)(session, handles, cases, progress, counts, done, have, Budget(limit_s))
+    benchmark = (kind or Benchmark)(session, handles, cases, progress, counts, done, have)
     for handle in handles:
         handle.lost = 0
     benchmark.run()
@@ -151,7 +143,6 @@ class Benchmark:
     counts: Counts
     done: GroupDone | None
     have: Finished
-    budget: "Budget"
     rounds_done: int = 0  # of `total`, for the progress
     total: int = 0
 
@@ -282,7 +273,7 @@ class Benchmark:
             if handle is self.judge:
                 self._judge_call("empty", sample)
             elif handle.name in called and not self._timing(handle.name).failure:
-                outcome = self.budget.call(handle, functools.partial(self._call, handle, sample, measure))
+                outcome = self._call(handle, sample, measure)
                 if outcome.status == "PASSED":
                     outcomes[handle.name] = outcome
                 else:
@@ -334,10 +325,10 @@ class Benchmark:
             reason = f"not timed: {other} is {failed.status}, and of a pair both count or none: leave out --against"
         self._add(name, Outcome("INVALID_MEASUREMENT", reason))
 
-    def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
+    def _call(self, handle: RunnerHandle, sample: int, measure: bool) -> Outcome:
         """Make a call of a submission, by its replica in this group."""
         stay = sample != self.counts.samples - 1
-        return self.session.call(handle, CallRequest(self.counts.buffers, "", None, remaining_s, measure, stay))
+        return self.session.call(handle, CallRequest(self.counts.buffers, measure=measure, stay=stay))
 
     def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls. RuntimeError if it fails."""
@@ -371,23 +362,3 @@ class Benchmark:
             self.session.content(self.cases[number])
             beside.bytes = self.session.present.held
         return readings.reference(beside, timings, self.session.device, matmul_us)
-
-
-class Budget:
-    """The seconds that the calls of each submission may take together in one phase, None for no limit: GPU MODE's
-    test_timeout, benchmark_timeout and ranked_timeout. Every call has its own limit besides.
-    """
-
-    def __init__(self, limit_s: float | None) -> None:
-        self.limit_s = math.inf if limit_s is None else limit_s
-        self.spent_s: dict[str, float] = {}  # by submission, over all its processes
-
-    def call(self, handle: RunnerHandle, make: Callable[[float], Outcome]) -> Outcome:
-        """Make a call within the seconds that are left, which `make` gets. TIMEOUT, without a call: none are left."""
-        spent_s = self.spent_s.get(handle.name, 0.0)
-        if spent_s >= self.limit_s:
-            return Outcome("TIMEOUT", f"its calls of this phase took the {self.limit_s:g} s that the problem gives it")
-        before = time.monotonic()
-        outcome = make(self.limit_s - spent_s)
-        self.spent_s[handle.name] = spent_s + time.monotonic() - before
-        return outcome

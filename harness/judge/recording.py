@@ -338,10 +338,10 @@ class Replays:
         session.content(recording.content.case)
         return session.present.layout != recording.content.layout
 
-    def play(self, handle: RunnerHandle, number: int, copy: int, remaining_s: float) -> Outcome:
+    def play(self, handle: RunnerHandle, number: int, copy: int) -> Outcome:
         """Make a submission's call on the present content, which lies in memory `copy`, and judge what it wrote."""
         one, session = self.played[handle.name], self.session
-        recording, limit_s = one.recordings[number], min(session.call_limit_s, remaining_s)
+        recording, limit_s = one.recordings[number], session.call_limit_s
         if recording.failure:
             return recording.failure
         try:

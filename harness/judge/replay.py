@@ -10,7 +10,7 @@ from harness.judge import phases, replies
 from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
-from harness.judge.phases import Benchmark, Budget
+from harness.judge.phases import Benchmark
 from harness.judge.player import EMPTY, READER, Player
 from harness.judge.readings import HOST
 from harness.judge.recording import PREPARED, READ_BYTES, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
@@ -54,14 +54,13 @@ def run_tests(
     done: Callable[[RunnerHandle, Case, Outcome], None],
     progress: Progress,
     have: Finished = NOTHING,
-    limit_s: float | None = None,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
     """As phases.run_tests does on a CPU. The calls on cases in `twice` are recorded and made on secret weights and
     contents only.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
-    budget, total = Budget(limit_s), len(cases) * len(handles)
+    total = len(cases) * len(handles)
     todo = {n: case for n, case in enumerate(cases) if any(have.test(e.name, n) is None for e in handles)}
     seeds = {n: session.secret_seed(case) if case in twice else case.seed for n, case in todo.items()}
     session.build(*handles, try_out=functools.partial(_try_out, session))
@@ -78,7 +77,7 @@ def run_tests(
                 outcome = have.test(handle.name, number)
                 if outcome is None:
                     progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
-                    outcome = budget.call(handle, functools.partial(replays.play, handle, number, 1))
+                    outcome = replays.play(handle, number, 1)
                 results[handle.name].append(outcome)
                 done(handle, case, outcome)
             if number in todo:
@@ -163,8 +162,8 @@ class ReplayBenchmark(Benchmark):
         self.rounds_done += self.rounds
         self.replays.free(number)
 
-    def _call(self, handle: RunnerHandle, sample: int, measure: bool, remaining_s: float) -> Outcome:
-        return self.replays.play(handle, self.group.case, sample % player.COPIES, remaining_s)
+    def _call(self, handle: RunnerHandle, sample: int, measure: bool) -> Outcome:
+        return self.replays.play(handle, self.group.case, sample % player.COPIES)
 
     def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls, in a player without a submission."""

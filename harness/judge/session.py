@@ -140,7 +140,8 @@ class Session:
         if refused := self._refused(handle):
             return refused
         process = handle.running
-        first, limit_s = process.calls == 0, request.remaining_s
+        first = process.calls == 0
+        limit_s = self.first_call_limit_s if first else self.call_limit_s
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
@@ -148,14 +149,13 @@ class Session:
             before = prepared.measure(handle) if counts else None
             if handle.process is None:
                 return handle.loss
-            limit_s = min(self.first_call_limit_s if first else self.call_limit_s, request.remaining_s)
             buffer = process.calls_on_buffers % request.buffers  # calls take them in turn
             process.calls += 1
             process.calls_on_buffers += 1
             outcome, claims = cpu_call(handle, request, self.present, buffer, limit_s)
         except Died as died:
             failure = process.failure(died)
-            if failure.status == "TIMEOUT" and limit_s < request.remaining_s:
+            if failure.status == "TIMEOUT":
                 failure.reason += f"; if it needs longer, try --timeout {2 * limit_s:g}"
             return self._break(handle, failure) if first else handle.lose(failure)
         outcome.bytes = self.present.bytes

@@ -113,7 +113,6 @@ class Problem:
     benchmarks: dict[str, tuple[Case, ...]]  # by device type, or by a target that has separate ones; see timed
     files: dict[str, Path] = dataclasses.field(default_factory=dict)  # GPU MODE's: what a submission may import
     ranking_by: str = "geom"
-    timeouts_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by mode, for all cases together
     composition: bool = False  # see harness/problem/sources.py
 
     def timed(self, target: str) -> tuple[Case, ...]:

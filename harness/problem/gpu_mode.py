@@ -15,7 +15,6 @@ from harness.results import schema
 
 _UNUSED = ("submission.py", "eval.py", "reference.py")  # a place, the judge's part, and where every folder has it
 _OURS = ("harness", "problems", "leaderboard", "ptx_model")
-_DEFAULT_TIMEOUT_S = 180  # GPU MODE's, for each of its three phases
 
 
 def _passed(case: dict) -> dict:
@@ -29,7 +28,6 @@ def _passed(case: dict) -> dict:
 
 
 _Case = Annotated[dict[StrictStr, Any], AfterValidator(_passed)]
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _File(BaseModel):
@@ -47,9 +45,6 @@ class _Task(BaseModel):
     multi_gpu: Literal[False] = False
     ranking_by: Literal["last", "mean", "geom"] = "last"
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] = 0
-    test_timeout: _Seconds = _DEFAULT_TIMEOUT_S
-    benchmark_timeout: _Seconds = _DEFAULT_TIMEOUT_S
-    ranked_timeout: _Seconds = _DEFAULT_TIMEOUT_S
 
     def cases(self, given: list[dict]) -> tuple[Case, ...]:
         params = [{name: value for name, value in case.items() if name != "seed"} for case in given]
@@ -70,8 +65,7 @@ def read(folder: Path) -> Problem:
         benchmarks = benchmarks[-1:]
     by_device = {"cuda": benchmarks, "cpu": benchmarks}
     name, tests, files = sources.qualified(folder), task.cases(task.tests), _files(folder, task.files)
-    limits_s = {"test": task.test_timeout, "benchmark": task.benchmark_timeout, "leaderboard": task.ranked_timeout}
-    return Problem(name, folder, False, tests, by_device, files, task.ranking_by, limits_s)
+    return Problem(name, folder, False, tests, by_device, files, task.ranking_by)
 
 
 def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:

@@ -6,15 +6,12 @@ The session is made up here, so that every time is known; tests/harness/judge/te
 import dataclasses
 import json
 import shutil
-import time
-from types import SimpleNamespace
 
 import pytest
 
 from harness import run
 from harness.judge import phases, resume
 from harness.judge.options import Options
-from harness.judge.outcome import Outcome
 from harness.problem import sources
 from harness.problem.folders import UsageError
 from harness.results import environment, ranking, record
@@ -266,16 +263,6 @@ def test_only_a_whole_run_has_a_file(world, folder):
     assert len(files()) == 1
 
 
-@pytest.mark.parametrize(("mode", "limits"), [("leaderboard", [60, 90]), ("benchmark", [180])])
-def test_the_limits_of_task_yml_are_those_of_its_phases(world, monkeypatch, mode, limits):
-    given = []
-    for name, place in (("run_tests", 6), ("run_benchmarks", 7)):
-        inner = getattr(world, name)
-        monkeypatch.setattr(phases, name, lambda *a, inner=inner, place=place: given.append(a[place]) or inner(*a))
-    assert run.main([str(GPU_MODE), "--device", "cpu", "--mode", mode]) == 0
-    assert given == limits
-
-
 def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     """And so it is printed, recorded, and used to see who leads."""
     place = tmp_path / "vectoradd"
@@ -298,21 +285,3 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     assert [(round(r["median_us"]), r["ranking_by"]) for r in timed] == [(36, "mean"), (9, "mean")]
     leader = ranking.leaders(timed, [ranking.case_label(r["case"]) for r in timed], "mean")[-1]
     assert leader.value == pytest.approx(22.545, abs=0.001) and leader.lo < leader.value < leader.hi
-
-
-def test_the_calls_of_a_phase_share_its_limit():
-    def sleep(remaining_s: float) -> Outcome:
-        within.append(remaining_s)
-        time.sleep(0.06)
-        return Outcome("PASSED")
-
-    def call(budget: phases.Budget, handle: SimpleNamespace) -> str:
-        return budget.call(handle, sleep).status
-
-    within, budget = [], phases.Budget(0.1)
-    handles = {n: [SimpleNamespace(name=n, runner=f"{n} {p}") for p in range(3)] for n in "ab"}
-    said = [[call(budget, process) for process in handles[name]] for name in "ab"]
-    assert said == [["PASSED", "PASSED", "TIMEOUT"]] * 2  # all processes of a submission together
-    assert within[0] == 0.1 and 0 < within[1] < 0.05 and len(within) == 4
-    unlimited = phases.Budget(None)
-    assert [call(unlimited, handles["a"][0]) for _ in range(3)] == ["PASSED"] * 3

@@ -324,7 +324,7 @@ def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
 )
 def test_submissions_are_timed_in_parts_whose_weights_have_room(world, gib, paired, memory, sizes):
     how = Counts(processes=1, samples=1, warmups=0, buffers=2, paired=paired)
-    session, rest = FakeSession(world), (lambda _: None, how, None, phases.NOTHING, phases.Budget(None))
+    session, rest = FakeSession(world), (lambda _: None, how, None, phases.NOTHING)
     bench = replay.ReplayBenchmark(session, submissions(*"abcde"), cases(1, weight_bytes=gib * GIB), *rest)
     bench.judges = FakePlayer(world, "judges", memory)
     assert [len(part) for part in bench._parts()] == sizes

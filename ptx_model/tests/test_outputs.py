@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from harness.problem import folders
-from harness.tools import model_check
 from problems.common import load
-from ptx_model.tools import mutants, outputs
+from ptx_model.tools import check, mutants, outputs
 
 ATTENTION = load.PROBLEMS / "fmha_decode"
 CASE = {
@@ -28,7 +27,7 @@ CASE = {
 
 def attention(case):
     task, reference = load.module(ATTENTION, "task"), load.module(ATTENTION, "reference")
-    return model_check.make_inputs(task, reference, case), reference
+    return check.make_inputs(task, reference, case), reference
 
 
 def test_a_difference_is_counted_in_last_places_of_what_is_not_nearly_zero():

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import output
-from harness.tools.model_check import ORDERS, check_call, make_inputs, set_order
 from problems.common import load
+from ptx_model.tools.check import ORDERS, check_call, make_inputs, set_order
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = Path(__file__).with_suffix(".jsonl"), ROOT / "ptx_model" / "README.md"

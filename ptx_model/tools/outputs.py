@@ -23,6 +23,7 @@ from harness.problem import folders, sources
 from harness.results import environment, output, record, text
 from harness.tools import model_check
 from problems.common import load
+from ptx_model.tools import check
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = Path(__file__).with_suffix(".jsonl"), ROOT / "ptx_model" / "README.md"
@@ -135,7 +136,7 @@ def _run(problem: str, variant: str, case: dict, exact: bool, device: str) -> li
     folder = load.PROBLEMS / problem
     task, reference = load.module(folder, "task"), load.module(folder, "reference")
     module = load.module(folder, f"variants/{variant}")
-    data = tree.clone(model_check.make_inputs(task, reference, case))
+    data = tree.clone(check.make_inputs(task, reference, case))
     if exact:
         data = EXACT[problem](data, case["seed"])
     if device != "cpu":

@@ -82,12 +82,12 @@ def test_a_linear_that_norms_its_input_has_the_bits_of_two_steps(fmt, k, rows, t
     run(NORMED, fmt, k, rows, tokens)
 
 
-# argv: as harness.tools.model_check's.
+# argv: as ptx_model.tools.check's.
 CHECKED = """
 import dataclasses
 import sys
 
-from harness.tools import model_check
+from ptx_model.tools import check
 from problems.common import early
 from ptx_model import driver
 
@@ -103,9 +103,9 @@ def launch(self, kernel, grid, block, shared, arguments, attributes, count):
 
 driver.Driver.launch = launch
 # Of one GPU, since launchers ask once how large it is, and refuse blocks that it has no room for at once.
-model_check.ORDERS = [dataclasses.replace(one, multiprocessors=8) for one in model_check.ORDERS[::5]]
+check.ORDERS = [dataclasses.replace(one, multiprocessors=8) for one in check.ORDERS[::5]]
 with early.behind_kernels():
-    model_check.main(sys.argv[1:])
+    check.main(sys.argv[1:])
 raise SystemExit("".join(name for name in late if "repack" not in name))
 """
 MOE = {"router": "uniform", "content": "plain", "seed": 5, "activation": "nvfp4"}

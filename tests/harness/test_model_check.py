@@ -17,6 +17,7 @@ from harness.results import record
 from harness.tools import model_check
 from leaderboard import pages
 from problems.common import cubins
+from ptx_model.tools import check
 from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, 
         {"m": 1, "k": 64, "l": 1},
     )
     assert all(("sass" in kernel) == bool(cubins.disassembler()) for kernel in compiled["resources"])
-    assert checked["orders"] == [order.policy for order in model_check.ORDERS]
+    assert checked["orders"] == [order.policy for order in check.ORDERS]
     assert not [name for name in checked if name.endswith("_us")]
     last = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert [(e["status"], e["time_us"]) for e in last if e["event"] == "verdict"] == [("MODEL_CHECKED", None)]
@@ -70,7 +71,7 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     ring.write_text(ring.read_text().replace(wait, '"n"(NUM_STAGES)'))
     case = json.dumps([{"m": 40, "k": 5184, "l": 1, "seed": 5}])
     file = tmp_path / "sm100_native.py"
-    ran = forked.run(["-m", "harness.tools.model_check", variants.parent, file, "sm100", case])
+    ran = forked.run(["-m", "ptx_model.tools.check", variants.parent, file, "sm100", case])
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {reply["status"] for reply in replies} == {"RUNTIME_ERROR"}, ran.stdout + ran.stderr
     assert "race" in replies[0]["said"] and "warp_ring.cuh" in replies[0]["said"]
@@ -128,7 +129,7 @@ def test_an_input_that_a_call_changed_is_named():
     """The outputs, and what INOUT names, may change."""
     task = SimpleNamespace(OUTPUTS=("y",), INOUT=("state",))
     kind = namedtuple("Data", "x state y")
-    changed = functools.partial(model_check.changed_input, task)
+    changed = functools.partial(check.changed_input, task)
     before = kind(torch.zeros(3), torch.zeros(2), torch.zeros(1))
     assert changed(before, kind(torch.zeros(3), torch.ones(2), torch.ones(1))) == ""
     assert changed(before, kind(torch.tensor([0, -0.0, 0]), torch.zeros(2), torch.zeros(1))) == "x"

@@ -13,7 +13,7 @@ from tests.support import ROOT
 IN_MODEL = """
 import sys
 
-from harness.tools import model_check
+from ptx_model.tools import check
 from ptx_model import driver
 
 model = driver.install("sm90")
@@ -29,8 +29,8 @@ want = reference.ref_kernel(data)
 variant.MOST_FEW_HEADS, variant.clusters_that_fit = 128, lambda: {1: 1}
 variant.few_heads_for = lambda *_: variant.FewHeads(shared) if kind == "few" else None
 variant.launch_for = lambda *_: variant.Launch(int(kind), shared)
-for order in model_check.ORDERS[::3]:
-    model_check.set_order(model, order)
+for order in check.ORDERS[::3]:
+    check.set_order(model, order)
     model.clear()
     data.out.fill_(torch.nan), data.lse.fill_(torch.nan)
     try:

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from harness.tools import model_check
+from ptx_model.tools.check import ORDERS
 from tests.support import ROOT, forked
 from tests.support.marks import first
 
@@ -131,7 +131,7 @@ LONG = [
 # registers, the other copies it.
 EXPERT = """
 import torch
-from harness.tools import model_check
+from ptx_model.tools import check
 from problems.common import load
 from ptx_model import driver
 
@@ -147,8 +147,8 @@ gate, up = reference.ref_kernel(task.Data(w13, inputs, outputs)).view(8, -1).chu
 v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
 want, _ = reference.products("nvfp4", w2.links[0][0], v.bfloat16())
 state = mma.prepare_expert(w13, w2)
-for order in model_check.ORDERS:
-    model_check.set_order(model, order)
+for order in check.ORDERS:
+    check.set_order(model, order)
 
     def called(x):
         out = torch.full((len(x), 128), torch.nan, dtype=torch.bfloat16)
@@ -172,10 +172,10 @@ def check(problem, variant, target, cases):
         pytest.skip("needs nvcc")
     folder = ROOT / "problems" / problem
     file, asked = folder / "variants" / f"{variant}.py", json.dumps(cases)
-    ran = forked.run(["-m", "harness.tools.model_check", folder, file, target, asked])
+    ran = forked.run(["-m", "ptx_model.tools.check", folder, file, target, asked])
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(one["case"], one["order"]) for one in replies] == [
-        (case, order.policy) for case in range(len(cases)) for order in model_check.ORDERS
+        (case, order.policy) for case in range(len(cases)) for order in ORDERS
     ], ran.stderr[-2000:]
     wrong = [one for one in replies if one["status"] != "MODEL_CHECKED"]
     assert not wrong, wrong[0]

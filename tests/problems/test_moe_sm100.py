@@ -23,7 +23,7 @@ import json, sys
 from ptx_model import driver
 
 model = driver.install("sm100")
-from harness.tools.model_check import ORDERS, check_call, make_inputs
+from ptx_model.tools.check import ORDERS, check_call, make_inputs
 from problems.common import load
 
 task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
@@ -41,7 +41,7 @@ import json, sys, torch
 from ptx_model import driver
 
 model = driver.install("sm100")
-from harness.tools.model_check import make_inputs
+from ptx_model.tools.check import make_inputs
 from problems.common import load
 
 task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])

@@ -3,10 +3,8 @@
 import contextlib
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -91,54 +89,6 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
     assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2
     assert f"--mode latency {said}" in capsys.readouterr().err
-
-
-@dataclass
-class Decode:
-    """A model whose ops named in `bad` cannot be captured. A step is the ops that hold a kernel in it."""
-
-    bad: tuple[str, ...]
-    names: ClassVar = {"fmha": "a", "linear": "b", "experts": "c", "norm": "reference"}
-
-    def step(self, chosen: "Decode", without: list[str] = ()) -> list[str]:
-        return [op for op, name in chosen.names.items() if name != "reference" and op not in without]
-
-    def capture(self, step: list[str]) -> str:
-        if bad := [op for op in step if op in self.bad]:
-            raise RuntimeError(f"{bad[0]} is not permitted\nmore")
-        return f"graph of {step}"
-
-
-@pytest.mark.parametrize(
-    ("bad", "kept"),
-    [((), ["fmha", "linear", "experts"]), (("linear",), ["fmha", "experts"]), (("fmha", "experts"), ["linear"])],
-)
-def test_ops_that_cannot_be_captured_are_named_and_left_out(bad, kept):
-    decode = Decode(bad)
-    step, graph, left_out = latency.recorded(decode, decode, decode.capture)
-    assert step == kept and graph == f"graph of {kept}"
-    assert left_out == [f"{op}: {op} is not permitted" for op in bad]
-
-
-def test_a_failure_of_no_single_op_is_one_of_the_whole():
-    decode = Decode(())
-
-    def capture(step: list[str]) -> None:
-        if len(step) > 1:
-            raise RuntimeError("too many")
-
-    with pytest.raises(RuntimeError, match="too many"):
-        latency.recorded(decode, decode, capture)
-
-
-@pytest.mark.parametrize(
-    ("graph", "whole"),
-    [(["k", "Memcpy DtoD"], True), (["k", "memcpy32_post"], True), (["k"], False), (["other", "Memcpy DtoD"], False)],
-)
-def test_a_graph_holds_every_kernel_and_as_many_operations(graph, whole):
-    eager = ["k", "Memcpy DtoD"]
-    missing, _ = latency.apart(eager, graph)
-    assert latency.holds(missing, eager, graph) is whole
 
 
 @pytest.fixture

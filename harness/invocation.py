@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import sys
 from typing import TextIO
 
 from harness.judge import console, device_lock, resume, verdict, work
@@ -123,15 +122,10 @@ class Run:
 
     def _resume(self) -> None:
         """Reopen the file of the run that goes on, and adopt its options."""
-        args, json_before, events_before = self.args, self.args.json, self.args.events
         where = f"{self.problem.name} on {self.machine}"
-        self.file = resume.chosen(self.files, args.resume or "", where)
+        self.file = resume.chosen(self.files, self.args.resume or "", where)
         self.stack.callback(self.file.close)
-        resume.adopt(self.file, args)
-        if args.json == "-" != json_before:
-            self.stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if args.events and not events_before:
-            self.events.open(args.events)
+        resume.adopt(self.file, self.args)
 
     def _tell_files(self) -> None:
         """Say which lines of earlier runs are malformed, and which runs --resume can continue."""
@@ -216,7 +210,7 @@ class Run:
             self.stack.callback(self.file.close)
             return self.file
         resume.see_unchanged(self.file, run)
-        self.file.write("resumed", **resume.outputs(self.args))
+        self.file.write("resumed")
         times = len(self.file.lines("resumed"))
         self.recorder.warnings.append(f"interrupted and resumed {times} time{'s' if times > 1 else ''}")
         outcomes, groups = (len(self.file.lines(kind)) for kind in ("outcome", "group"))

@@ -2,13 +2,10 @@
 
 import contextlib
 import json
-import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from harness.judge import work
-from harness.judge.events import see_outputs
 from harness.judge.options import Options, spelled
 from harness.problem.folders import UsageError
 from harness.results.record import Contents
@@ -17,9 +14,6 @@ from harness.results.run_file import RunFile
 # Options that say what a run judges, and how. The others choose what is printed or are refused in a recorded run.
 SUBMISSIONS = ("variant", "submission", "against", "all")
 OPTIONS = ("mode", *SUBMISSIONS, "processes", "fail_on_regression", "seed", "timeout", "shard")
-OUTPUTS = ("json", "events")  # what a run writes besides its file; others may be given with --resume
-# A file that only the process itself knows by this name; /dev/stdout means something in another one too.
-_DESCRIPTOR = re.compile(r"/dev/fd/\d+|/proc/[^/]+/fd/\d+")
 _DEPENDS_ON = {
     "schema": "the records' schema",
     "target": "the target",
@@ -39,14 +33,7 @@ class ChangedError(UsageError):
 
 def options(arguments: Options) -> dict:
     """Return the options as the run's file has them: paths mean the same from any folder."""
-    return {name: _absolute(getattr(arguments, name)) for name in OPTIONS} | outputs(arguments)
-
-
-def outputs(arguments: Options) -> dict[str, str | None]:
-    """Return --json and --events as the run's file has them."""
-    given = {name: getattr(arguments, name) for name in OUTPUTS}
-    paths = {name: path if path in (None, "-") else os.path.abspath(path) for name, path in given.items()}
-    return {name: None if path and _DESCRIPTOR.fullmatch(path) else path for name, path in paths.items()}
+    return {name: _absolute(getattr(arguments, name)) for name in OPTIONS}
 
 
 def chosen(files: Iterable[Contents], run_id: str, where: str) -> RunFile:
@@ -79,9 +66,7 @@ def left(files: Iterable[Contents]) -> list[str]:
 
 
 def adopt(file: RunFile, arguments: Options) -> None:
-    """Give `arguments` the options that the run began with, and its outputs where no others are given. UsageError:
-    another option is given, or an output cannot be written.
-    """
+    """Give `arguments` the options that the run began with. UsageError: another option is given."""
     began = file.contents.run.get("arguments") or {}
     if missing := [name for name in OPTIONS if name not in began]:
         raise UsageError(f"--resume: {file.contents.path} lacks {', '.join(missing)} in `arguments`; start a new run")
@@ -91,10 +76,6 @@ def adopt(file: RunFile, arguments: Options) -> None:
             said = f"{spelled(name)} was {before!r}, got {given!r}"
             raise UsageError(f"--resume goes on with the options of that run: {said}")
         setattr(arguments, name, before)
-    last = file.lines("resumed")[-1] if file.lines("resumed") else began
-    for name in OUTPUTS:
-        setattr(arguments, name, getattr(arguments, name) or last.get(name))
-    see_outputs(arguments.json, arguments.events)
 
 
 def see_unchanged(file: RunFile, now: dict) -> None:

@@ -92,7 +92,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "outcome": {"submission": str, "case": int, "outcome": Outcome},
     "audit": {"submissions": dict[str, Audit]},
     "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
-    "resumed": {"json": str | None, "events": str | None},
+    "resumed": {},
 }
 _LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
     kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()

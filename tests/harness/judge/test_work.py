@@ -62,7 +62,6 @@ def test_every_field_of_an_outcome_comes_back():
         {"kind": "group", "outcomes": {"a": 5}},
         {"kind": "audit", "submissions": {"a": 5}},
         {"kind": "confirm"},
-        {"kind": "resumed", "json": 5},
     ],
     ids=brief,
 )

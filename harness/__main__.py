@@ -4,6 +4,7 @@ from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
 
 import argparse
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -73,30 +74,29 @@ def main(argv: list[str] | None = None) -> int:
         return run.main(words[1:])
     whole, below = parsers()
     found, further = whole.parse_known_args(words)
-    verb, args = found.verb, options.of(found)
+    verb, args, prog = found.verb, options.of(found), below[found.verb].prog
     if verb == "remote" and found.words != STOP:
-        verb, *words = found.words if found.words[:1] and found.words[0] in THERE else ["run", *found.words]
+        verb, *words = found.words if {*found.words[:1]} & {*THERE} else ["run", *found.words]
         inner, further = below[verb].parse_known_args(words)
         args = options.of(inner)
     if further and verb != "check":
         below[verb].refuse(further)
-    if verb in THERE and verb != "run":
+    if verb in ("lint", "sanitize", "check"):
         args.mode = "test"
-    venv.enter(below[found.verb].prog)
-
-    def begin(stdout: TextIO, events: Events) -> Run | int:
-        if found.verb == "remote":
-            return _remote(found, verb, args, further, stdout)
-        return _begin(found, args, further, stdout, events)
-
-    told = dataclasses.replace(args, events=None) if found.verb == "remote" else args
-    return run.guarded(below[found.verb].prog, told, begin)
+    venv.enter(prog)
+    if found.verb == "remote":  # where the run there writes its events is no file of this command
+        told, begin = dataclasses.replace(args, events=None), functools.partial(_remote, found, verb, args, further)
+    else:
+        told, begin = args, functools.partial(_begin, found, args, further)
+    return run.guarded(prog, told, begin)
 
 
-def _remote(found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO) -> int:
+def _remote(
+    found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO, events: Events
+) -> int:
     from harness.tools import remote
 
-    if found.words == STOP:
+    if verb == "remote":
         return remote.stop(found.host)
     options.see(args)
     return remote.start(found.host, verb, args, further, stdout)
@@ -104,15 +104,11 @@ def _remote(found: argparse.Namespace, verb: str, args: Options, further: list[s
 
 def _begin(found: argparse.Namespace, args: Options, further: list[str], stdout: TextIO, events: Events) -> Run | int:
     """Return what `run.guarded` wants of the verb. Each imports what it needs itself."""
-    from harness.problem.folders import UsageError
-
-    if found.verb == "list":
+    if found.verb in ("list", "completion"):
         from harness.tools import listing
 
-        return listing.run(args.problem)
-    if found.verb == "completion":
-        from harness.tools import listing
-
+        if found.verb == "list":
+            return listing.run(args.problem)
         whole, of_run = parsers()[0], run.parser()
         whole.prog, of_run.prog = "dsv4-judge", Path(run.NAME).name  # by which shells know a command
         return listing.completion([whole, of_run], found.shell)
@@ -125,13 +121,9 @@ def _begin(found: argparse.Namespace, args: Options, further: list[str], stdout:
 
         return cluster.run(found.address, args, stdout)
     options.see(args)
-    if args.device == "model":
-        raise UsageError(f"--device model is of harness/run.py, {found.verb} takes cpu, cuda or cuda:N")
     from harness import verbs
 
-    if found.verb == "check":
-        return verbs.Check(args, stdout, events, further)
-    return (verbs.Lint if found.verb == "lint" else verbs.Sanitize)(args, stdout, events)
+    return verbs.VERBS[found.verb](args, stdout, events, further)
 
 
 def command() -> int:

@@ -18,7 +18,17 @@ from harness.tools import endtoend, latency, model_check, modes
 NEEDS_GPU = "needs a GPU, the run is on a CPU; elsewhere: python -m harness remote HOST ..."
 
 
-class Lint(Run):
+class Verb(Run):
+    """words: further arguments of the command."""
+
+    def __init__(self, arguments: Options, stdout: TextIO, events: Events, words: list[str]) -> None:
+        super().__init__(arguments, stdout, events)
+        self.words = words
+        if arguments.device == "model":
+            raise UsageError("--device model is of harness/run.py: give cpu, cuda or cuda:N")
+
+
+class Lint(Verb):
     """Test the problem's own check (harness/lint/linter.py)."""
 
     def _work(self) -> int:
@@ -27,31 +37,25 @@ class Lint(Run):
         return self._noted("PASSED" if right else "INCORRECT", "lint")
 
 
-class Sanitize(Run):
+class Sanitize(Verb):
     """Run the small test cases under compute-sanitizer (harness/tools/modes.py)."""
 
     def _work(self) -> int:
-        chosen = self.selection.submissions()
-        console.say(environment.block() + "\n")
-        judged = self.judged = [self._judged(submission) for submission in chosen]
-        runnable = [j for j in judged if self.selection.admit(j)]
-        if not runnable:
-            self._print(judged)
-            return verdict.exit_code([j.verdict for j in judged], self.args.all)
         if self.device != "cuda":
             raise UsageError(f"sanitize {NEEDS_GPU}")
+        self.judged = [self._judged(submission) for submission in self.selection.submissions()]
+        runnable = [j for j in self.judged if self.selection.admit(j)]
+        if not runnable:
+            self._print(self.judged)
+            return verdict.exit_code([j.verdict for j in self.judged], self.args.all)
         mine, cases = [j for j in runnable if not j.submission.baseline], self.selection.tests()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
             faults = modes.sanitize(self.problem, mine, cases, self.target, progress)
         return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
 
 
-class Check(Run):
-    """Run the problem's end-to-end check (harness/tools/endtoend.py). words: arguments of its own."""
-
-    def __init__(self, arguments: Options, stdout: TextIO, events: Events, words: list[str]) -> None:
-        super().__init__(arguments, stdout, events)
-        self.words = words
+class Check(Verb):
+    """Run the problem's end-to-end check (harness/tools/endtoend.py). The words are arguments of its own."""
 
     def _work(self) -> int:
         if {"-h", "--help"} & {*self.words}:  # it prints its arguments
@@ -142,4 +146,5 @@ class Latency(Run):
         return verdict.exit_code([line["status"] for line in self.lines], everything=True)
 
 
+VERBS = {"lint": Lint, "sanitize": Sanitize, "check": Check}
 MODES = {"model": Model, "profile": Profile, "latency": Latency}

@@ -10,101 +10,108 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from harness.judge import limits
 from problems.common.terminal import Parser, Value
 
-JUDGED, MEASURED, OUTPUT, CONTINUING = "what is judged", "what is measured", "output", "continuing"  # groups of --help
-SHARD = re.compile(r"(\d{1,4})/(\d{1,4})")
+GROUPS = {  # of --help
+    "what is judged": ("problem", "variant", "submission", "all", "case", "shard"),
+    "what is measured": ("mode", "device", "against", "fail_on_regression", "processes", "seed", "timeout"),
+    "output": ("json", "events", "quiet"),
+    "continuing": ("resume",),
+}
 MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
 TIMED = ("benchmark", "leaderboard")  # modes whose times may be compared
 
 
-def _option(group: str, help: str, metavar: str | None = None, default: object = None, **more: object) -> Any:
+def _option(help: str, metavar: str | None = None, default: object = None, **more: object) -> Any:
     """Return the field of an option. more: further arguments of argparse's add_argument."""
-    metadata = {"group": group, "help": help, "metavar": metavar, **more}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, **more})
 
 
-def _flag(group: str, help: str) -> Any:
-    return dataclasses.field(default=False, metadata={"group": group, "help": help, "action": "store_true"})
+def _value(help: str, metavar: str, kind: type, wanted: str, holds: Callable[[Any], bool]) -> Any:
+    """Return the field of an option whose value must be as `wanted` says in words, and `holds` tells."""
+    return _option(help, metavar, type=Value(kind, wanted), holds=holds)
+
+
+def _is_part(text: str) -> bool:
+    part = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    return part is not None and 1 <= int(part[1]) <= int(part[2])
+
+
+def _is_device(text: str) -> bool:
+    return re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", text) is not None
+
+
+_MANY = f"2 to {limits.MOST_PROCESSES}"
+_MODES_SAID = "test, benchmark, profile, latency (a model's step), or leaderboard, the default: test, time, record"
+_RESUMED = "continue a run that was killed, by default the newest, with its options"
 
 
 @dataclasses.dataclass
 class Options:
     """What the command line gave."""
 
-    problem: str | Any = _option(JUDGED, "a name in problems/, or a folder (GPU MODE's too)", "PROBLEM", nargs="?")
-    variant: str | None = _option(JUDGED, "a file of variants/ instead of the winner", "NAME")
-    submission: list[str] | None = _option(
-        JUDGED, "a file of your own; repeat it to rank several", "FILE", action="append"
+    problem: str | Any = _option("a name in problems/, or a folder (GPU MODE's too)", "PROBLEM", nargs="?")
+    variant: str | None = _option("a file of variants/ instead of the winner", "NAME")
+    submission: list[str] | None = _option("a file of your own; repeat it to rank several", "FILE", action="append")
+    all: bool = _option("every variant that this machine can run, ranked", default=False, action="store_true")
+    case: str | None = _option("only cases with all these words, such as 'k=64 l=1'", "TEXT")
+    shard: str | None = _value(
+        "part I of N of the cases, for several devices", "I/N", str, "I/N, a part of N", _is_part
     )
-    all: bool = _flag(JUDGED, "every variant that this machine can run, ranked")
-    case: str | None = _option(JUDGED, "only cases with all these words, such as 'k=64 l=1'", "TEXT")
-    shard: str | None = _option(JUDGED, "part I of N of the cases, for several devices", "I/N")
-    mode: str = _option(
-        MEASURED,
-        "test, benchmark, profile, latency (a model's step), or leaderboard, the default: test, time, record",
-        "MODE",
-        default="leaderboard",
-        choices=MODES,
+    mode: str = _option(_MODES_SAID, "MODE", default="leaderboard", choices=MODES)
+    device: str | None = _value(
+        "cpu, cuda, cuda:N, or model: a GPU variant's PTX is executed on the CPU",
+        "DEVICE",
+        str,
+        "cpu, cuda, cuda:N or model",
+        _is_device,
     )
-    device: str | None = _option(
-        MEASURED, "cpu, cuda, cuda:N, or model: a GPU variant's PTX is executed on the CPU", "DEVICE"
-    )
-    against: str | None = _option(
-        MEASURED, "interleaved pairs with a variant, a file, or REV:VARIANT, a variant at a commit", "OTHER"
-    )
-    fail_on_regression: float | None = _option(
-        MEASURED,
+    against: str | None = _option("interleaved pairs with a variant, a file, or REV:VARIANT, that of a commit", "OTHER")
+    fail_on_regression: float | None = _value(
         "with --against: exit code 8 if surely slower by more",
         "PERCENT",
-        type=Value(float, "0 or more, in percent"),
+        float,
+        "0 or more",
+        lambda x: 0 <= x < math.inf,
     )
-    processes: int | None = _option(
-        MEASURED, "2 to 1000: more give a narrower interval", "N", type=Value(int, "2 to 1000")
+    processes: int | None = _value(
+        f"{_MANY}: more give a narrower interval", "N", int, _MANY, lambda n: 2 <= n <= limits.MOST_PROCESSES
     )
-    seed: int | None = _option(MEASURED, "seed of the test cases", "N", type=Value(int, "0 to 2^63 - 1"))
-    timeout: float | None = _option(
-        MEASURED,
-        "seconds a call may take (default 30, the first 120)",
-        "S",
-        type=Value(float, "positive and finite, in seconds"),
+    seed: int | None = _value("seed of the test cases", "N", int, "0 to 2^63 - 1", lambda n: 0 <= n < 2**63)
+    timeout: float | None = _value(
+        "seconds a call may take (default 30, the first 120)", "S", float, "positive", lambda s: 0 < s < math.inf
     )
-    json: str | None = _option(OUTPUT, "write the records to FILE too; -: standard output", "FILE")
-    events: str | None = _option(OUTPUT, "append a JSON line for each phase and verdict", "FILE")
-    quiet: bool = _flag(OUTPUT, "print the verdicts only")
-    resume: str | None = _option(
-        CONTINUING,
-        "continue a run that was killed, by default the newest, with its options",
-        "RUN_ID",
-        nargs="?",
-        const="",
-    )
+    json: str | None = _option("write the records to FILE too; -: standard output", "FILE")
+    events: str | None = _option("append a JSON line for each phase and verdict", "FILE")
+    quiet: bool = _option("print the verdicts only", default=False, action="store_true")
+    resume: str | None = _option(_RESUMED, "RUN_ID", nargs="?", const="")
 
 
-ALL = tuple(field.name for field in dataclasses.fields(Options))
+FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+ALL = tuple(FIELDS)
 
 
 def add(parser: Parser, names: Iterable[str] = ALL) -> Parser:
     """Give a parser, made with add_help=False, the options of these names, in groups, and --help. Return it."""
-    groups: dict[str, Any] = {}
-    for field in dataclasses.fields(Options):
-        if field.name in names:
-            more = dict(field.metadata)
-            title = more.pop("group")
-            group = groups[title] = groups.get(title) or parser.add_argument_group(title)
-            name = field.name if field.name == "problem" else spelled(field.name)
-            group.add_argument(name, default=field.default, **more)
-    last = groups.get(OUTPUT, parser)
-    last.add_argument("-h", "--help", action="help", help="print this")
+    for title, members in GROUPS.items():
+        group = parser.add_argument_group(title)  # not shown where it is empty
+        for name in (name for name in members if name in names):
+            more = {key: value for key, value in FIELDS[name].metadata.items() if key not in ("holds",)}
+            if more.get("action") == "store_true":
+                del more["metavar"]
+            group.add_argument("problem" if name == "problem" else spelled(name), default=FIELDS[name].default, **more)
+        if title == "output":
+            group.add_argument("-h", "--help", action="help", help="print this")
     return parser
 
 
 def of(namespace: argparse.Namespace) -> Options:
     """Return the options among what a parser has read."""
-    return Options(**{name: value for name, value in vars(namespace).items() if name in ALL})
+    return Options(**{name: value for name, value in vars(namespace).items() if name in FIELDS})
 
 
 def spelled(name: str) -> str:
@@ -114,14 +121,16 @@ def spelled(name: str) -> str:
 
 def see(args: Options) -> None:
     """Raise UsageError for what is wrong whatever the problem's cases are. torch is not imported."""
-    from harness.judge import limits
     from harness.judge.events import see_outputs
     from harness.problem import folders
     from harness.problem.folders import UsageError
 
-    for name, value in vars(args).items():
+    for name, field in FIELDS.items():
+        value, holds = getattr(args, name), field.metadata.get("holds")
         if value == "" and name != "resume":
             raise UsageError(f"{spelled(name)} must not be empty, got ''")
+        if holds and value is not None and not holds(value):
+            raise UsageError(f"{spelled(name)} must be {field.metadata['type'].wanted}, got {value!r}")
     if not args.problem:
         raise UsageError(f"PROBLEM is missing: one of {', '.join(folders.problem_names())}, or a folder")
     folder = folders.place(args.problem)
@@ -134,18 +143,6 @@ def see(args: Options) -> None:
             commits.find(folder, *other)
         else:
             folders.variant_file(folder, args.against, "--against")
-    if args.device and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", args.device):
-        raise UsageError(f"--device must be cpu, cuda, cuda:N or model, got {args.device!r}")
-    if args.timeout is not None and not 0 < args.timeout < math.inf:
-        raise UsageError(f"--timeout must be positive and finite, in seconds, got {args.timeout}")
-    if args.processes is not None and not 2 <= args.processes <= limits.MOST_PROCESSES:
-        raise UsageError(f"--processes must be 2 to {limits.MOST_PROCESSES}, got {args.processes}")
-    if args.fail_on_regression is not None and not 0 <= args.fail_on_regression < math.inf:
-        raise UsageError(f"--fail-on-regression must be 0 or more, in percent, got {args.fail_on_regression}")
-    if args.seed is not None and not 0 <= args.seed < 2**63:
-        raise UsageError(f"--seed must be 0 to 2^63 - 1, got {args.seed}")
-    if args.shard and not ((part := SHARD.fullmatch(args.shard)) and 1 <= int(part[1]) <= int(part[2])):
-        raise UsageError(f"--shard must be I/N, a part of N parts, with I from 1 to N, got {args.shard!r}")
     _see_together(args)
     see_outputs(args.json, args.events)
 

@@ -1,6 +1,5 @@
 """Problem folders: ours (task.py names OUTPUTS) and GPU MODE's (harness/problem/gpu_mode.py), as one type."""
 
-import ast
 import contextlib
 import dataclasses
 import numbers
@@ -182,7 +181,7 @@ def problem_names() -> list[str]:
 
 def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
     """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, the name
-    of a module of the problem, an unknown target, or a wrong ONLY or setup.
+    of a module of the problem, an unknown target, or a wrong ONLY.
     """
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
@@ -201,8 +200,6 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
         targets = _targets(file, said)
         baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
         only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
-        if problem.ours and not baseline:
-            _see_no_setup(file)
     name, path, folder = file.stem, file.resolve(), problem.folder
     return Submission(name, path, targets, requires, baseline, summary, folder, only, problem.ours)
 
@@ -241,22 +238,6 @@ def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) 
         if not all(case.params.get(field) in values for field, values in only):
             raise UsageError(f"{problem.name}/task.py: ONLY_BY_TARGET must admit each timed case, it leaves out {case}")
     return only
-
-
-def _see_no_setup(file: Path) -> None:
-    """Raise UsageError for a setup(data) that only a judge could call; a helper of that name is called in the file."""
-    tree = load.parse(file)
-    made = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "setup"]
-    used = any(isinstance(node, ast.Name) and node.id == "setup" for node in ast.walk(tree))
-    if not made or used:
-        return
-    given = made[-1].args
-    if len(given.posonlyargs) + len(given.args) - len(given.defaults) == 1:
-        raise UsageError(
-            f"{file.name}:{made[-1].lineno}: setup(data) is for peer_* files of variants/, and would not be called: a "
-            "submission prepares within custom_kernel(data), in prepare(weights) where the problem has weights, or "
-            "calls its setup itself"
-        )
 
 
 def is_own(folder: Path) -> bool:

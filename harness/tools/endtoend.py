@@ -1,11 +1,10 @@
 """A problem's end-to-end check: check.py in its folder, run before anything of the problem is judged, and by the verb
 check.
 
-check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds and 2 where it refuses its arguments, as
-argparse's SystemExit(2) may. check_launcher.py calls it as problems.<name>.check.main in a separate process, with the
-arguments that are given behind the verb and --device cpu or cuda. What it calls may end the process: only a main
-that has returned 0 counts. $CHECK_REPORT is "" or a folder for JSON files of what it found, which the page shows
-(leaderboard/checks.py). It is the problem's own code: no submission of others runs in it.
+check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds, 2 where it refuses its arguments. It is
+a separate process, with the arguments that are given behind the verb, and --device cpu or cuda. What it calls may
+end that: only a main that has returned 0 counts. $CHECK_REPORT is "" or a folder for JSON files of what it found, which
+the page shows (leaderboard/checks.py). It is the problem's own code: no submission of others runs in it.
 """
 
 import os
@@ -15,10 +14,15 @@ from harness.judge import console
 from harness.problem.folders import Problem, UsageError
 from harness.results import output
 from harness.sandbox import process
-from harness.tools import check_launcher
 from problems.common import load
 
 FILE = "check.py"
+RETURNED = 173  # exit status where main has returned 0: a kernel that calls exit(0) gives no verdict
+MAIN = """import sys
+from problems.{name} import check
+code = check.main(sys.argv[1:])
+sys.exit({returned} if repr(code) == "0" else code or 1)
+"""
 OUT = process.ROOT / "leaderboard" / "out" / "check"
 
 
@@ -31,17 +35,15 @@ def run(problem: Problem, device: str, words: list[str]) -> tuple[int, str]:
         raise UsageError(f"{problem.name} has no {FILE}")
     if problem.folder.parent != load.PROBLEMS:
         raise UsageError(f"{found} runs as problems.{problem.name}.check: its folder must stand in {load.PROBLEMS}")
-    module = f"problems.{problem.name}.check"
-    argv = [sys.executable, check_launcher.__file__, module, *words, "--device", device]
+    argv = [sys.executable, "-c", MAIN.format(name=problem.name, returned=RETURNED), *words, "--device", device]
     # Beside other work, pools that spin take three times as long.
     defaults = {"CHECK_REPORT": str(OUT / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
     extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
     status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.console.quiet)
-    returned = {there: said for said, there in check_launcher.RETURNED.items()}
-    if status in returned:
-        return returned[status], ""
+    if status in (RETURNED, output.USAGE_EXIT):
+        return status % RETURNED, ""
     if status < 0:
         return status, f"killed by signal {-status}"
     if not status:
         return 0, f"{FILE} ended with status 0 before its main returned: something that it calls ends the process"
-    return status, f"exit status {status}{' before its main returned' * (status == output.USAGE_EXIT)}"
+    return status, f"exit status {status}"

@@ -25,7 +25,6 @@ SHORT = [
     ([*VERB, "list", "dsv4_forward"], 0, "composed"),
     ([RUN, "nvfp4_gemb"], 2, "did you mean nvfp4_gemv?"),
     ([*VERB, "lint", "nvfp4_gemv", "--seed", "1"], 2, "unknown option --seed"),
-    ([*VERB, "check", "nvfp4_gemv", "--device", "model"], 2, "--device model is of harness/run.py"),
     ([RUN, "nvfp4_gemv", "--device", "gpu"], 2, "--device must be cpu, cuda, cuda:N or model"),
     ([RUN, "nvfp4_gemv", "--mode", "tset"], 2, "did you mean test?"),
     ([RUN, "nvfp4_gemv", "--json", "no/such/folder/x"], 2, "--json: cannot write"),

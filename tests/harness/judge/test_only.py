@@ -114,36 +114,6 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
         folders.find(str(folder)).variant("cpu_confined")
 
 
-@pytest.mark.parametrize(
-    ("text", "refused"),
-    [
-        ("def setup(data):\n    return data\n", True),
-        ("def setup(data, scale=2, *more):\n    return data\n", True),
-        ("def setup():\n    return 1\n", False),
-        ("def setup(data, scale):\n    return data\n", False),
-        ("def setup(data):\n    return data\nsetup(1)\n", False),
-        ("class A:\n    def setup(self):\n        return 1\n", False),
-        ("setup = 3\n", False),
-    ],
-)
-def test_setup_belongs_to_peers_too(folder, text, refused):
-    files = [folder / "variants" / f"{name}.py" for name in ("whole", "peer_part")]
-    for file in files:
-        file.write_text(f"{file.read_text()}\n\n{text}")
-    found = folders.find(str(folder))
-    assert found.variant("peer_part").baseline
-    if not refused:
-        assert found.variant("whole").name == "whole"
-        return
-    said = r"whole\.py:\d+: setup\(data\) is for peer_\* files of variants/, and would not be called"
-    with pytest.raises(UsageError, match=said):
-        found.variant("whole")
-    foreign = dataclasses.replace(found, ours=False)
-    assert folders.submission(foreign, folder / "variants" / "whole.py").name == "whole", (
-        "GPU MODE's may have any helper"
-    )
-
-
 @pytest.mark.parametrize(("mine", "other"), first([("whole", "peer_part"), ("peer_part", "whole")]))
 def test_in_a_case_that_only_one_of_a_pair_serves_that_one_has_its_time(folder, capsys, mine, other):
     words = [str(folder), "--device", "cpu", "--variant", mine, "--against", other, "--processes", "2"]

@@ -280,10 +280,10 @@ def content_hash(contents: Iterable[tuple[str, bytes]]) -> str:
 
 @functools.cache
 def harness_hash() -> str:
-    """Hash of the judge, of what problems share, and of the model of a GPU, without the model's tools and tests."""
+    """Hash of the judge, of what problems share, and of the model of a GPU with what runs variants in it."""
     root = Path(__file__).resolve().parents[2]
     found = [path for part in ("harness", "problems/common") for path in (root / part).rglob("*.[pc]*")]
-    found += (root / "ptx_model").glob("*.[pc]*")
+    found += [*(root / "ptx_model").glob("*.[pc]*"), root / "ptx_model" / "tools" / "check.py"]
     return source_hash(path for path in found if path.is_file() and path.parent.name != "__pycache__")
 
 

@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,6 @@ OUT = ROOT / "leaderboard" / "out" / "profile"
 TOOL_LIMIT_S = 540
 FOUND_EXIT = 66  # of compute-sanitizer where it found errors, so that it is no exit status of the process itself
 TAIL = 40  # lines of its output: a Python traceback and an error with its backtrace
-_RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: |$)")  # the last line of a traceback
 NCU_SECTIONS = "SpeedOfLight MemoryWorkloadAnalysis Occupancy LaunchStats WarpStateStats SchedulerStats"
 _STALL = "smsp__average_warps_issue_stalled_"
 _DIGEST = (  # what it is called, ncu's metric, the unit that is shown, and what ncu's base unit (ns, byte/s) is of it
@@ -154,9 +152,11 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
     options = "--clock-control none --profile-from-start off --target-processes application-only -f"
     options += f" --metrics dram__bytes_read.sum.per_second --section {' --section '.join(NCU_SECTIONS.split())}"
     ncu, solo = _tool("ncu"), _solo(problem, submission, [case])
-    _run([ncu, *options.split(), "-o", str(report), *solo], "ncu", _dsl(target))
-    shown_as = ["--page", "raw", "--csv", "--print-units", "base"]
-    page = _run([ncu, "--import", str(report), *shown_as], "ncu --import", {})
+    page, shown_as = "", ["--page", "raw", "--csv", "--print-units", "base"]
+    for words in ([*options.split(), "-o", str(report), *solo], ["--import", str(report), *shown_as]):
+        code, page = _finished([ncu, *words], _dsl(target))
+        if code:
+            raise RuntimeError(f"ncu failed with status {code}:\n{page[-3000:]}")
     shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
     return f"{digest(page)}\nfull report: {shown}"
 
@@ -213,18 +213,11 @@ def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: 
 
 def _fault(code: int, said: str) -> str:
     """Return what is wrong with a run under compute-sanitizer in a line, "" if nothing."""
-    clean = any(word in said for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"))
-    if code == 0 and clean:
-        return "" if single.DONE in said else "its process ended with status 0 before the last case was called"
-    lines = [line.strip("= ") for line in said.splitlines()]
-    found = [
-        "the tool found errors" if code == FOUND_EXIT else f"exit status {code}",
-        next((line for line in reversed(lines) if " SUMMARY: " in line), "the tool printed no summary"),
-        next((line for line in reversed(lines) if _RAISED.match(line)), ""),
-        # Of the tool itself, such as "Error: Target application terminated before first instrumented API call".
-        next((line for line in lines if line.startswith(("Error: ", "Internal Sanitizer Error"))), ""),
-    ]
-    return "; ".join(filter(None, found))
+    if code:
+        return "the tool found errors" if code == FOUND_EXIT else f"exit status {code}"
+    if not any(word in said for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")):
+        return "the tool printed no summary without errors"
+    return "" if single.DONE in said else "its process ended with status 0 before the last case was called"
 
 
 def _tail(said: str) -> str:
@@ -239,13 +232,6 @@ def _solo(problem: Problem, submission: Submission, cases: list[Case]) -> list[s
 def _dsl(target: str) -> dict[str, str]:
     """Name the target to the CuTe DSL: a sanitizer counts its failing look-ups on the device as errors."""
     return {"CUTE_DSL_ARCH": build.ARCH[target]}
-
-
-def _run(command: list[str], what: str, extra: dict[str, str]) -> str:
-    code, said = _finished(command, extra)
-    if code:
-        raise RuntimeError(f"{what} failed with status {code}:\n{said[-3000:]}")
-    return said
 
 
 def _finished(command: list[str], extra: dict[str, str]) -> tuple[int, str]:

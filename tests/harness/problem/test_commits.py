@@ -178,26 +178,3 @@ def test_names_and_files_are_no_commits():
     assert commits.split("HEAD~1:adds") == ("HEAD~1", "adds")
     assert commits.split(":/words: more:v") == (":/words: more", "v")
     assert commits.split("adds") is None and commits.split("a:b/adds.py") is None
-
-
-@pytest.mark.parametrize("words", [["--fail-on-regression", "3"], ["--against", "adds", "--fail-on-regression", "-1"]])
-def test_a_regression_needs_an_opponent_and_a_share(checkout, words, capsys):
-    assert run.main(arguments(*words)) == 2
-    assert "--fail-on-regression" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_planted_5_percent_of_a_kernel_of_2_ms_is_a_regression(checkout, capsys):
-    variant = load.PROBLEMS / "vector_add" / "variants" / "adds.py"
-    variant.write_text(NOW.replace("us=8000", "us=2170"))  # its opponent's import within the call takes some 70
-    words = ["--against", "HEAD~1:adds", "--mode", "benchmark", "--processes", "20", "--fail-on-regression", "1"]
-    assert run.main(arguments(*words)) == verdict.REGRESSION_EXIT, capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_of_20_pairs_of_equals_at_most_one_differs(checkout, capsys):
-    words = []
-    for _ in range(20):
-        assert run.main(arguments("--against", "HEAD:adds", "--mode", "benchmark", "--processes", "8")) in (0, 6)
-        words += [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("geomean")]
-    assert sum(word in ("FASTER", "SLOWER") for word in words) <= 1, words

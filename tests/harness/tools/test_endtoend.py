@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,9 +51,6 @@ def main(argv):
         exec(end[5:])
     return int(end) if end.isdigit() else 0
 
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
 '''
 SUBMISSION = '"""gated."""\n\n\ndef custom_kernel(data):\n    return data\n'
 ON = "went on"  # what a run says here that judges, or profiles
@@ -184,9 +180,6 @@ def main(argv):
     print("checking end to end")
     return 0
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(None))
 '''
 
 
@@ -200,13 +193,6 @@ def test_a_parser_in_it_refuses_and_helps(folder, capfd):
     assert checked("--", "--help") == 0  # nothing is checked, and nothing judged
     out, err = capfd.readouterr()
     assert "usage: check.py" in out and "end to end" not in out and ON not in err
-
-
-def test_it_runs_by_itself_too(folder, tmp_path):
-    (folder / "check.py").write_text(PARSING)
-    command = [sys.executable, "-m", "problems.gated.check", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "checking end to end\n")
 
 
 def test_an_exception_in_it_is_shown(folder, capfd):

@@ -212,25 +212,6 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
     assert recorded == [line]
 
 
-def test_what_was_measured_before_an_interruption_is_kept(monkeypatch, judged, recorder):
-    class Guarded:
-        def __init__(self, argv, *_) -> None:
-            whole = json.dumps(MEASURED) + "\n"
-            Path(argv[-1]).write_text(whole + whole[:20])
-            self.pid, self.process = 1, self
-
-        def wait(self) -> None:
-            raise KeyboardInterrupt
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(latency.process, "Guarded", Guarded)
-    lines = []
-    with pytest.raises(KeyboardInterrupt):
-        latency.run(MODEL, recorder, judged, [MEASURED["case"]], lines)
-    assert [line["case"] for line in lines] == [MEASURED["case"]]
-
-
 def test_a_case_without_room_is_unsupported_and_the_others_go_on(judged, recorder):
     class Hook:
         @staticmethod

@@ -10,17 +10,14 @@ from typing import Any
 import pandas as pd
 
 from harness.results import ranking, text
-from leaderboard.board import UNRUN, Board, rows_of
+from leaderboard.board import STANDING, TIMES, UNRUN, Board, rows_of
 from leaderboard.provenance import CHANGED
 
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 STALE = "stale: the code has changed since"
-CSV = [
-    *("machine", "problem", "target", "rank", "variant", "baseline", "case", "run_id", "base", "status", "source"),
-    *("reason", "done", "wanted", "time_us", "lo_us", "hi_us", "n", "roofline_us", "roofline_kind", "roofline_share"),
-    *("baseline_ratio", "bytes", "flops", "empty_call_us", "host_us", "setup_us", "rel_error", "max_error"),
-    *("tolerance", "attempts", "registers", "spill_bytes"),
-]
+PLACE = ["machine", "problem", "target", "rank", "variant", "case", "time_us"]
+CSV = list(dict.fromkeys([*PLACE, *STANDING, *TIMES]))
+CSV = [name for name in CSV if name not in ("notes", "geomean_us", "median_us", "baseline_cases")]
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def test_without_a_name_each_board_has_a_line_and_this_machines_are_first(capsys
         lines = overview(capsys, results)
         assert [one for one in lines if one in order] == order and max(map(len, lines)) <= 80
         (line,) = [one.split() for one in lines if one.startswith("nvfp4_gemv sm90")]
-        assert line[2:] == ["sm90_v1", "19.72", "91", "%", "2.00x", "2026-01-02"]
-        assert any(one.startswith("nvfp4_gemv sm100") and "none timed" in one for one in lines)
+        assert line[2:] == ["sm90_v1", "19.72", "us", "91", "%", "2.00x", "2026-01-02"]
+        assert any(one.startswith("nvfp4_gemv sm100") and "none ranked" in one for one in lines)
     for number in range(200):
         write(results, f"box-{number}", full("a", 1.0))
     assert len(overview(capsys, results)) <= 100
@@ -115,7 +115,7 @@ def test_here_is_this_machines_newest_board_and_what_to_do_next(capsys, results,
     monkeypatch.setattr(terminal, "here", lambda: ["gpu-box"])
     assert brief()[0] == "nvfp4_gemv, sm90, on gpu-box" and brief()[-1].endswith("--all   (ranks sm90_old too)")
     write(results, "gpu-box", [one for n in range(30) for one in full(f"sm90_x{n}", 1 + n, run="r5", minute=5)])
-    assert any(one.startswith("... ") and "report.py nvfp4_gemv --machine gpu-box" in one for one in brief())
+    assert any(one.startswith("... ") and "report.py nvfp4_gemv" in one for one in brief())
     monkeypatch.setattr(terminal, "here", lambda: ["cpu-box"])
     assert "--new-variant cpu_mine" in brief()[-1]
     monkeypatch.setattr(terminal, "here", lambda: ["new-box"])

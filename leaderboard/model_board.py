@@ -57,8 +57,8 @@ def table(records: list[dict], known: Provenance) -> Table:
         "state": ["; ".join(its) or "ok" for its in said],
     }
     below = [
-        [*its, *[tables.STALE] * (source == provenance.CHANGED)]
-        for its, source in zip(said, columns["source"], strict=True)
+        its + provenance.stale(one["problem"], one["variant"], source)
+        for its, one, source in zip(said, records, columns["source"], strict=True)
     ]
     kinds = ["" if one["status"] == "PASSED" else "failed" for one in records]
     return Table(list(columns), list(map(list, zip(*columns.values(), strict=True))), WORDS, kinds, below)

@@ -141,7 +141,7 @@ def _problem(words: str, results: Path) -> str:
 
 
 def report(options: argparse.Namespace) -> int:
-    options.problems = [_problem(words, options.results) for words in options.problems]
+    given, options.problems = options.problems, [_problem(words, options.results) for words in options.problems]
     folders = sorted(path.name for path in options.results.glob("*") if path.is_dir())
     if options.machine is not None and options.machine not in folders:
         there = ", ".join(folders) or "none"
@@ -167,7 +167,7 @@ def report(options: argparse.Namespace) -> int:
     elif options.format == "markdown" and shown:
         print(markdown(shown), end="")
     elif options.here:
-        terminal.brief(shown.boards, options.problems[0])
+        terminal.brief(shown.boards, shown.steps, shown.known, given[0])
     elif shown:
         whole = options.all or bool(options.machine and options.problems)
         terminal.show(shown.boards, shown.steps, shown.known, options.problems, whole, options.cases)

@@ -18,6 +18,7 @@ from problems.common import load
 MATCH, SAME_CODE, CHANGED = "match", "same code", "changed since"
 STATES = (CHANGED, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
 PROBLEM_CHANGED = "the problem has changed since it ran"  # its cases, tolerances, task or reference
+STALE, ELSEWHERE = "stale: the code has changed since", "its source is not in this checkout"
 THROTTLED = "the GPU's clocks were throttled"
 UNSCORED = r"(\d+) calls have no score: the judge's clock"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
@@ -81,6 +82,13 @@ class Provenance:
             "not run here" if key in self._ran else "never run",
         ]
         return "MODEL_CHECKED", "", ", ".join(said)
+
+
+def stale(problem: str, variant: str, state: str) -> list[str]:
+    """What to say of a row in this state: [] where its code is the checkout's, or the problem is no folder of ours."""
+    if state != CHANGED or not (load.PROBLEMS / problem).is_dir():
+        return []
+    return [STALE if source_hash(load.PROBLEMS / problem, variant) else ELSEWHERE]
 
 
 def worst(states: Iterable[str]) -> str:

@@ -10,11 +10,10 @@ from typing import Any
 import pandas as pd
 
 from harness.results import ranking, text
+from leaderboard import provenance
 from leaderboard.board import STANDING, TIMES, UNRUN, Board, rows_of
-from leaderboard.provenance import CHANGED
 
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
-STALE = "stale: the code has changed since"
 PLACE = ["machine", "problem", "target", "rank", "variant", "case", "time_us"]
 CSV = list(dict.fromkeys([*PLACE, *STANDING, *TIMES]))
 CSV = [name for name in CSV if name not in ("notes", "geomean_us", "median_us", "baseline_cases")]
@@ -99,7 +98,7 @@ def standing(board: Board) -> Table:
     }
     if board.standing.baseline_ratio.isna().all():
         del columns["x baseline"]
-    below = [[*remarks(row), *[STALE] * (row.source == CHANGED)] for row in found]
+    below = [remarks(row) + provenance.stale(board.problem, row.variant, row.source) for row in found]
     rows = list(map(list, zip(*columns.values(), strict=True)))
     return Table(list(columns), rows, {"variant", "source", "state"}, [*map(_kind, found)], below)
 

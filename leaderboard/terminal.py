@@ -63,30 +63,36 @@ def show(
     _print(console, lines)
 
 
-def brief(boards: Iterable[Board], problem: str) -> None:
-    """Print this machine's newest board of a problem, and the command to try next, in at most MOST lines."""
-    console = screen()
-    boards = sorted((one for one in boards if one.timed), key=lambda one: one.run["time"])
-    lines, following = [_line(f"No board of {problem} on this machine yet.")], f"{RUN} {problem} --all"
-    for board in boards[-1:]:
-        lines = [_line(tables.title(board), "bold"), *_table(tables.standing(board), console.width)]
-        following = next_command(board)
+def brief(boards: Iterable[Board], steps: model_board.Steps, known: Provenance, problem: str) -> None:
+    """Print this machine's newest board of a problem, or of a model its steps, and the command to try next, in at most
+    MOST lines. problem: as the commands name it.
+    """
+    console, title, table = screen(), f"No board of {problem} on this machine yet.", None
+    following = f"{RUN} {problem}{' --mode latency' if steps else ' --all'}"
+    for name, records in steps.items():
+        title, table = name, model_board.table(records, known)
+    for board in sorted((one for one in boards if one.timed), key=lambda one: one.run["time"])[-1:]:
+        title, table, following = tables.title(board), tables.standing(board), next_command(board, problem)
+    lines = [_line(title, "bold"), *(_table(table, console.width) if table else [])]
     if len(lines) > MOST - 1:
         more = f"... {len(lines) - MOST + 2} more lines: {REPORT} {problem}"
         lines[MOST - 2 :] = [_line(more, "dim")]
     _print(console, [*lines, _line(f"next: {following}")])
 
 
-def next_command(board: Board) -> str:
+def next_command(board: Board, problem: str) -> str:
     """The command to try after a look at a board: rank what has no rank yet, write a variant, or compare yours."""
-    apart = board.standing[(board.standing.status == "PASSED") & ~board.standing.base & board.standing["rank"].isna()]
-    if len(apart):
-        return f"{RUN} {board.problem} --all   (ranks {', '.join(apart.variant)} too)"
-    mine, leader = f"{board.target}_mine", tables.first_of(board)
-    if not (load.PROBLEMS / board.problem / "variants" / f"{mine}.py").is_file():
-        return f"{RUN} {board.problem} --new-variant {mine}"
-    against = f" --against {leader.variant}" if leader and leader.variant != mine else ""
-    return f"{RUN} {board.problem} --variant {mine}{against}"
+    variants = load.PROBLEMS / board.problem / "variants"
+    if not variants.is_dir():  # a folder in GPU MODE's format
+        return f"{RUN} {problem} --submission FILE"
+    ranked = board.standing["rank"].notna()
+    apart = board.standing[(board.standing.status == "PASSED") & ~board.standing.base & ~ranked].variant
+    if len(apart) or ranked.sum() < 2:
+        return f"{RUN} {problem} --all" + (f"   (ranks {', '.join(apart)} too)" if len(apart) else "")
+    mine, leader = f"{board.target}_mine", tables.first_of(board).variant
+    if not (variants / f"{mine}.py").is_file():
+        return f"{RUN} {problem} --new-variant {mine}"
+    return f"{RUN} {problem} --variant {mine}" + (f" --against {leader}" if leader != mine else "")
 
 
 def ordered(boards: Iterable[Board], mine: Sequence[str]) -> list[Board]:

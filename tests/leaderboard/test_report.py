@@ -12,7 +12,7 @@ from matplotlib import image
 
 from harness.problem import sources
 from harness.results import record
-from leaderboard import board, pages, report, tables, terminal
+from leaderboard import board, pages, provenance, report, tables, terminal
 from problems.common import load
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE
@@ -60,7 +60,7 @@ SHOWN = (
     *("gpu-box", "cpu-box", "Imaginary GPU", "driver 1.2", "CUDA 13.0", "torch 2.13", "by the judge", "r1"),
     *("2026-01-02 03:00:00 UTC", "0123456789ab", "measured roofline", "empty call", "18.00", "2.10", "2.00x"),
     *("sm90_v1", "sm90_v2", "peer_p", "sm90_bad", "sm90_new", "sm90_old", "sm100_v1", "cpu_v1", "cpu_v2"),
-    *("INCORRECT", "compiled, not run", "set-up of 700 us", board.OTHER_RUN, tables.STALE, "[1]"),
+    *("INCORRECT", "compiled, not run", "set-up of 700 us", board.OTHER_RUN, provenance.ELSEWHERE, "[1]"),
 )
 
 
@@ -120,6 +120,9 @@ def test_here_is_this_machines_newest_board_and_what_to_do_next(capsys, results,
     assert "--new-variant cpu_mine" in brief()[-1]
     monkeypatch.setattr(terminal, "here", lambda: ["new-box"])
     assert len(brief()) == 2
+    monkeypatch.setattr(provenance, "source_hash", lambda *_: "new")
+    monkeypatch.setattr(terminal, "here", lambda: ["gpu-box"])
+    assert any(one.endswith(provenance.STALE) for one in overview(capsys, results, "nvfp4_gemv"))
 
 
 @pytest.mark.parametrize("resources", [None, [], [{"bytes": 9}], [{"name": "k", "registers": 40, "spill_bytes": 16}]])

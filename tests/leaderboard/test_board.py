@@ -27,10 +27,6 @@ def unranked(row: pd.Series) -> bool:
     return row["rank"] is pd.NA
 
 
-def test_no_records_no_boards():
-    assert board.build([], "box", EXPECTED) == []
-
-
 # --- ranks
 
 
@@ -318,6 +314,7 @@ def test_targets_and_problems_have_boards_of_their_own():
     assert {b.target: b.standing.iloc[0].registers for b in boards} == {"sm90": 40, "sm100": 50}
     records = full("a", 1.1) + full("a", 9.0, target="cpu") + full("a", 2.0, problem="other")
     boards = board.build(records, "box", {})
+    assert board.build([], "box", EXPECTED) == []
     assert [(b.problem, b.target) for b in boards] == [("nvfp4_gemv", "cpu"), ("nvfp4_gemv", "sm90"), ("other", "sm90")]
     assert all(b.standing.iloc[0]["rank"] == 1 for b in boards)
 

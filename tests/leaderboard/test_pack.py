@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import run
 from harness.judge import scanning
 from harness.problem import folders, sources
 from leaderboard import gpu_mode_pack, pack
@@ -99,14 +98,6 @@ def test_every_packed_cpu_winner_gives_same_bits(tmp_path, problem, name):
     if load.missing_cpu_flags(load.PROBLEMS / problem / "variants" / f"{name}.py"):
         pytest.skip("this CPU cannot run it")
     same_bits(tmp_path, problem, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_packed_winner_is_judged_passed(tmp_path, problem, capsys):
-    file = packed(tmp_path, problem, "--variant", load.winner(load.PROBLEMS / problem, "cpu"))
-    words = ["--submission", str(file), "--device", "cpu", "--mode", "test", "--quiet"]
-    assert run.main([problem, *words]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("problem", "name", "target"), WINNERS)

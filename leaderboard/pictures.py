@@ -1,6 +1,6 @@
-"""What the pictures show: a board by variant and by case, its history, a variant's samples, the model, the judge.
+"""What the charts show: leaders, a board by variant and by case, its history, samples of a variant, the model, pairs.
 
-Each function returns a plot for leaderboard/plot.py, or None where there is nothing to draw, and a text says the same
+Each function returns a chart for leaderboard/plot.py, or None where there is nothing to draw. `said_of` says the same
 for who cannot see it.
 """
 
@@ -13,10 +13,11 @@ from harness.results import ranking, text
 from leaderboard import model_board, plot, tables, trend
 from leaderboard.board import Board, rows_of
 from leaderboard.checks import Check
-from leaderboard.plot import Bars, DotPlot, Dots, Lines, Point, Strips
+from leaderboard.plot import Lines, Point, Row, Rows
 
-MOST_LINES = 60  # variants in one picture; the table has all
+MOST_ROWS = 60  # variants in one picture; the table has all
 BASELINES = 2  # series kept for baselines, where there are more variants than series
+MOST_TICKS = 300  # samples of a case; more are thinned evenly
 NAME = 60  # characters of a name
 
 
@@ -24,40 +25,51 @@ def name(said: object) -> str:
     return text.line(said, NAME)
 
 
-def by_variant(board: Board) -> DotPlot | None:
+def leaders(boards: Iterable[Board]) -> Rows | None:
+    """The share of the roofline of each board's leader, and of the fastest baseline."""
+    rows = []
+    for board in boards:
+        first = tables.first_of(board)
+        if first is None or not first.roofline_share > 0:
+            continue
+        points, ratio = [Point(100 * first.roofline_share)], first.baseline_ratio
+        points += [Point(100 * first.roofline_share / ratio, series=1)] if ratio > 0 else []
+        said = f"{ratio:.2f}x baseline" if ratio > 0 else ""
+        rows.append(Row(f"{name(board.problem)}, {name(board.machine)}", points, said=said))
+    names = ("leader", "fastest baseline, of the cases that it serves")
+    axis = "% of the measured roofline, geomean over the cases"
+    return Rows(rows, names, axis, hollow=frozenset({1}), at=0.0) if rows else None
+
+
+def by_variant(board: Board) -> Rows | None:
     """Each variant's metric with its interval, and its roofline; the fastest on top."""
-    found = list(rows_of(board.standing[board.standing.geomean_us.notna()]))
-    kinds = [1 if one.baseline else 0 if not pd.isna(one.rank) else 2 for one in found]  # positions in `names`
-    lines = []
-    for one, kind in zip(found[:MOST_LINES], kinds, strict=False):
+    found = list(rows_of(board.standing[board.standing.geomean_us.notna()]))[:MOST_ROWS]
+    rows, kinds = [], [1 if one.baseline else 0 if not pd.isna(one.rank) else 2 for one in found]
+    for one, kind in zip(found, kinds, strict=True):
         label = name(one.variant) if pd.isna(one.rank) else f"{one.rank}. {name(one.variant)}"
         rooflines = [one.geomean_us * one.roofline_share] if one.roofline_share > 0 else []
-        said = f"{tables.us(one.geomean_us)} us"
-        said += f", {tables.percent(one.roofline_share)} of roofline" if rooflines else ""
-        lines.append(Dots(label, [Point(one.geomean_us, one.lo_us, one.hi_us, kind)], rooflines, said))
-    if not lines:
-        return None
-    names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds) + 1]  # one needs no legend
+        point = Point(one.geomean_us, one.lo_us, one.hi_us, kind)
+        rows.append(Row(label, [point], rooflines, f"{tables.us(one.geomean_us)} us"))
+    names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds, default=0) + 1]
     cases = text.counted(len(board.cases), "case")
-    about = f"{board.metric} of the times of a call over {cases}, us, with 95 % interval"
-    return DotPlot(lines, names, about, "measured roofline", frozenset({1}))
+    axis = f"{board.metric} of the times of a call over {cases}, us, with 95 % interval"
+    return Rows(rows, names, axis, mark="measured roofline", hollow=frozenset({1})) if rows else None
 
 
-def by_case(board: Board) -> DotPlot | None:
-    """A line a case, with the time of each of the first variants, its interval and the measured roofline."""
+def by_case(board: Board) -> Rows | None:
+    """A row a case, with the time of each of the first variants, its interval and the measured roofline."""
     shown = series(board)
     own, _ = ranking.apart(board.cases)
     cells = {(one.variant, one.case): one for one in rows_of(board.times[board.times.base])}
-    lines = []
+    rows = []
     for case in board.cases:
         its = [(number, cells[variant, case]) for number, variant in enumerate(shown) if (variant, case) in cells]
         points = [Point(one.median_us, one.lo_us, one.hi_us, number) for number, one in its if one.median_us > 0]
         rooflines = sorted(one.roofline_us for _, one in its if one.roofline_us > 0)
-        lines.append(Dots(own[case], points, rooflines[len(rooflines) // 2 :][:1]))
-    if not any(line.points for line in lines):
-        return None
-    names, axis = [name(variant) for variant in shown], "time of a call, us, median with 95 % interval"
-    return DotPlot(lines, names, axis, "measured roofline", _baselines(board, shown))
+        rows.append(Row(own[case], points, rooflines[len(rooflines) // 2 :][:1]))
+    axis, names = "time of a call, us, median with 95 % interval", [name(variant) for variant in shown]
+    drawn = Rows(rows, names, axis, mark="measured roofline", hollow=_baselines(board, shown))
+    return drawn if any(row.points for row in rows) else None
 
 
 def _baselines(board: Board, shown: Sequence[str]) -> frozenset[int]:
@@ -65,14 +77,10 @@ def _baselines(board: Board, shown: Sequence[str]) -> frozenset[int]:
     return frozenset(number for number, variant in enumerate(shown) if variant in known)
 
 
-def timed(board: Board) -> set[str]:
-    """The variants with a time in the base run."""
-    return set(board.times[board.times.base & board.times.median_us.notna()].variant)
-
-
 def series(board: Board) -> list[str]:
     """The variants of the base run that are drawn by case: the first of the board, and the first baselines."""
-    shown = board.standing[board.standing.variant.isin(timed(board))]
+    timed = set(board.times[board.times.base & board.times.median_us.notna()].variant)
+    shown = board.standing[board.standing.variant.isin(timed)]
     baselines = list(shown[shown.baseline.astype(bool)].variant)[:BASELINES]
     others = list(shown[~shown.baseline.astype(bool)].variant)[: plot.MOST_SERIES - len(baselines)]
     return [variant for variant in shown.variant if variant in {*others, *baselines}]
@@ -84,89 +92,82 @@ def history(board: Board, points: Sequence[trend.Timing]) -> Lines | None:
     shown = [variant for variant in series(board) if any(point.variant == variant for point in points)]
     found = [(name(one), [(places[p.commit][0], p.us) for p in points if p.variant == one]) for one in shown]
     labels, axis = [label for _, label in places.values()], f"{board.metric} of the times, us, by commit"
-    return Lines(labels, found, axis, baselines=_baselines(board, shown)) if found else None
+    return Lines(labels, found, axis, _baselines(board, shown)) if found else None
 
 
-def speed_up(points: Sequence[trend.Timing]) -> Lines | None:
-    """The fastest so far against the first correct version, over the commits."""
-    broken, places = trend.records_broken(points), trend.commits(points)
-    if not broken:
-        return None
-    best = [(places[one.commit][0], broken[0].us / one.us) for one in broken]
-    last = len(places) - 1
-    best += [(last, best[-1][1])] if best[-1][0] < last else []
-    labels = [label for _, label in places.values()]
-    return Lines(labels, [("fastest so far", best)], "speed-up over the first correct version, by commit", steps=True)
-
-
-def samples(records: Iterable[dict]) -> Strips | None:
+def samples(records: Iterable[dict]) -> Rows | None:
     """Every scored time of a variant, by case and process, relative to the case's median."""
     found = [one for one in records if one.get("samples_us") and (one.get("median_us") or 0) > 0]
-    own, _ = _apart(found)
-    lines = []
+    own, rows = _own(found), []
     for one in found:
-        groups = [[us / one["median_us"] for us in group if us > 0] for group in one["samples_us"]]
-        label, median = own[ranking.case_label(one["case"])], f"median {tables.us(one['median_us'])} us"
-        lines.append((label, [group for group in groups if group], median))
-    axis = "time of a call / the case's median; a row of ticks is a process, in turns of two colours"
-    return Strips(lines, axis) if any(groups for _, groups, _ in lines) else None
+        every = max(1, math.ceil(sum(map(len, one["samples_us"])) / MOST_TICKS))
+        points = [
+            Point(us / one["median_us"], series=process)
+            for process, group in enumerate(one["samples_us"])
+            for us in group[::every]
+            if us > 0
+        ]
+        said = f"median {tables.us(one['median_us'])} us"
+        rows.append(Row(own[ranking.case_label(one["case"])], points, said=said))
+    axis = "time of a call / the case's median; a line of ticks is a process"
+    return Rows(rows, (), axis, "ticks") if any(row.points for row in rows) else None
 
 
-def steps(records: Sequence[dict]) -> DotPlot | None:
+def steps(records: Sequence[dict]) -> Rows | None:
     """Time of a decode step of each case: as a graph, eager, and at the speed of light."""
-    own, _ = _apart(records)
-    lines = []
+    own, rows = _own(records), []
     for one in records:
         times = [model_board.number(one.get(key)) for key in ("median_us", "eager_us")]
         sol = model_board.number(one.get("sol_us"))
         points = [Point(us, series=number) for number, us in enumerate(times) if us > 0]
         said = f"{tables.us(times[0])} us" if times[0] > 0 else ""
-        lines.append(Dots(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
+        rows.append(Row(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
     axis = "time of a decode step, us, median by the host's clock; at the right: as a CUDA graph"
-    return DotPlot(lines, ("CUDA graph", "eager"), axis, "speed of light") if any(x.points for x in lines) else None
+    return Rows(rows, ("CUDA graph", "eager"), axis, mark="speed of light")
 
 
-def components(records: Sequence[dict]) -> Bars | None:
-    """Where the time of a step of each case goes: the ops that take most in the records together, and the rest."""
-    own, _ = _apart(records)
+def components(records: Sequence[dict]) -> Rows | None:
+    """Where the time of a decode step of each case goes: the ops that take most in the records together, and the rest.
+    A prefill takes so much longer that it has no room beside them.
+    """
+    own, records = _own(records), [one for one in records if "new" not in one["case"]]
     found = {own[ranking.case_label(one["case"])]: (model_board.components(one), one) for one in records}
     found = {label: (parts, one) for label, (parts, one) in found.items() if parts}
     rest = (model_board.OUTSIDE, model_board.GAPS)
     names = {name for parts, _ in found.values() for name in parts if name not in rest}
     share = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts, _ in found.values()) for name in names}
     longest = sorted(names, key=lambda name: -share[name])[: plot.MOST_SERIES - len(rest) - 1]
-    lines = []
+    rows = []
     for label, (parts, one) in found.items():
         others = sum(parts.get(name, 0.0) for name in names.difference(longest))
         values = [*(parts.get(name, 0.0) for name in longest), others, *(parts.get(name, 0.0) for name in rest)]
-        sol = model_board.number(one.get("sol_us"))
-        lines.append((label, values, [sol] if sol > 0 else [], f"{tables.us(sum(values))} us"))
+        sol, points = model_board.number(one.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
+        rows.append(Row(label, points, [sol] if sol > 0 else [], f"{tables.us(sum(values))} us"))
     axis = "time of a decode step on the GPU by op, us, by the driver's records"
-    return Bars(lines, [*longest, "other ops", *rest], axis, "speed of light") if lines else None
+    return Rows(rows, [*longest, "other ops", *rest], axis, "bars", "speed of light") if rows else None
 
 
-def op_times(check: Check) -> DotPlot | None:
+def op_times(check: Check) -> Rows:
     """The time of each op in a decode step, the longest on top."""
     longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
-    lines = [Dots(name(op), [Point(us)], said=f"{tables.us(us)} us") for op, us in longest if us > 0]
-    return DotPlot(lines, ("time",), "time of an op's calls in one decode step, us") if lines else None
+    rows = [Row(name(op), [Point(us)], said=f"{tables.us(us)} us") for op, us in longest if us > 0]
+    return Rows(rows, ("time",), "time of an op's calls in one decode step, us")
 
 
-def layer_errors(check: Check) -> DotPlot | None:
+def layer_errors(check: Check) -> Rows:
     """The error of each layer by itself and of a free pass, with their budgets; a layer without an error has no dot."""
-    lines = []
+    rows = []
     for layer in check.layers:
-        found = [(n, x) for n, x in enumerate((layer.alone, layer.drift)) if x is not None and x > 0]
+        points = [Point(x, series=n) for n, x in enumerate((layer.alone, layer.drift)) if x is not None and x > 0]
         budgets = [x for x in (layer.alone_budget, layer.drift_budget) if x is not None and x > 0]
-        if found:
-            lines.append(Dots(f"after {name(layer.after)}", [Point(x, series=n) for n, x in found], budgets))
+        rows += [Row(f"after {name(layer.after)}", points, budgets)] if points else []
     names = ("the layer by itself", "a free pass")
-    return DotPlot(lines, names, "relative error of the hc copies", "budgets of the two") if lines else None
+    return Rows(rows, names, "relative error of the hc copies", mark="budgets of the two")
 
 
-def _apart(records: Sequence[dict]) -> tuple[dict[str, str], str]:
-    """ranking.apart of the records' cases."""
-    return ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in records)))
+def _own(records: Sequence[dict]) -> dict[str, str]:
+    """By case what it has for itself among the records."""
+    return ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in records)))[0]
 
 
 def model_history(records: Iterable[dict]) -> Lines | None:
@@ -181,36 +182,30 @@ def model_history(records: Iterable[dict]) -> Lines | None:
             found.setdefault(ranking.case_label(one["case"]), []).append((commit, us))
     places = {commit: place for place, commit in enumerate(labels)}
     own = ranking.apart(list(found))[0] if found else {}
-    lines = [(own[case], [(places[commit], us) for commit, us in points]) for case, points in found.items()]
-    axis = "time of a decode step as a CUDA graph, us, by commit"
-    return Lines(list(labels.values()), lines[: plot.MOST_SERIES], axis) if lines else None
+    most = sorted(found, key=lambda case: -len(found[case]))[: plot.MOST_SERIES]
+    lines = [(own[case], [(places[commit], us) for commit, us in found[case]]) for case in most]
+    return Lines(list(labels.values()), lines, "time of a decode step as a CUDA graph, us, by commit")
 
 
-def ratios(found: Sequence[tuple[str, float, float, float]], axis: str) -> DotPlot | None:
-    """Ratios with their intervals around 1. found: (label, ratio, low, high)."""
-    lines = [Dots(label, [Point(ratio, lo, hi)], said=f"{ratio:.3f}") for label, ratio, lo, hi in found if ratio > 0]
-    return DotPlot(lines, ("ratio",), axis, at=1.0) if lines else None
+def pairs(found: Sequence[tuple[str, Sequence[float]]]) -> Rows:
+    """The ratios of compared pairs around 1, a row a kind of pair."""
+    rows = [Row(label, [Point(ratio) for ratio in ratios], said=f"{len(ratios)} pairs") for label, ratios in found]
+    return Rows(rows, (), "ratio of the times; a tick is a pair, 1 is equal", "ticks", at=1.0)
 
 
-def said_of(shown: plot.Plot) -> str:
-    """The picture in words: what kind it is, and its values."""
-    if isinstance(shown, DotPlot):
-        said = [f"{one.label}: {', '.join(_point(shown, p) for p in one.points) or 'no time'}" for one in shown.lines]
-        return f"Dot plot, {shown.axis}. " + "; ".join(said)
-    if isinstance(shown, Bars):
-        said = []
-        for label, values, *_ in shown.lines:
-            parts = zip(shown.names, values, strict=True)
-            said.append(f"{label}: " + ", ".join(f"{what} {plot.short(round(us, 1))}" for what, us in parts if us > 0))
-        return f"Stacked bars, {shown.axis}. " + "; ".join(said)
-    if isinstance(shown, Lines):
-        said = [f"{what}: {', '.join(plot.short(round(y, 4)) for _, y in points)}" for what, points in shown.series]
-        return f"Line chart, {shown.axis}, {len(shown.x)} commits. " + "; ".join(said)
-    said = [f"{label}: {sum(map(len, groups))} samples, {about}" for label, groups, about in shown.lines]
-    return f"Strip plot, {shown.axis}. " + "; ".join(said)
+def said_of(chart: plot.Chart) -> str:
+    """The chart in words: what kind it is, and its values."""
+    if isinstance(chart, Lines):
+        said = [f"{what}: {', '.join(f'{y:.5g}' for _, y in points)}" for what, points in chart.series]
+        return f"Line chart, {chart.axis}, {len(chart.x)} commits. " + "; ".join(said)
+    if chart.kind == "ticks":
+        said = [f"{row.label}: {len(row.points)} values, {row.said}" for row in chart.rows]
+    else:
+        said = [f"{row.label}: {', '.join(_point(chart, point) for point in row.points)}" for row in chart.rows]
+    return f"Chart of {chart.kind}, {chart.axis}. " + "; ".join(said)
 
 
-def _point(shown: DotPlot, point: Point) -> str:
-    what = f"{shown.names[point.series]} " if len(shown.names) > 1 else ""
+def _point(chart: Rows, point: Point) -> str:
+    what = f"{chart.names[point.series]} " if len(chart.names) > 1 else ""
     interval = f" ({point.lo:.4g} to {point.hi:.4g})" if math.isfinite(point.lo) else ""
     return f"{what}{point.x:.4g}{interval}"

@@ -1,33 +1,37 @@
-"""How good the judge is: comparisons of a kernel with itself and with a slowed copy, bare loops, and the attacks.
+"""How good the judge is: attacks on its clock, pairs of kernels whose ratio is known, and bare loops.
 
-Comparisons and loops are experiments in leaderboard/results/<machine>/judge/, where no board reads; each run that
-paired a variant with itself counts too. docs/exploits.jsonl has what became of each attack
-(tests/exploits/exploit_table.py). A line that is none of these is named and left out.
+docs/exploits.jsonl has what became of each attack (tests/exploits/exploit_table.py), docs/honest_pairs.jsonl each pair
+(tests/exploits/honest_pairs.py), leaderboard/results/<machine>/judge/ the loops. A line that is none of these is named
+and left out.
 """
 
-import collections
-import functools
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.results import ranking, record, schema, stats
-from leaderboard.board import Board, rows_of
+from harness.player.player import CLOCK
+from harness.results import record, schema
 from problems.common import load
 
 ROOT = load.PROBLEMS.parent
 EXPLOITS = ROOT / "docs" / "exploits.jsonl"
+PAIRS = ROOT / "docs" / "honest_pairs.jsonl"
 ATTACKS = ROOT / "tests" / "exploits" / "submissions"
 FOLDER = "judge"
 ALLOWED = 0.95  # what the lower end of an attack's ratio must be above
+PLANTED_US = {"same": 0.0, "longer": 1.0, "slowed": 2.3}  # by the kind of a pair: us that its second kernel takes more
 
 
-class Attack(BaseModel):
-    """One form of an attack, honest in `form` of four calls. ratio, low, high: of its times to the honest form's."""
-
+class _Line(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Attack(_Line):
+    """One form of an attack, honest in `form` of four calls. ratio, low, high: of its times to the honest form's."""
 
     file: schema.Name
     form: int
@@ -48,81 +52,114 @@ class Attack(BaseModel):
         return "BELOW THE BOUND" if self.low <= ALLOWED else "honest time"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """planted: what the other side was slowed by; "" for a kernel with itself. ratio, lo, hi: 95 % interval."""
+class Pair(_Line):
+    """A comparison of a kernel with itself, or with a copy that takes longer. us: of the variant; word: the verdict."""
 
-    machine: str
-    problem: str
-    case: str
-    planted: str
-    ratio: float
-    lo: float
-    hi: float
-    word: str
-    processes: str
-    time: str
+    kind: str
+    problem: schema.Name
+    gpu: str
     commit: str
+    processes: int
+    us: float | None = None
+    ratio: float | None = None
+    word: str | None = None
+    clock: str | None = None
 
 
-@dataclass(frozen=True)
-class Loop:
+class LoopCase(_Line):
     """The judge's time of a kernel, and that of a plain loop over the same calls, in us."""
 
-    machine: str
-    problem: str
-    variant: str
-    case: str
+    case: dict
     judge_us: float
     loop_us: float
     ratio: float
     standard_error: float
 
 
+class Loop(_Line):
+    """The loops of a variant on a machine."""
+
+    problem: str
+    variant: str
+    cases: list[LoopCase]
+
+
 @dataclass
 class Quality:
-    """All that is known of the judge."""
+    """All that is known of the judge. loops: with their machine."""
 
-    comparisons: list[Comparison] = field(default_factory=list)
-    loops: list[Loop] = field(default_factory=list)
     attacks: list[Attack] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    loops: list[tuple[str, Loop]] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
+    def groups(self) -> list["Group"]:
+        """The pairs of a kind, a problem and a number of processes, equal kernels first."""
+        keys = sorted({(PLANTED_US[one.kind], one.kind, one.problem, one.processes) for one in self.pairs})
+        return [Group([p for p in self.pairs if (p.kind, p.problem, p.processes) == key[1:]]) for key in keys]
 
-def read(results: Path, machines: Iterable[str], boards: Iterable[Board]) -> Quality:
-    """What the folders of these machines, their boards' pairs and docs/exploits.jsonl say."""
+
+@dataclass(frozen=True)
+class Group:
+    """Pairs that are alike."""
+
+    pairs: list[Pair]
+
+    @property
+    def size(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def planted(self) -> float:
+        """The share of the time by which the second kernel takes longer, by construction; 0 of equal ones."""
+        more, times = PLANTED_US[self.pairs[0].kind], [one.us for one in self.pairs if one.us]
+        return more / (statistics.median(times) - more) if more and times else 0.0
+
+    @property
+    def right(self) -> int:
+        """How many pairs have the verdict that is right."""
+        return self.count("SLOWER" if self.planted else "SAME")
+
+    @property
+    def wrong(self) -> int:
+        """How many pairs have a verdict that is the wrong way round."""
+        return self.count("FASTER") + (0 if self.planted else self.count("SLOWER"))
+
+    def count(self, word: str | None) -> int:
+        """How many pairs have a verdict; None is for those that failed."""
+        return sum(one.word == word for one in self.pairs)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of the pairs that were timed."""
+        return [one.ratio for one in self.pairs if one.ratio is not None]
+
+
+def read(results: Path, machines: Iterable[str], exploits: Path = EXPLOITS, pairs: Path = PAIRS) -> Quality:
+    """What these files and the folders of these machines say. Of pairs those count that the present clock timed."""
     found = Quality()
+    attacks = _lines(found, exploits, exploits.name, Attack)
+    found.attacks = list({(one.file, one.form): one for one in attacks}.values())
+    every = _lines(found, pairs, pairs.name, Pair)
+    found.pairs = [one for one in every if one.clock == CLOCK and one.kind in PLANTED_US]
     for machine in machines:
-        for file in sorted(path for path in (results / machine / FOLDER).glob("*.jsonl") if path.is_file()):
-            read_line = functools.partial(_experiment, machine)
-            lines, said = record.parse_lines(file.read_bytes(), str(file.relative_to(results)), read_line)
-            found.complaints += said
-            found.comparisons += [one for line in lines for one in line.get("comparisons", ())]
-            found.loops += [one for line in lines for one in line.get("loops", ())]
-    for board in boards:
-        for pair in rows_of(board.pairs):
-            if pair.against == f"{pair.variant}#2":
-                where = (board.machine, f"{board.problem}, {pair.variant}", pair.case, "")
-                numbers = (pair.ratio, pair.lo, pair.hi, pair.word, "", pair.run_id, "")
-                found.comparisons.append(Comparison(*where, *numbers))
-    data = EXPLOITS.read_bytes() if EXPLOITS.is_file() else b""
-    lines, said = record.parse_lines(data, EXPLOITS.name, _attack)
-    last = {(one["file"], one["form"]): Attack.model_validate(one) for one in lines}
-    found.attacks, found.complaints = list(last.values()), found.complaints + said
+        for file in sorted((results / machine / FOLDER).glob("bare_loop.jsonl")):
+            loops = _lines(found, file, str(file.relative_to(results)), Loop)
+            found.loops += [(machine, one) for one in loops]
     return found
 
 
-def counts(comparisons: Iterable[Comparison]) -> dict[str, int]:
-    """How often each verdict was given, the most frequent first."""
-    return dict(collections.Counter(one.word for one in comparisons).most_common())
+def _lines(found: Quality, file: Path, name: str, kind: type[_Line]) -> list[Any]:
+    """The lines of a file that are of a kind; about others `found` gets a complaint."""
 
+    def read_line(line: bytes) -> _Line:
+        said = record.loads(line)
+        schema.check(said, kind)
+        return kind.model_validate(said)
 
-def by_plan(comparisons: Iterable[Comparison]) -> dict[tuple[str, str], dict[str, int]]:
-    """The verdicts by (what was planted, processes): more processes find smaller differences."""
-    found: dict[tuple[str, str], list[Comparison]] = {}
-    for one in comparisons:
-        found.setdefault((one.planted, one.processes), []).append(one)
-    return {key: counts(of_plan) for key, of_plan in found.items()}
+    lines, complaints = record.parse_lines(file.read_bytes() if file.is_file() else b"", name, read_line)
+    found.complaints += complaints
+    return lines
 
 
 def summary(file: Path) -> str:
@@ -131,42 +168,3 @@ def summary(file: Path) -> str:
         return load.summary(file) if file.is_file() else ""
     except (OSError, SyntaxError, ValueError):
         return ""
-
-
-def _experiment(machine: str, line: bytes) -> dict[str, list]:
-    """The comparisons or the loops of a line of an experiment; {} of another kind. ValueError: it is none."""
-    one = record.loads(line)
-    try:
-        if one.get("kind") == "comparison":
-            return {"comparisons": list(_comparisons(machine, one))}
-        if one.get("kind") == "bare_loop":
-            where = (machine, str(one["problem"]), str(one["variant"]))
-            return {"loops": [_loop(where, case) for case in one["cases"]]}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"no experiment: {type(error).__name__}: {error}") from None
-    return {}
-
-
-def _comparisons(machine: str, one: dict) -> Iterator[Comparison]:
-    if "a/b" not in one and "s/a" not in one:
-        raise KeyError("a/b")
-    for planted, key in (("", "a/b"), (f"{one.get('slowed_by_cycles')} cycles", "s/a")):
-        if (pair := one.get(key)) is not None:
-            ratio, lo, hi = map(float, (pair["ratio"], *pair["ci95"]))
-            # Before there was UNDECIDED, SAME was said where neither of the others was.
-            near = 1 - stats.SAME_WITHIN <= lo <= hi <= 1 + stats.SAME_WITHIN
-            word = "UNDECIDED" if pair["word"] == "SAME" and not near else str(pair["word"])
-            where = (machine, str(one["problem"]), ranking.case_label(one["case"]), planted)
-            processes, commit = str((one.get("plan") or {}).get("processes", "")), str(one.get("commit") or "")[:7]
-            yield Comparison(*where, ratio, lo, hi, word, processes, str(one["time"]), commit)
-
-
-def _loop(where: tuple[str, str, str], case: dict) -> Loop:
-    numbers = (float(case[key]) for key in ("judge_us", "loop_us", "ratio", "standard_error"))
-    return Loop(*where, ranking.case_label(case["case"]), *numbers)
-
-
-def _attack(line: bytes) -> dict:
-    found = record.loads(line)
-    schema.check(found, Attack)
-    return found

@@ -1,4 +1,4 @@
-"""How a board's times changed from run to run: the points of its history, and who was first when. Pure.
+"""How a board's times changed from run to run: the points of its history. Pure.
 
 Times of different runs are not paired, so a trend shows large changes only: the same kernel differs by some percent
 between two machines of one name.
@@ -22,7 +22,6 @@ class Timing:
     time: str
     commit: str
     us: float
-    baseline: bool
 
 
 def timings(board: Board, records: Iterable[dict]) -> list[Timing]:
@@ -43,21 +42,9 @@ def timings(board: Board, records: Iterable[dict]) -> list[Timing]:
         if board.cases and set(board.cases) <= set(by_case):
             of_board = [by_case[case] for case in board.cases]
             us = ranking.metric(board.metric, [one["median_us"] for one in of_board])
-            commit, baseline = (of_board[0].get("commit") or "unknown")[:SHORT], bool(of_board[0].get("baseline"))
-            points.append(Timing(variant, run_id, of_board[0]["time"], commit, us, baseline))
+            commit = (of_board[0].get("commit") or "unknown")[:SHORT]
+            points.append(Timing(variant, run_id, of_board[0]["time"], commit, us))
     return points
-
-
-def records_broken(points: Sequence[Timing]) -> list[Timing]:
-    """The first correct version, then each that was faster than all before it; of one run only the fastest. The first
-    correct version is, of the earliest run that has one, the slowest that is no baseline.
-    """
-    ours = [point for point in points if not point.baseline]
-    found = [max((one for one in ours if one.run_id == ours[0].run_id), key=lambda one: one.us)] if ours else []
-    for run_id in dict.fromkeys(one.run_id for one in ours):
-        fastest = min((one for one in ours if one.run_id == run_id), key=lambda one: one.us)
-        found += [fastest] if fastest.us < found[-1].us else []
-    return found
 
 
 def commits(points: Sequence[Timing]) -> dict[str, tuple[int, str]]:

@@ -1,10 +1,10 @@
-"""Write the page: a folder of HTML files that need no network, no server and no other file.
+"""Write the page: a folder of HTML files without a script, that need no network, no server and no other file.
 
-    index.html                      the first of each board, then every board
-    problems/PROBLEM.html           its boards with pictures: by variant, by case, over the commits
-    variants/PROBLEM/VARIANT.html   source, cases, samples, environment, profile, downloads
+    index.html                      how fast the leader of each problem is, on each machine
+    problems/PROBLEM.html           its boards, the best machine first, with charts: by variant, by case, over commits
+    variants/PROBLEM/VARIANT.html   times beside the source, samples, all cases, environment, profile, files
     model.html, judge.html          the composed model; how good the judge is
-    pictures/, board.csv            the pictures as SVG and PNG; all boards as CSV
+    pictures/, board.csv            charts as SVG and PNG; all boards as CSV
 
 What a submission has written is text: the templates escape all of it. Only SVG from leaderboard/plot.py and highlighted
 source from pygments, which escape themselves, are put in as they are.
@@ -12,10 +12,10 @@ source from pygments, which escape themselves, are put in as they are.
 
 import collections
 import functools
+import math
 import shlex
-import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import jinja2
 from markupsafe import Markup
 from pygments.formatters.html import HtmlFormatter
 
-from harness.results import output, ranking, stats, text
+from harness.results import output, text
 from harness.results.screen import track
 from leaderboard import checks, model_board, pictures, plot, quality, tables, trend
 from leaderboard.board import Board
@@ -33,11 +33,8 @@ from problems.common import load
 
 HERE = Path(__file__).resolve().parent
 THEMES = (("light", "default"), ("dark", "github-dark"))  # pygments' styles
-MOST_LINKS = 8  # problems in the bar at the top; more are reached from the first page
 MARK = ".page"  # a file of every folder that holds a page
-RATIOS = {"same": "time of a kernel / time of the same kernel", "planted": "time of a slowed copy / time of the kernel"}
 HISTORY = "Over the commits. Runs are not paired: one machine differs from another of its name by some percent."
-SPEED_UP = "The fastest so far. The first correct version is the slowest of the earliest run that has one."
 
 
 @dataclass(frozen=True)
@@ -46,67 +43,71 @@ class Picture:
 
     svg: Markup
     caption: str
-    files: list[tuple[str, str]] = field(default_factory=list)
+    files: variant.Links
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the first page says of a problem. number: the largest text; said: what it means; tags: as of a board's row;
+    machines: by machine (address, text) of its leader there.
+    """
+
+    name: str
+    href: str
+    about: str
+    number: str
+    said: str
+    tags: list[str]
+    machines: dict[str, tuple[str, str]]
 
 
 def write(shown: Shown, results: Path, folder: Path) -> int:
     """Write the page into `folder`. Return the number of HTML files. OSError: they cannot be written. ValueError: the
     folder holds files that are not those of a page.
     """
-    _see_free(folder)
+    if folder.is_dir() and not (folder / MARK).is_file() and (found := sorted(folder.iterdir())):
+        raise ValueError(
+            f"--html must name a new or empty folder, or one with an earlier page: {folder} holds {found[0].name}"
+        )
     site = Site(shown, results, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
     site.static()
-    todo: list[Callable[[], None]] = [functools.partial(site.problem, name) for name in site.problems()]
-    todo += [functools.partial(site.variant, *names) for names in site.variants()]
+    todo: list[Callable[[], None]] = [functools.partial(site.problem, *item) for item in site.problems.items()]
+    todo += [functools.partial(site.variant, *names) for names in site.variants]
     todo += [site.model, site.judge, site.index]
     for page in track(todo, "pages"):
         page()
     return len(todo)
 
 
-def _see_free(folder: Path) -> None:
-    """Raise ValueError for a folder whose files a page would replace."""
-    if folder.is_dir() and not (folder / MARK).is_file() and (found := sorted(folder.iterdir())):
-        raise ValueError(
-            f"--html must name a new or empty folder, or one with an earlier page: {folder} holds {found[0].name}"
-        )
-
-
 class Site:
-    """All pages of what the records show."""
+    """All pages of what the records show. problems: the boards of each, best first."""
 
     def __init__(self, shown: Shown, results: Path, folder: Path) -> None:
         self.shown, self.folder = shown, folder
-        self.quality = quality.read(results, shown.records, shown.boards)
+        self.problems: dict[str, list[Board]] = {}
+        for board in sorted(grids.best_first(shown.boards), key=lambda board: board.problem):
+            self.problems.setdefault(board.problem, []).append(board)
+        self.variants = sorted({(board.problem, one) for board in shown.boards for one in board.standing.variant})
+        self.quality = quality.read(results, shown.records)
         self.checks, said = checks.read()
         self.quality.complaints += said
         loader = jinja2.FileSystemLoader(HERE / "templates")
         self.environment: Any = jinja2.Environment(
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        self.environment.filters |= {"shell": shlex.quote, "line": text.line, "value": grids.value, "slug": grids.slug}
-        given: dict[str, Any] = {"grids": grids, "model_board": model_board, "quality": quality, "tables": tables}
+        self.environment.filters |= {"shell": shlex.quote, "line": text.line}
+        given: dict[str, Any] = {"grids": grids, "model_board": model_board, "tables": tables, "known": shown.known}
         given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
-        self.environment.globals |= given | {"known": shown.known}
+        self.environment.globals |= given
         self.rows = tables.frame(shown.boards)
-        self.profiles = variant.profiles(self.variants())
-
-    def problems(self) -> list[str]:
-        return sorted({board.problem for board in self.shown.boards})
-
-    def variants(self) -> list[tuple[str, str]]:
-        found = {(board.problem, one) for board in self.shown.boards for one in board.standing.variant}
-        return sorted(found)
-
-    # --- files
+        self.profiles = variant.profiles(self.variants)
 
     def static(self) -> None:
-        """The style sheet, the script and the CSV of all boards."""
+        """The style sheet and the CSV of all boards."""
         parts = [(HERE / "page.css").read_text(encoding="utf-8"), *map(_highlighting, THEMES)]
         output.write_whole(self.folder / "page.css", "\n".join(parts))
-        shutil.copyfile(HERE / "page.js", self.folder / "page.js")
         output.write_whole(self.folder / "board.csv", tables.as_csv(self.rows))
         (self.folder / "pictures").mkdir(exist_ok=True)
 
@@ -115,67 +116,115 @@ class Site:
         file = self.folder / place
         file.parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (len(Path(place).parts) - 1)
-        links = [("Boards", "index.html")]
-        if len(self.problems()) <= MOST_LINKS:
-            links += [(name, problem_page(name)) for name in self.problems()]
+        links = [("Boards", "index.html"), *((text.line(name, 40), problem_page(name)) for name in self.problems)]
         links += [("Model", "model.html"), ("Judge", "judge.html")]
         found = self.environment.get_template(template)
         output.write_whole(file, found.render(root=root, title=title, links=links, place=place, **given))
 
-    def picture(self, shown: plot.Plot | None, key: str, caption: str, root: str, files: bool = False) -> Any:
-        """A picture for a page; None where there is nothing to draw. files: also write it as SVG and PNG."""
-        if shown is None:
+    def picture(self, chart: plot.Chart | None, key: str, caption: str, root: str, files: bool = False) -> Any:
+        """A chart for a page; None where it would show no more than its numbers. files: also as SVG and PNG."""
+        if chart is None or not plot.is_worth_drawing(chart):
             return None
-        written = plot.write(shown, self.folder / "pictures", key) if files else []
+        written = plot.write(chart, self.folder / "pictures", key) if files else []
         links = [(file.suffix[1:].upper(), f"{root}pictures/{file.name}") for file in written]
-        return Picture(Markup(plot.inline(shown, pictures.said_of(shown), key)), caption, links)
+        return Picture(Markup(plot.inline(chart, pictures.said_of(chart), key)), caption, links)
 
     # --- pages
 
     def index(self) -> None:
-        machines: dict[str, list[Board]] = {}
-        for board in self.shown.boards:
-            machines.setdefault(board.machine, []).append(board)
+        timed = [board for boards in self.problems.values() for board in boards if tables.first_of(board)]
+        machines = list(dict.fromkeys(board.machine for board in grids.best_first(timed)))
+        headlines = [self._headline(name, boards) for name, boards in self.problems.items()]
         records = [one for found in self.shown.records.values() for one in found]
-        runs = {"records": len(records), "runs": len({one["run_id"] for one in records})}
-        complaints = [text.line(one) for one in self.shown.complaints + self.quality.complaints]
-        given = {"boards": self.shown.boards, "machines": machines, "runs": runs, "complaints": complaints}
-        self.page("index.html", "index.html", "Leaderboard", **given)
+        self.page(
+            "index.html",
+            "index.html",
+            "Leaderboard",
+            headlines=[one for one in [*headlines, self._model_headline()] if one],
+            machines=machines,
+            unrun=[board for boards in self.problems.values() for board in boards if not board.timed],
+            chart=self.picture(pictures.leaders(timed), "leaders", "The leader of each problem.", "", files=True),
+            records=len(records),
+            runs=len({one["run_id"] for one in records}),
+            complaints=[text.line(one) for one in self.shown.complaints + self.quality.complaints],
+        )
 
-    def problem(self, name: str) -> None:
+    def _headline(self, name: str, boards: list[Board]) -> Headline | None:
+        """None of a problem that no machine has timed."""
+        machines: dict[str, tuple[str, str]] = {}
+        for board in boards:
+            if leader := tables.first_of(board):
+                facts = [tables.percent(leader.roofline_share), tables.times_baseline(leader)]
+                cell = (f"{problem_page(name)}#{grids.key_of(board)}", ", ".join(filter(None, facts)))
+                machines.setdefault(board.machine, (cell[0], f"{tables.us(leader.geomean_us)} us\n{cell[1]}"))
+        if not machines:
+            return None
+        board, leader = boards[0], tables.first_of(boards[0])
+        share = f"{tables.percent(leader.roofline_share)} of the roofline" if leader.roofline_share > 0 else ""
+        time = f"{tables.us(leader.geomean_us)} us"
+        if leader.baseline_ratio > 0:
+            some = tables.times_baseline(leader).partition(" in ")[2]
+            said = ["the speed of the fastest public kernel" + (f" in {some} cases" if some else ""), time, share]
+            number = f"{leader.baseline_ratio:.2f}x"
+        else:
+            number, said = time, [share]
+        tags = grids.standing(board).tags[list(board.standing.variant).index(leader.variant)]
+        said = ", ".join(filter(None, [*said, f"{leader.variant} on {board.machine}"]))
+        return Headline(name, problem_page(name), self._about(name), number, said, list(tags), machines)
+
+    def _model_headline(self) -> Headline | None:
+        """Of the step of one sequence that moves the most memory."""
+        found = [
+            (model_board.number(one.get("sol_us")), title, one)
+            for title, records in self.shown.steps.items()
+            for one in records
+            if (one["case"] or {}).get("batch") == 1 and model_board.share(one) > 0 and "new" not in one["case"]
+        ]
+        if not found:
+            return None
+        _, title, one = max(found, key=lambda item: item[0] if math.isfinite(item[0]) else 0)
+        case, share = one["case"], tables.percent(model_board.share(one))
+        said = f"a token, {share} of the speed of light, {case.get('config')} in {case.get('format')}"
+        time, machine = f"{tables.us(model_board.number(one['median_us']))} us", title.partition(", on ")[2]
+        cell = {machine: (f"model.html#{_model_key(title)}", f"{time}\n{share} of SOL")}
+        about = "the whole model: a decode step of one sequence"
+        return Headline(one["problem"], "model.html", about, time, f"{said}, on {machine}", [], cell)
+
+    def _about(self, name: str) -> str:
+        return quality.summary(load.PROBLEMS / name / "task.py").removeprefix(f"{name}: ")
+
+    def problem(self, name: str, boards: list[Board]) -> None:
         """The page of a problem: a section for each of its boards."""
-        sections = [self._section(board) for board in self.shown.boards if board.problem == name]
-        about = quality.summary(load.PROBLEMS / name / "task.py")
-        self.page(problem_page(name), "problem.html", text.line(name), sections=sections, about=about)
+        given = {"about": self._about(name), "ours": (load.PROBLEMS / name / "task.py").is_file()}
+        sections = [self._section(board) for board in boards]
+        self.page(problem_page(name), "problem.html", text.line(name), sections=sections, **given)
 
     def _section(self, board: Board) -> dict[str, Any]:
         root, key, points = "../", grids.key_of(board), trend.timings(board, self.shown.records[board.machine])
-        shared = ranking.apart(board.cases)[1] if board.cases else ""
-        drawn, total = pictures.by_variant(board), int(board.standing.geomean_us.notna().sum())
-        left = f"; the first {len(drawn.lines)} of {total} variants" if drawn and len(drawn.lines) < total else ""
-        series, timed = pictures.series(board), len(pictures.timed(board))
-        more = f"; {len(series)} of the {timed} variants of the run, the table below has all"
-        by_case = f"By case{more if timed > len(series) else ''}{f'; all cases have {shared}' if shared else ''}."
+        by_case, common = grids.by_case(board)
         output.write_whole(self.folder / "pictures" / f"{key}.csv", tables.csv([board]))
         return {
             "board": board,
             "key": key,
-            "shared": shared,
-            "broken": trend.records_broken(points),
-            "by_variant": self.picture(drawn, f"{key}-variant", f"By variant{left}.", root, files=True),
-            "by_case": self.picture(pictures.by_case(board), f"{key}-case", by_case, root, files=True),
+            "leader": tables.first_of(board),
+            "cases": by_case,
+            "common": common,
+            "by_variant": self.picture(pictures.by_variant(board), f"{key}-variant", "By variant.", root, files=True),
+            "by_case": self.picture(pictures.by_case(board), f"{key}-case", "By case.", root, files=True),
             "history": self.picture(pictures.history(board, points), f"{key}-history", HISTORY, root),
-            "speed_up": self.picture(pictures.speed_up(points), f"{key}-speed", SPEED_UP, root),
         }
 
     def variant(self, problem: str, name: str) -> None:
-        """The page of a variant: what it is, then a section for each of its boards."""
+        """The page of a variant: its times on each board beside its source, then all else."""
         place = variant_page(problem, name)
         folder, stem, root = (self.folder / place).parent, Path(place).stem, "../../"
         folder.mkdir(parents=True, exist_ok=True)
-        boards = [one for one in self.shown.boards if one.problem == problem and name in set(one.standing.variant)]
+        boards = [one for one in self.problems[problem] if name in set(one.standing.variant)]
         found = [variant.section(board, name, self.shown.records[board.machine]) for board in boards]
         rows = self.rows[(self.rows.problem == problem) & (self.rows.variant == name)]
+        source, profiles = variant.source(problem, name), self.profiles.get((problem, name), [])
+        copied = [*(file for file, *_ in source.files), *profiles]
+        said = "Every scored time, by case and process; thinned where a case has many."
         self.page(
             place,
             "variant.html",
@@ -183,14 +232,12 @@ class Site:
             problem=problem,
             sections=found,
             samples=[
-                self.picture(
-                    pictures.samples(one.timed), f"{grids.key_of(one.board)}-samples", _thinned(one.timed), root
-                )
+                self.picture(pictures.samples(one.timed), f"{grids.key_of(one.board)}-samples", said, root)
                 for one in found
             ],
-            downloads=variant.downloads(folder, stem, rows, found),
-            profiles=[variant.profile(file, folder, stem) for file in self.profiles.get((problem, name), ())],
-            source=variant.source(problem, name),
+            downloads=variant.downloads(folder, stem, rows, found, copied),
+            digests=variant.digests(profiles),
+            source=source,
         )
 
     def model(self) -> None:
@@ -199,7 +246,7 @@ class Site:
         self.page("model.html", "model.html", "The composed model", sections=sections, checks=checked)
 
     def _model(self, title: str, records: list[dict]) -> dict[str, Any]:
-        key, machine = grids.slug(title.replace(", ", "-")), title.partition(", on ")[2]
+        key, machine = _model_key(title), title.partition(", on ")[2]
         every = [one for one in self.shown.records[machine] if model_board.title(one, machine) == title]
         parts = pictures.components(records)
         return {
@@ -208,7 +255,7 @@ class Site:
             "records": records,
             "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
             "parts": self.picture(parts, f"{key}-parts", "Where a step's time goes.", "", files=True),
-            "history": self.picture(pictures.model_history(every), f"{key}-history", "Over the commits.", ""),
+            "history": self.picture(pictures.model_history(every), f"{key}-history", HISTORY, ""),
         }
 
     def _check(self, one: checks.Check) -> dict[str, Any]:
@@ -222,22 +269,21 @@ class Site:
         }
 
     def judge(self) -> None:
-        found = self.quality
-        outcomes = collections.Counter(attack.outcome for attack in found.attacks)
-        compared = {
-            "same": self._compared("same", [one for one in found.comparisons if not one.planted]),
-            "planted": self._compared("planted", [one for one in found.comparisons if one.planted]),
-        }
-        within = tables.percent(stats.SAME_WITHIN)
-        given = {"loops": found.loops, "attacks": found.attacks, "outcomes": outcomes, "within": within}
-        self.page("judge.html", "judge.html", "How good the judge is", **compared, **given)
-
-    def _compared(self, key: str, found: list[quality.Comparison]) -> dict[str, Any]:
-        """What is shown of comparisons of one kind."""
-        found = sorted(found, key=lambda one: one.ratio)
-        named = [(f"{one.processes or '?'} processes", one.ratio, one.lo, one.hi) for one in found]
-        said = f"{len(found)} comparisons with their 95 % intervals, by ratio."
-        return {"found": found, "picture": self.picture(pictures.ratios(named, RATIOS[key]), key, said, "")}
+        found, groups = self.quality, self.quality.groups()
+        named = [(f"{tables.percent(g.planted) if g.planted else 'equal'}: {g.pairs[0].problem}", g) for g in groups]
+        ratios = pictures.pairs([(f"{label}, {g.pairs[0].processes} processes", g.ratios) for label, g in named])
+        self.page(
+            "judge.html",
+            "judge.html",
+            "How good the judge is",
+            quality=found,
+            outcomes=collections.Counter(attack.outcome for attack in found.attacks),
+            allowed=quality.ALLOWED,
+            groups=groups,
+            equal=[group for group in groups if not group.planted],
+            planted=[group for group in groups if group.planted],
+            ratios=self.picture(ratios, "pairs", "Ratios of compared pairs.", ""),
+        )
 
 
 def problem_page(name: str) -> str:
@@ -248,21 +294,12 @@ def variant_page(problem: str, name: str) -> str:
     return f"variants/{grids.slug(problem)}/{grids.slug(name)}.html"
 
 
-def _thinned(timed: Iterable[dict]) -> str:
-    """The caption of a strip plot."""
-    most = max((sum(map(len, one.get("samples_us") or [])) for one in timed), default=0)
-    if most <= plot.MOST_POINTS:
-        return "Every scored time, by case and process."
-    return f"Scored times by case and process, of {most} a case at most every {-(-most // plot.MOST_POINTS)}th."
+def _model_key(title: str) -> str:
+    return grids.slug(title.replace(", ", "-"))
 
 
 def _highlighting(theme: tuple[str, str]) -> str:
-    """Rules for source in one theme, for who chose it, and for who has it by the system's setting."""
+    """Rules for source in one theme, where the system's setting is this theme."""
     name, style = theme
-    chosen = f':root[data-theme="{name}"] .code'
-    system = ":root:not([data-theme]) .code"
-    rules = [
-        "\n".join(line for line in HtmlFormatter(style=style).get_style_defs(prefix).splitlines() if ".code ." in line)
-        for prefix in (chosen, system)
-    ]
-    return f"{rules[0]}\n@media (prefers-color-scheme: {name}) {{\n{rules[1]}\n}}"
+    rules = HtmlFormatter(style=style).get_style_defs(".code").splitlines()
+    return f"@media (prefers-color-scheme: {name}) {{\n" + "\n".join(r for r in rules if ".code ." in r) + "\n}"

@@ -1,4 +1,4 @@
-"""What a variant's page shows: its records on each board, its source in this checkout, its profiles, its downloads."""
+"""What a variant's page shows: its records on each board, its source in this checkout, its profiles, its files."""
 
 import json
 import shutil
@@ -26,6 +26,7 @@ from problems.common import load
 LEXERS = {".py": PythonLexer, ".cu": CudaLexer, ".cuh": CudaLexer}  # others: C++
 DIGEST = ".txt"  # of a profile, to read; the other files are for a tool
 NO_RECORD = "no record"
+Links = list[tuple[str, str]]
 RESOURCES = {
     "registers": "registers a thread",
     "spill_bytes": "B spilled",
@@ -51,26 +52,25 @@ class Section:
     resources: list[str]
 
     @property
-    def rank(self) -> str:
-        """Its rank on the board, "" where it has none."""
-        return "" if pd.isna(self.row.rank) else str(self.row.rank)
+    def place(self) -> str:
+        """Its rank on the board, or what it is there."""
+        if not pd.isna(self.row.rank):
+            return f"Rank {self.row.rank}"
+        return "A baseline" if self.row.baseline else "Not ranked"
+
+    @property
+    def provenance(self) -> str:
+        """When and of which commit it was judged, in a sentence."""
+        run, time, commit = (said for _, said in self.facts[:3])
+        return f"Run {run}, {time[:16].replace('T', ' ')}, commit {commit[:12]}."
 
 
 @dataclass(frozen=True)
 class Source:
-    """summary: the first line of the docstring; files: (name, lines, highlighted)."""
+    """summary: the first line of the docstring; files: (file, lines, highlighted)."""
 
-    summary: str
-    files: list[tuple[str, int, Markup]]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A file that a run with --mode profile left. digest: what is to be read, "" of a file for a tool."""
-
-    name: str
-    href: str
-    digest: str
+    summary: str = ""
+    files: Sequence[tuple[Path, int, Markup]] = ()
 
 
 def section(board: Board, name: str, records: Iterable[dict]) -> Section:
@@ -116,11 +116,11 @@ def _words(value: object) -> str:
     return text.line(value, 400)
 
 
-def source(problem: str, name: str) -> Source | None:
-    """The variant's files as they are in this checkout; None where it has none of this name."""
+def source(problem: str, name: str) -> Source:
+    """The variant's files as they are in this checkout; none where it has none of this name."""
     file = load.PROBLEMS / problem / "variants" / f"{name}.py"
     if not file.is_file():
-        return None
+        return Source()
     try:
         files, summary = sources.files_of(file), load.summary(file)
     except ERRORS:
@@ -128,10 +128,10 @@ def source(problem: str, name: str) -> Source | None:
     return Source(text.line(summary), [_highlighted(one) for one in files])
 
 
-def _highlighted(file: Path) -> tuple[str, int, Markup]:
+def _highlighted(file: Path) -> tuple[Path, int, Markup]:
     said = file.read_text(encoding="utf-8", errors="replace")
     form = HtmlFormatter(nowrap=True)
-    return file.name, said.count("\n"), Markup(highlight(said, LEXERS.get(file.suffix, CppLexer)(), form))
+    return file, said.count("\n"), Markup(highlight(said, LEXERS.get(file.suffix, CppLexer)(), form))
 
 
 def profiles(variants: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[Path]]:
@@ -146,17 +146,16 @@ def profiles(variants: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[
     return found
 
 
-def profile(file: Path, folder: Path, stem: str) -> Profile:
-    """Copy a profile's file beside the page."""
-    place = folder / f"{stem}.files"
-    place.mkdir(exist_ok=True)
-    shutil.copyfile(file, place / file.name)
-    digest = text.clean(file.read_text(encoding="utf-8", errors="replace")) if file.suffix == DIGEST else ""
-    return Profile(file.name, f"{place.name}/{file.name}", digest)
+def digests(files: Iterable[Path]) -> list[tuple[str, str]]:
+    """(name, text) of the profiles that are to be read; others are for a tool."""
+    shown = [file for file in files if file.suffix == DIGEST]
+    return [(file.name, text.clean(file.read_text(encoding="utf-8", errors="replace"))) for file in shown]
 
 
-def downloads(folder: Path, stem: str, rows: pd.DataFrame, found: Sequence[Section]) -> list[tuple[str, str]]:
-    """Write the variant's `rows` of tables.frame, its samples and its records beside the page. -> (name, address)."""
+def downloads(folder: Path, stem: str, rows: pd.DataFrame, found: Sequence[Section], copied: Iterable[Path]) -> Links:
+    """Write the variant's `rows` of tables.frame, its samples and its records beside the page, and copy files there.
+    Return (name, address) of each.
+    """
     output.write_whole(folder / f"{stem}.csv", tables.as_csv(rows))
     written = [("times by case, CSV", f"{stem}.csv")]
     if any(one.timed for one in found):
@@ -166,6 +165,10 @@ def downloads(folder: Path, stem: str, rows: pd.DataFrame, found: Sequence[Secti
     if records:
         output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(one) + "\n" for one in records))
         written.append(("records, JSON lines", f"{stem}.jsonl"))
+    for file in copied:
+        (folder / f"{stem}.files").mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / f"{stem}.files" / file.name)
+        written.append((file.name, f"{stem}.files/{file.name}"))
     return written
 
 

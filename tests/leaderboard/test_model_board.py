@@ -61,6 +61,7 @@ def test_breakdown_shows_time_by_op():
     assert len(found) == 10 and found[0]["% of step"] == "10 %" and found[-1]["op"] == model_board.OUTSIDE
     shown = pictures.components([one, of(case=CASE | {"batch": 8})])
     assert shown.names == ["op0", "op1", "op2", "op3", "op4", "other ops", model_board.OUTSIDE, model_board.GAPS]
-    ((_, values, marks, _),) = shown.lines
-    assert values == [100.0, 99.0, 98.0, 97.0, 96.0, 95.0 + 94 + 93 + 92, 5.0, 31.0] and marks == [1000.0]
+    (row,) = shown.rows
+    assert [point.x for point in row.points] == [100.0, 99.0, 98.0, 97.0, 96.0, 95.0 + 94 + 93 + 92, 5.0, 31.0]
+    assert row.marks == [1000.0]
     assert "op0 100" in pictures.said_of(shown) and pictures.components([of()]) is None

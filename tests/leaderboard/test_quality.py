@@ -1,55 +1,55 @@
-"""What is known of the judge: read from experiments, pairs and attacks; what is none of these is named."""
+"""What is known of the judge: read from attacks, pairs and loops; what is none of these is named."""
 
 import json
 
 import pytest
 
-from leaderboard import pages, quality, report
-from leaderboard.quality import Attack
+from leaderboard import quality, report
+from leaderboard.quality import CLOCK, Attack
 
-RATIO = {"ratio": 1.02, "ci95": [1.01, 1.03], "word": "SLOWER"}
-EVEN = {"ratio": 1.0, "ci95": [0.995, 1.005], "word": "SAME"}
-WIDE = {"ratio": 1.0, "ci95": [0.9, 1.1], "word": "SAME"}
-COMPARED = {"kind": "comparison", "problem": "p", "case": {"n": 1}, "time": "2026-01-02T03:04:05Z"}
-COMPARED |= {"plan": {"processes": 12}, "slowed_by_cycles": 535}
+PAIR = {"kind": "same", "problem": "p", "gpu": "g", "commit": "c", "processes": 8, "us": 101.0, "ratio": 1.0}
+PAIR |= {"word": "SAME", "clock": CLOCK}
 
 
-def read(tmp_path, lines: list[str]) -> quality.Quality:
-    folder = tmp_path / "box" / quality.FOLDER
-    folder.mkdir(parents=True)
-    (folder / "x.jsonl").write_text("\n".join(lines))
-    return quality.read(tmp_path, ["box"], [])
+def read(tmp_path, *lines: object) -> quality.Quality:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines))
+    return quality.read(tmp_path, [], tmp_path / "none", pairs)
 
 
-def test_read_takes_committed_experiments_and_attacks():
-    shown = pages.read(report.RESULTS, ["nvidia-h200"], [])
-    found = quality.read(report.RESULTS, ["nvidia-h200"], shown.boards)
-    same = [one for one in found.comparisons if not one.planted]
-    assert found.complaints == [] and len(same) >= 40 and len(found.loops) >= 3 and len(found.attacks) >= 180
-    assert not {"FASTER", "SLOWER"} & set(quality.counts(same))
-    assert any(one.time.startswith("20261121T060502") for one in same), "the run that paired a variant with itself"
+def test_read_takes_committed_attacks_pairs_and_loops():
+    found = quality.read(report.RESULTS, ["nvidia-h200"])
+    assert found.complaints == [] and len(found.attacks) >= 180 and len(found.loops) >= 3 and len(found.pairs) >= 20
     assert {one.outcome for one in found.attacks} == {"refused", "honest time"}
     assert all(quality.summary(quality.ATTACKS / f"{one.file}.py") for one in found.attacks)
+    assert {one.clock for one in found.pairs} == {CLOCK} and not any(group.wrong for group in found.groups())
 
 
-def test_read_takes_old_words_for_what_they_mean_today(tmp_path):
-    lines = [COMPARED | {"a/b": EVEN, "s/a": RATIO}, COMPARED | {"a/b": WIDE}, {"kind": "other"}]
-    found = read(tmp_path, list(map(json.dumps, lines)))
-    assert [(one.planted, one.word) for one in found.comparisons] == [
-        ("", "SAME"),
-        ("535 cycles", "SLOWER"),
-        ("", "UNDECIDED"),
+def test_pairs_are_grouped_by_what_was_planted(tmp_path):
+    longer = PAIR | {"kind": "longer", "word": "SLOWER", "ratio": 1.01}
+    other = PAIR | {"kind": "slowed_in_one_process"}
+    lines = [
+        longer,
+        longer | {"word": "FASTER"},
+        PAIR,
+        PAIR | {"clock": "an old one"},
+        other,
+        PAIR | {"word": "SLOWER"},
     ]
-    assert quality.by_plan(found.comparisons)["", "12"] == {"SAME": 1, "UNDECIDED": 1}
+    found = read(tmp_path, *lines, longer | {"word": None, "ratio": None, "us": None})
+    equal, planted = found.groups()
+    assert [(one.planted, one.size, one.right, one.wrong, one.count(None)) for one in (equal, planted)] == [
+        (0, 2, 1, 1, 0),
+        (pytest.approx(0.01), 3, 1, 1, 1),
+    ]
+    assert planted.ratios == [1.01, 1.01] and found.complaints == []
 
 
-@pytest.mark.parametrize(
-    "bad", ["[", "3", json.dumps({"kind": "comparison"}), json.dumps(COMPARED | {"a/b": EVEN | {"ratio": "x"}})]
-)
+@pytest.mark.parametrize("bad", ["[", "3", PAIR | {"ratio": "x"}, {"kind": "same"}])
 def test_read_names_malformed_lines(tmp_path, bad):
-    found = read(tmp_path, [bad, json.dumps(COMPARED | {"a/b": EVEN})])
-    assert len(found.comparisons) == 1 and len(found.complaints) == 1
-    assert found.complaints[0].startswith("box/judge/x.jsonl:1: ")
+    found = read(tmp_path, bad, PAIR)
+    assert len(found.pairs) == 1 and len(found.complaints) == 1
+    assert found.complaints[0].startswith("pairs.jsonl:1: ")
 
 
 def test_outcome_of_an_attack():

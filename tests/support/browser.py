@@ -37,7 +37,8 @@ OPTIONS = (
     "--hide-scrollbars",
     "--font-render-hinting=none",
 )
-# Pairs of texts that overlap: the boxes of each text node and of each text of a picture, where they can be seen.
+# Pairs of texts that overlap: the boxes of each text node and of each text of a picture, where they can be seen. Source
+# scrolls within its box, so what it hides has a place too.
 OVERLAPS = """(() => {
   const boxes = [];
   const add = (said, box, of) => {
@@ -46,7 +47,8 @@ OVERLAPS = """(() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const parent = node.parentElement;
-    if (!node.data.trim() || parent.closest("svg") || !parent.checkVisibility({visibilityProperty: true})) continue;
+    if (!node.data.trim() || parent.closest("svg, .source pre")) continue;
+    if (!parent.checkVisibility({visibilityProperty: true})) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
     for (const box of range.getClientRects()) add(node.data, box, node);

@@ -60,7 +60,7 @@ class Options:
     all: bool = _option("every variant that this machine can run, ranked", default=False, action="store_true")
     case: str | None = _option("only cases with all these words, such as 'k=64 l=1'", "TEXT")
     shard: str | None = _value(
-        "part I of N of the cases, for several devices", "I/N", str, "I/N, a part of N", _is_part
+        "part I of N of the cases, for several devices", "I/N", str, "I/N, with I from 1 to N", _is_part
     )
     mode: str = _option(_MODES_SAID, "MODE", default="leaderboard", choices=MODES)
     device: str | None = _value(

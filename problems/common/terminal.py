@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 USAGE_EXIT = 2
-FEW = 9  # names that a message lists
 
 
 def nearest(given: str, known: Iterable[str], listing: str = "") -> str:
     """Say of an unknown name which of `known` is nearest, and all of them where these are few, else `listing`."""
     names = [*known]
-    said = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given.lower(), names, 1))
-    every = listing if len(names) > FEW or not names else f"one of {', '.join(names)}"
+    said = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given.lower(), names, 1, 0.65))
+    every = f"one of {', '.join(names)}" if 0 < len(names) <= (5 if said else 9) else listing
     return f"{said} ({every})" if every else said
 
 

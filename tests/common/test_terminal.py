@@ -16,7 +16,7 @@ def test_text_from_elsewhere_cannot_steer_the_terminal():
     [
         (["-n", "x"], "--number must be 1 or more, got 'x'"),
         (["--name"], "argument --name: expected one argument"),
-        (["--nmae=x"], "unknown option --nmae; did you mean --name? (one of "),
+        (["--nmae=x"], "unknown option --nmae; did you mean --name? ("),
         (["--oops"], "unknown option --oops (one of -h, --help"),
         (["--kind", "Secnd"], "--kind got 'Secnd'; did you mean second? (one of first, second)"),
     ],

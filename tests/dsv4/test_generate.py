@@ -371,7 +371,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
         (["--prompt", "1_0"], "--prompt must be token ids"),
         (["--prompt", "1,١"], "--prompt must be token ids"),
         (["--tokens", "1_0"], "--tokens must be an integer, 1 or more, got '1_0'"),
-        (["--tokens"], "got nothing (see"),
+        (["--tokens"], "--tokens: expected one argument (see"),
         (["--top-k", "١"], "--top-k must be an integer, 0 or more, got"),
         (["--seed", "1_0"], "--seed must be an"),
         (["--temperature", "1_0"], "--temperature must be a number, got '1_0'"),

@@ -111,6 +111,7 @@ def test_help_needs_no_package(checkout):
     for command in (RUN, REPORT):
         done = bare(checkout, [command, "--help"])
         assert done.returncode == 0 and done.stdout.startswith("usage: ") and done.stderr == ""
+        assert done.stdout.count("\n") < 45, "a page of a terminal"
 
 
 def test_with_venv_the_command_is_run_by_it(checkout):

@@ -149,9 +149,9 @@ def test_header_says_where_variant_ran(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nvfp4_gemv", "--variant", "lost"], "--variant must be one of nvfp4_gemv's variants"),
+        (["nvfp4_gemv", "--variant", "lost"], "--variant must be a variant of nvfp4_gemv"),
         (["nvfp4_gemv", "--variant", "sm90_dp4a", "--target", "cpu"], "--target must be one of sm90_dp4a's"),
-        (["nothing", "--variant", "x"], "PROBLEM must be one of"),
+        (["nothing", "--variant", "x"], "PROBLEM must be a name in problems"),
         (["dsv4_forward"], "PROBLEM must be one whose variants are single files, dsv4_forward is a composition"),
         (["nvfp4_gemv"], "give --variant NAME, or --target for its winner"),
         (["nvfp4_gemv", "--target", "cpu", "-o", "x.txt"], "-o must name a .py file"),

@@ -283,7 +283,12 @@ def _shown(path: Path) -> bool:
 
 
 def _carved(path: Path) -> list[Path]:
-    """`path`, or where the checkout lies within it, everything beside the way there."""
-    if path in ROOT.parents:
-        return [part for entry in path.iterdir() if not entry.is_symlink() for part in _carved(entry)]
-    return [path] if path.exists() and _shown(path) else []
+    """`path`, or where the checkout lies within it, everything beside the way there. None of a folder that the judge's
+    user may not enter, which its PATH may name: a runner could not either.
+    """
+    try:
+        if path in ROOT.parents:
+            return [part for entry in path.iterdir() if not entry.is_symlink() for part in _carved(entry)]
+        return [path] if path.exists() and _shown(path) else []
+    except PermissionError:
+        return []

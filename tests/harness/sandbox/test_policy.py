@@ -93,6 +93,20 @@ def test_of_homes_only_the_folders_that_are_named_may_be_read(tmp_path, monkeypa
     assert not [path for path in paths if any(path == Path(x) or path in Path(x).parents for x in readable)]
 
 
+def test_a_folder_on_path_that_may_not_be_entered_is_skipped(tmp_path, monkeypatch):
+    inner, exists = tmp_path / "closed" / "bin", Path.exists
+
+    def entered(path):
+        if path == inner:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setenv("PATH", os.pathsep.join([str(inner), os.environ["PATH"]]))
+    before = policy.read_paths()
+    monkeypatch.setattr(Path, "exists", entered)
+    assert policy.read_paths() == before and str(inner) not in before
+
+
 def test_the_checkout_is_cut_out_of_what_may_be_read(monkeypatch):
     for path in (ROOT, ROOT.parent, ROOT / "harness", Path("/")):
         monkeypatch.setattr(sys, "path", [str(path), *sys.path])

@@ -3,6 +3,7 @@
 task.yml has the cases, whose values generate_input receives, and the import names of files; eval.py is ignored.
 """
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,9 +12,11 @@ from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, Val
 
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, UsageError
-from harness.results import schema
+from harness.results import output, schema, text
 
 _UNUSED = ("submission.py", "eval.py", "reference.py")  # a place, the judge's part, and where every folder has it
+# Keys for GPU MODE's own service.
+_OTHER_KEYS = ("description", "config", "templates", "test_timeout", "benchmark_timeout", "ranked_timeout", "gpus")
 _OURS = ("harness", "problems", "leaderboard", "ptx_model")
 
 
@@ -36,7 +39,7 @@ class _File(BaseModel):
 
 
 class _Task(BaseModel):
-    """The keys of task.yml that are read. Others are for GPU MODE's own service."""
+    """The keys of task.yml that are read."""
 
     tests: list[_Case]
     benchmarks: list[_Case] = []
@@ -55,11 +58,16 @@ def read(folder: Path) -> Problem:
     """Return the problem in `folder`. UsageError: task.yml is missing or malformed (it names the key), or a file is."""
     file = folder / "task.yml"
     try:
-        task = _Task.model_validate(yaml.safe_load(file.read_text()))
+        given = yaml.safe_load(file.read_text())
+        task = _Task.model_validate(given)
     except yaml.YAMLError as error:
         raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise UsageError(f"{file}: {schema.said_of(error)}") from None
+    for key in given.keys() - {*_Task.model_fields, *_OTHER_KEYS}:
+        near = difflib.get_close_matches(str(key), [*_Task.model_fields, *_OTHER_KEYS], 1)
+        hint = f": is it {near[0]}?" if near else ""
+        output.complain(text.line(f"warning: {file}: the key {key!r} is unknown and ignored{hint}"))
     benchmarks = task.cases(task.benchmarks)
     if task.ranking_by == "last":
         benchmarks = benchmarks[-1:]

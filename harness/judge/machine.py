@@ -5,6 +5,7 @@ An exception that this module does not know is a bug of the judge, and keeps its
 
 import contextlib
 import errno
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from problems.common import build
 # What only a bug of the judge brings. A missing file may be the user's, see below.
 _BUGS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.EISDIR, errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST}
 _SAID = 500  # characters
+LEAST_FREE = 2**20  # bytes: a disk with less is full
 
 
 def said_of(error: Exception) -> str | None:
@@ -48,4 +50,10 @@ def _of_system(error: OSError) -> str | None:
     missing = error.errno in (errno.ENOENT, errno.EEXIST) and (helps or path is None)
     if error.errno in _BUGS and not missing:
         return None
+    if error.errno == errno.ENOSPC and path is None:
+        helps = [f"full: {folder}" for folder in (*places, record.RESULTS) if _is_full(folder)]
     return "; ".join([record.said_of(error), *helps[:1]])
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.is_dir() and shutil.disk_usage(folder).free < LEAST_FREE

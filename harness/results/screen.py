@@ -1,5 +1,6 @@
-"""The console of rich, as the judge and the board use it."""
+"""The console of rich, as the board uses it."""
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -12,7 +13,13 @@ Item = TypeVar("Item")
 
 
 class Screen(Console):
-    """A console that raises ClosedError when its reader has gone; rich would end the process with exit code 1."""
+    """A console that raises ClosedError when its reader has gone; rich would end the process with exit code 1. With
+    NO_COLOR in the environment it writes no escape at all, as to a file.
+    """
+
+    @property
+    def is_terminal(self) -> bool:
+        return super().is_terminal and not os.environ.get("NO_COLOR")
 
     def on_broken_pipe(self) -> None:
         raise ClosedError("the reader of standard output has gone")
@@ -20,6 +27,6 @@ class Screen(Console):
 
 def track(items: Sequence[Item], said: str) -> Iterator[Item]:
     """Yield the items. On a terminal, standard error shows a bar with their number and the time left meanwhile."""
-    screen = Console(stderr=True)
+    screen = Screen(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal, redirect_stdout=False) as bar:
         yield from bar.track(items, description=said)

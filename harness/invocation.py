@@ -5,7 +5,7 @@ import functools
 import json
 from typing import TextIO
 
-from harness.judge import console, device_lock, resume, verdict, work
+from harness.judge import advice, console, device_lock, resume, verdict, work
 from harness.judge.events import Events
 from harness.judge.judging import Judging
 from harness.judge.options import Options
@@ -13,13 +13,13 @@ from harness.judge.selection import Selection
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import Case, Problem, Submission, UsageError, reading
-from harness.results import environment, gpu, output, ranking, record, text
+from harness.results import environment, gpu, output, ranking, record
+from harness.results.ranking import Leader
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
 from harness.sandbox import process
 from problems.common import load
 
-BASELINE = "torch_dequant"  # shown as a ratio where it takes part
 MODEL = "model"  # whose records those of a model of a GPU are: no machine has a part in them
 
 
@@ -32,7 +32,7 @@ class Run:
         self.judged: list[Result] = []
         self.lines: list[dict] = []
         self.file: RunFile | None = None  # of a recorded run
-        self.opponents: list[Result] = []  # leaders that took part in a confirmation only
+        self.judging: Judging | None = None
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -149,7 +149,7 @@ class Run:
         chosen, checked = self.selection.submissions(), self._has_check()
         if checked:
             self.selection.cases()
-        console.say(environment.block() + "\n")
+        console.say(environment.line() + "\n")
         judged = self.judged = [self._judged(submission) for submission in chosen]
         runnable = [j for j in judged if self.selection.admit(j)]
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
@@ -166,7 +166,7 @@ class Run:
         self._see_unchanged(judged)
         percent = args.fail_on_regression
         slower = [] if percent is None else [where for j in judged for where in verdict.regressions(j, percent)]
-        code = verdict.exit_code([j.verdict for j in judged], args.all) or (verdict.REGRESSION_EXIT if slower else 0)
+        code = verdict.exit_code([j.word for j in judged], args.all) or (verdict.REGRESSION_EXIT if slower else 0)
         self._record(judged, code)
         try:
             self._write_json()
@@ -234,12 +234,11 @@ class Run:
 
     def _judge(self, judged: list[Result]) -> None:
         args, (tests, cases) = self.args, self.selection.cases()
-        judging = Judging(self.selection, self.recorder, self.file, self._enter, self.events)
+        self.judging = Judging(self.selection, self.recorder, self.file, self._enter, self.events)
         if note := self.selection.note():
             console.say(note)
         with self._held(args.mode != "test"):
-            judging.run(judged, tests, cases)
-        self.opponents = judging.opponents
+            self.judging.run(judged, tests, cases)
 
     def _enter(self, submission: Submission) -> Result | None:
         """Return a submission that the arguments do not name; None if it may not, or cannot, run here."""
@@ -278,39 +277,56 @@ class Run:
                 self.lines += self.recorder.lines(j)
         self.file.finish(self.lines, code)
 
+    @property
+    def opponents(self) -> list[Result]:
+        """Leaders that took part in a confirmation only."""
+        return self.judging.opponents if self.judging else []
+
     def _say_recorded(self) -> None:
-        console.say(f"run {self.recorder.run_id}: {text.counted(len(self.lines), 'record')} of {self.machine}")
+        console.say(f"saved. See your row: leaderboard/report.py {self.problem.name}")
 
     def _print(self, judged: list[Result]) -> None:
-        args = self.args
-        console.say()
-        timed = [j for j in (*judged, *self.opponents) if j.times]
-        if timed:
-            console.times(timed)
-            console.readings(timed)
+        args, everybody = self.args, [*judged, *self.opponents]
+        places = {} if args.against else console.places(everybody)
+        handles = self.judging.handles if self.judging else {}
+        for handle in handles.values():
+            console.printed(handle.name, handle.printed.lines, handle.printed.count)
+        if timed := [j for j in everybody if j.times]:
+            console.say()
+            console.times(timed, places, self.recorder.warnings_of)
         with console.quiet(False):
-            for j in judged:
-                if j.against_all and not args.quiet:
-                    console.say()
-                if j.against_all:
-                    console.against(j)
             if not args.quiet:
                 console.say()
-            console.summary([*judged, *self.opponents], BASELINE)
+            for j in judged:
+                console.against(j)
+            console.verdicts(everybody, places, args.quiet)
+            alone = [j for j in judged if j.metric and not args.against and not places]
+            for j in alone:
+                console.say(advice.place(j, self._leader))
             if self.lines:
                 self._say_recorded()
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
+        if judged:
+            console.say("next: {}   ({})".format(*advice.following(args, self.problem, judged, self._leader)))
+
+    @functools.cached_property
+    def _leader(self) -> Leader | None:
+        """Who leads the board of this run's cases, by other runs."""
+        leader = self.judging.leader() if self.judging else None
+        return leader if leader and leader.run_id != self.recorder.run_id else None
 
     def _tell(self, judged: list[Result]) -> None:
-        """Write the verdicts to --events."""
+        """Write the verdicts to --events, and the command to try next."""
         for j in (*judged, *self.opponents):
             us, lo, hi = j.metric or (None, None, None)
-            reason = "" if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
+            reason = j.busy if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             if j.against_all and j.against_all["word"] == "UNDECIDED":
                 reason = console.undecided(j.against_all)
             times = {"time_us": us, "ci95_us": [lo, hi] if us else None, "against": j.against_all}
-            self.events.write("verdict", variant=j.submission.name, status=j.verdict, reason=reason, **times)
+            self.events.write("verdict", variant=j.submission.name, status=j.word, reason=reason, **times)
+        command, why = advice.following(self.args, self.problem, judged, self._leader)
+        self.events.write("next", command=command, why=why)
 
     def _write_json(self) -> None:
         written = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.records)

@@ -60,7 +60,7 @@ class Check(Verb):
     def _work(self) -> int:
         if {"-h", "--help"} & {*self.words}:  # it prints its arguments
             return endtoend.run(self.problem, self.device, ["--help"])[0]
-        console.say(environment.block() + "\n")
+        console.say(environment.line() + "\n")
         return self._check(self.words)
 
 
@@ -106,7 +106,7 @@ class Profile(Run):
 
     def _work(self) -> int:
         (submission,) = self.selection.submissions()
-        console.say(environment.block() + "\n")
+        console.say(environment.line() + "\n")
         j = Result(submission, self.selection.target_of(submission))
         if not self.selection.admit(j):
             console.say(f"{submission.name}: {j.status}: {j.reason}")
@@ -126,7 +126,7 @@ class Latency(Run):
 
     def _work(self) -> int:
         (submission,) = self.selection.submissions()
-        console.say(environment.block() + "\n")
+        console.say(environment.line() + "\n")
         cases = latency.cases(self.problem, self.args.case)
         if self.device != "cuda":
             raise UsageError(f"--mode latency {NEEDS_GPU}")

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from harness.results import ranking, stats
-from harness.results.ranking import case_label
+from harness.results.ranking import case_label, ranks
 from leaderboard import provenance
 from leaderboard.provenance import PROBLEM_CHANGED, Provenance
 
@@ -67,23 +67,6 @@ class Board:
     times: pd.DataFrame
     pairs: pd.DataFrame
     notes: list[str]
-
-
-def ranks(intervals: list[tuple[float, float]]) -> list[int]:
-    """Rank of each (lo, hi), which come sorted by their geomean.
-
-    The first leads a group. A variant whose interval overlaps the leader's shares the leader's rank; the first that
-    does not leads the next group, and its rank is its position from 1. So ranks read 1, 1, 3. Overlap is not
-    transitive: with A ~ B and B ~ C but A apart from C, C is third, since only the group's leader counts. That keeps a
-    chain of neighbours from making the whole field one tie.
-    """
-    result: list[int] = []
-    leader, rank = None, 0
-    for position, (lo, hi) in enumerate(intervals, 1):
-        if leader is None or lo > leader[1] or hi < leader[0]:
-            leader, rank = (lo, hi), position
-        result.append(rank)
-    return result
 
 
 def rows_of(table: pd.DataFrame) -> Iterator[Any]:

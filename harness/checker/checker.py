@@ -355,7 +355,10 @@ class Checker:
         output = got[0] if len(got) == 1 else tuple(got)
         result = inputs.compared(self.reference, self.pristine, self.want, output, message["baseline"])
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
-        return _verdict("PASSED" if result.ok else "INCORRECT", result.message, error)
+        said = result.message
+        if not result.ok and (count := sum(memory.unwritten(part) for part in got if part is not None)):
+            said += f"\nnever written: {count} elements hold the NaN that was there before the call"
+        return _verdict("PASSED" if result.ok else "INCORRECT", said, error)
 
     def _judge_any(self, taken: list[torch.Tensor | None], claim: dict, buffer: Shared) -> dict:
         """Return the verdict of a GPU MODE folder's own check. claim: of what came back; taken: its bytes on a CPU."""

@@ -109,6 +109,15 @@ def poison(tensors: list[torch.Tensor], which: list[int]) -> None:
             tensor.copy_(_secret_bits(tensor, 2 if dtype == torch.bool else 256).view(dtype).view(tensor.shape))
 
 
+def unwritten(tensor: torch.Tensor) -> int:
+    """Return how many elements hold, bit for bit, the NaN that `poison` fills floating point of 2 to 8 bytes with."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.dtype.itemsize)
+    if bits is None or not tensor.dtype.is_floating_point:
+        return 0
+    poison = torch.full((1,), math.nan, dtype=tensor.dtype, device=tensor.device)
+    return int((tensor.view(bits) == poison.view(bits)).sum())
+
+
 def _secret_bits(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """Return as many bytes as a tensor's elements take, each secret and below `most`, flat uint8."""
     secret = torch.Generator(tensor.device).manual_seed(secrets.randbits(63))

@@ -43,7 +43,9 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
         how = kind(one.file, one.folder or problem.folder, one.tree)
         if how and workdir.build_folder(one.file, problem, target, one.tree) is None:
             runner = f"{handle.name} (compile step)"
-            found.append((how, handle, RunnerHandle(handle.name, one, target, built=True, runner=runner)))
+            found.append(
+                (how, handle, RunnerHandle(handle.name, one, target, built=True, printed=handle.printed, runner=runner))
+            )
     return found
 
 

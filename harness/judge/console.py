@@ -1,189 +1,316 @@
-"""The output of a run: a bar on a terminal, a line for each test case, and the tables at the end.
+"""What a run prints: its progress, each distinct failure once, a table of times, the verdicts.
 
-Names, cases and reasons come from submissions and foreign problems: harness/results/text.py cleans them, and rich does
-not read them as markup. Every function raises ClosedError (harness/results/output.py) once the reader is gone.
+Names, cases and reasons come from submissions and foreign problems: harness/results/text.py cleans them. Every function
+raises ClosedError (harness/results/output.py) once the reader is gone.
 """
 
+import contextlib
+import os
+import re
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
-from rich.table import Table
-from rich.text import Text
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 from harness.judge import limits
-from harness.judge.events import Progress, Step
+from harness.judge.events import MISMATCH, Progress, Step
 from harness.judge.outcome import Outcome
-from harness.judge.verdict import CaseTime, Result
+from harness.judge.verdict import CaseTime, Result, roofline_share
 from harness.problem.folders import Case
-from harness.results import output, ranking, stats, text
-from harness.results.screen import Screen
+from harness.results import output, ranking, text
+from harness.sandbox.process import PRINTED
 
-BAR, BAR_LINE = 12, 55  # columns of a progress bar, and of its line without the words at the end
+EVERY_S, BAR_S = 10.0, 0.5  # between two lines of progress, and on a terminal between two changes of the bar
+BAR = 12  # columns
 PLAIN_WIDTH = 160  # columns where the output is no terminal
+WIDE = 100  # columns from which a table of times has all it can have
 SAID = 200_000  # characters that are printed at once
-REASON = 160  # characters of a reason in a table or summary
+REASON = 160  # characters of a reason in a summary
 
-console = Screen(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=True)
+# What GPU MODE's checkers, and ours, say ahead of the elements.
+_COUNT = re.compile(
+    r"(?:mismatch found! custom implementation doesn't match reference: )?Number of mismatched elements: "
+)
+_FIGURES = re.compile(r"0x[0-9a-f]+|(?<![\w.:])\d[\d.e+-]*")  # in which equal failures differ; not "my.py:12"
+_TIMES = "Times in us: median and 95 % interval. Roofline: the time of reading the same bytes"
+_TIMES += " (or of the same arithmetic) on this machine."
+_COLUMNS = ("", "time", "95 % interval", "GB/s", "roofline", "% of roofline", "rank", "error / allowed", " ")
+_ONLY_WIDE = ("error / allowed", "GB/s", "roofline")  # the first is the first to go
 
 
-@contextmanager
+_quiet = False
+_bar = threading.Lock()  # held while something is written to a terminal that has a bar
+
+
+@contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
     """Within, nothing is printed if that is `wanted`, and everything if it is not."""
-    before, console.quiet = console.quiet, wanted
+    global _quiet
+    before, _quiet = _quiet, wanted
     try:
         yield
     finally:
-        console.quiet = before
+        _quiet = before
 
 
-@contextmanager
+def is_quiet() -> bool:
+    """Whether nothing is printed now."""
+    return _quiet
+
+
+def is_terminal() -> bool:
+    """Whether standard output is a terminal that may have escapes."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def width() -> int:
+    """The columns of standard output."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
+
+
+@contextlib.contextmanager
 def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
-    """Yield a function that shows the present step, as a bar on a terminal, and passes it to `also`."""
-    if not console.is_terminal or console.quiet:
-        yield also
-        return
-    columns = (
-        TextColumn("{task.fields[phase]}"),
-        BarColumn(BAR),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    # What goes to standard error elsewhere stays there.
-    with Bars(*columns, console=console, transient=True, redirect_stderr=sys.stderr.isatty()) as bars:
-        task = bars.add_task("", total=None, phase="starting")
+    """Yield a function that passes a step on to `also`, and is shown: as a bar on a terminal, else as a line every ten
+    seconds, also while one step takes long.
+    """
+    present, over, began_s, bar = Step("starting", 0, 0, ""), threading.Event(), time.monotonic(), is_terminal()
 
-        def show(step: Step) -> None:
-            also(step)
-            if step.phase != bars.tasks[0].fields["phase"]:
-                bars.reset(task, phase=step.phase)
-            said = text.line(step.said)[: max(0, console.width - BAR_LINE)]
-            bars.update(task, completed=step.n, total=step.total, description=said)
+    def show(step: Step) -> None:
+        nonlocal present
+        present = step
+        also(step)
 
+    def write() -> None:
+        with contextlib.suppress(output.ClosedError):  # whoever prints next finds out too
+            while not over.wait(BAR_S if bar else EVERY_S):
+                step, passed_s = present, time.monotonic() - began_s
+                said = f"{step.phase} {step.n}/{step.total}  {passed_s:.0f} s  {text.line(step.said)}"
+                if not bar:
+                    say(said)
+                elif not _quiet:
+                    drawn = "\u2501" * (BAR * step.n // max(1, step.total))
+                    _write(f"{drawn:\u00b7<{BAR}} {said}"[: width() - 1], "")
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
         yield show
+    finally:
+        over.set()
+        writer.join()
+        if bar and not _quiet:
+            _write("", "")
 
 
 def say(said: str = "") -> None:
-    """Print clean text without markup and names of emoji."""
-    console.print(Text(text.clean(said, SAID)))
+    """Print clean text."""
+    if not _quiet:
+        _write(text.clean(said, SAID), "\n")
+
+
+def _write(said: str, end: str) -> None:
+    """Print in place of the bar that a terminal may show."""
+    with _bar:
+        output.say(f"\r\x1b[2K{said}" if is_terminal() else said, end=end)
 
 
 def note(said: str) -> None:
     """Print a line that a quiet run shows too, on standard error: what it waits for, or what a verdict is not about."""
-    if console.quiet:
+    if _quiet:
         output.complain(text.clean(said, SAID))
     else:
         say(said)
 
 
-def test_line(name: str, case: Case, outcome: Outcome) -> None:
-    """Print one line per case, and the whole reason if it did not pass."""
-    error = f"  rel {outcome.error['rel']:.1e}" if outcome.error else ""
-    say(f"{name:<20} test   {text.line(case):<28} {outcome.status}{error}")
-    if outcome.status != "PASSED":
-        say("    " + text.clean(outcome.reason).replace("\n", "\n    "))
+class Failures:
+    """Prints each distinct failure once, when it first comes, and counts the others. A wrong answer has a line for each
+    case, and its elements once.
+    """
+
+    def __init__(self) -> None:
+        self._more: dict[tuple[str, str, str], int] = {}
+
+    def add(self, name: str, case: Case, outcome: Outcome) -> None:
+        """Print the failure of a submission on a case unless it was printed."""
+        first, *rest = readable(outcome.reason.partition(PRINTED)[0])
+        key = name, outcome.status, _FIGURES.sub("N", first)
+        known, counts = key in self._more, first.endswith("elements differ")
+        self._more[key] = self._more.get(key, -1) + (not known or not counts)
+        if not known or counts:
+            say(f"{name}  {text.line(case)}  {outcome.status}: {first}")
+        if not known and rest:
+            say(textwrap.indent("\n".join(rest), "    "))
+
+    def close(self) -> None:
+        """Print how often each failure came again."""
+        for (name, status, said), more in self._more.items():
+            if more:
+                say(f"{name}  and {text.counted(more, 'more case')}: {status}: {text.line(said, REASON)}")
+        self._more.clear()
 
 
-def times(judged: list[Result]) -> None:
-    """Print one line per variant and case: time, interval, rate, share of the measured roofline, error."""
-    rate = "the best plain read of the same bytes or, where that takes longer, a matrix product of as many operations"
-    table = Table(title=f"Times, us (median, 95 % interval; roofline: {rate})")
-    distinct, shared = ranking.apart([str(t.case) for j in judged for t in j.times])
-    table.add_column("variant", no_wrap=True)
-    table.add_column("case", overflow="fold")  # gives way: figures are not to be cut
-    for column in ("time", "interval", "GB/s", "roofline", "% of\nroofline", "error", "tolerance"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
-    for j in sorted(judged, key=_order):
-        for t in j.times:
-            cells = _time_row(j, t, distinct[str(t.case)])
-            table.add_row(*(Text(text.line(cell)) for cell in cells))  # rich reads markup in a plain string
-        table.add_section()
-    console.print(table)
-    if shared:
-        say(f"All cases have {shared}.")
-
-
-def _time_row(j: Result, t: CaseTime, case: str) -> list[str]:
-    if t.failure:
-        return [j.submission.name, case, *[""] * 7, f"{t.failure.status}: {text.first_line(t.failure.reason, 80)}"]
-    error = t.timing.worst_error or {}
-    return [
-        j.submission.name,
-        case,
-        f"{t.median:.2f}",
-        f"{t.interval[0]:.2f}..{t.interval[1]:.2f}",
-        f"{t.readings.bytes / t.median / 1e3:.0f}",
-        f"{t.readings.roofline_us:.2f} {t.readings.roofline_kind}",
-        f"{t.readings.roofline_us / t.median:.0%}",
-        f"{error['rel']:.1e}" if error else "",
-        f"{error['tol']:.1e}" if error else "",
-        "self-timed: not protected against forging" if t.timing.self_timed else "",
+def readable(reason: str) -> list[str]:
+    """Return the lines of a reason, the elements of a wrong answer as a small table: element, got, wanted."""
+    lines = text.clean(reason).strip().split("\n")
+    elements = [found for line in lines if (found := MISMATCH.fullmatch(line.strip()))]
+    first, *rest = [line for line in lines if not MISMATCH.fullmatch(line.strip())] or [""]
+    first, counted = _COUNT.subn("", first)
+    unwritten = any(line.startswith("never written") for line in rest)
+    rows = [
+        (f"({at})", "never written" if unwritten and got == "nan" else got, want)
+        for at, got, want in (e.groups() for e in elements)
     ]
+    shown = _aligned([("element", "got", "wanted"), *rows]) if rows else []
+    return [f"{first} elements differ" if counted else first, *shown, *rest]
 
 
-def readings(judged: list[Result]) -> None:
-    """Print the reference readings of each case."""
-    times = next((j.times for j in judged if j.times), [])
-    for t in times:
-        of = t.readings
-        read = f"{of.bytes / of.roofline_us / 1e3:.0f} GB/s, " if of.roofline_kind == "read" else ""
-        roofline = f"roofline {of.roofline_us:.2f} us ({read}{of.roofline_config})"
-        say(f"{text.line(t.case):<28} {roofline}   empty call {of.empty_us:.2f} us")
+def gist(reason: str) -> str:
+    """Return the line of a report that says what happened, and of a wrong answer its first element."""
+    first, *rest = readable(reason)
+    if rest and first.startswith("Traceback"):
+        first = rest[-1]
+    elif found := MISMATCH.search(text.clean(reason)):
+        first += f", at ({found[1]}) got {found[2]}, wanted {found[3]}"
+    return text.line(first, REASON)
 
 
-def summary(judged: list[Result], baseline: str | None = None) -> None:
-    """Print the geomean of each variant, or why it has no time."""
-    base = next((j.metric for j in judged if j.submission.name == baseline and j.metric), None)
+def printed(name: str, lines: list[str], count: int) -> None:
+    """Print the first ones of the `count` lines that a submission printed."""
+    if lines:
+        say(f"{name} printed:")
+        say(textwrap.indent("\n".join(map(text.line, lines)), "    "))
+    if count > len(lines):
+        say(f"    ... {text.counted(count - len(lines), 'more line')}")
+
+
+def times(judged: list[Result], places: dict[str, str], warnings: Callable[[CaseTime], list[str]]) -> None:
+    """Print the table of times with its footnotes: a row for each submission and, if there is one or the terminal is
+    wide, for each case. No number is cut. places: by submission its rank in words; warnings: of a case, in words.
+    """
+    judged, wide = sorted(judged, key=_order), width() >= WIDE
+    labels = list(dict.fromkeys(text.line(t.case) for j in judged for t in j.times))
+    distinct, shared = ranking.apart(labels)
+    notes: list[str] = []
+    rows = []
+    for j in judged:
+        place = places.get(j.submission.name, "baseline" if j.submission.baseline else "")
+        rows.append({"": j.submission.name, "rank": place} | _figures(j.metric, j.times, notes, warnings))
+        for t in j.times if len(labels) > 1 and (wide or len(judged) == 1) else ():
+            us = None if t.failure else (t.median, *t.interval)
+            rows.append(_figures(us, [t], notes, warnings) | {"case": distinct[text.line(t.case)]})
+    columns = [one for one in _COLUMNS if any(row.get(one) for row in rows) and (wide or one not in _ONLY_WIDE)]
+    for spare in ("", *_ONLY_WIDE):
+        columns = [one for one in columns if one != spare or not spare]
+        table = _aligned([tuple(columns), *(tuple(text.line(row.get(one, "")) for one in columns) for row in rows)])
+        if len(table[0]) <= width():
+            break
+    cases = [f"Case: {labels[0]}"] if len(labels) == 1 else [f"All cases: {shared}"] if shared else []
+    said = [_TIMES, *cases, *(f"[{number}] {note}" for number, note in enumerate(notes, 1))]
+    above, below = said[: 1 + len(cases)], said[1 + len(cases) :]
+    costs = dict.fromkeys(f"{us:.2f}" for us in sorted(t.readings.empty_us for t in judged[0].times))
+    off = ", already taken off" if judged[0].times[0].readings.resolution_us else ""
+    below.append(f"The clock itself costs {' to '.join([*costs][:: len(costs) - 1 or 1])} us{off}.")
+    say("\n".join(textwrap.fill(line, width()) for line in above))
+    say("\n".join(f"{line}  {row.get('case', '')}".rstrip() for line, row in zip(table, [{}, *rows], strict=True)))
+    say("\n".join(textwrap.fill(line, width(), subsequent_indent="    ") for line in below))
+
+
+def _figures(
+    us: tuple[float, float, float] | None,
+    cases: list[CaseTime],
+    notes: list[str],
+    warnings: Callable[[CaseTime], list[str]],
+) -> dict[str, str]:
+    """Return the figures of a row by column. us: (time, low, high); None: not all `cases` were timed. notes: what the
+    footnotes say; new ones are added.
+    """
+    if us is None:
+        return {"time": next((t.failure.status for t in cases if t.failure), "not timed")}
+    said = dict.fromkeys(one for t in cases for one in warnings(t))
+    notes += [one for one in said if one not in notes]
+    figures = {"time": f"{us[0]:.2f}", "95 % interval": f"{us[1]:.2f}..{us[2]:.2f}"}
+    figures[" "] = "".join(f"[{notes.index(one) + 1}]" for one in said)
+    if share := roofline_share(cases):
+        figures["% of roofline"] = f"{share:.0%}"
+    if len(cases) == 1:
+        readings, error = cases[0].readings, cases[0].timing.worst_error
+        figures["GB/s"] = f"{readings.bytes / us[0] / 1e3:.0f}"
+        figures["roofline"] = f"{readings.roofline_us:.2f} {readings.roofline_kind}" if share else ""
+        figures["error / allowed"] = f"{error['max']:.1e} / {error['tol']:.1e}" if error else ""
+    return figures
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return rows of cells as lines of one length, names to the left and figures to the right. The first row names."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if name in ("", " ", "element") else ">" for name in rows[0]]
+    return ["  ".join(map("{:{}{}}".format, row, sides, widths)) for row in rows]
+
+
+def places(judged: list[Result]) -> dict[str, str]:
+    """Return by submission its rank among those of this run, and the multiple of the leader's time, in words. Empty
+    where fewer than two are ranked.
+    """
+    ranked = [j for j in judged if not j.submission.baseline and not ranking.is_repeat(j.submission.name)]
+    timed = sorted((j.metric, j.submission.name) for j in ranked if j.verdict == "PASSED" and j.metric)
+    if len(timed) < 2:
+        return {}
+    ranks = ranking.ranks([(lo, hi) for (_, lo, hi), _ in timed])
+    best = timed[0][0][0]
+    said = {name: f"{rank} ({us[0] / best:.2f}x)" for rank, (us, name) in zip(ranks, timed, strict=True)}
+    return said | {timed[0][1]: "1"}
+
+
+def verdicts(judged: list[Result], placed: dict[str, str], brief: bool) -> None:
+    """Print the verdict of each submission: its time, or why it has none. brief: nothing else was printed."""
+    width = max((len(j.submission.name) for j in judged), default=0)
     for j in sorted(judged, key=_order):
-        limits = f"; {j.submission.limits}" if j.submission.only and not j.reason else ""
-        kind = f" (baseline, unranked{limits})" if j.submission.baseline else ""
-        kind += f"; {j.remark}" if j.remark and j.verdict == "PASSED" else ""
-        if j.metric:
-            value, lo, hi = j.metric
-            roofline = stats.geomean([t.readings.roofline_us / t.median for t in j.times])
-            ratio = f"   {base[0] / value:.1f}x {baseline}" if base and j.submission.name != baseline else ""
-            name, tried = ranking.name(j.ranking_by), f"   attempt {j.attempt}" if j.attempt else ""
-            many = text.counted(len(j.times), "case")
-            said = f"{name} {value:.2f} us ({lo:.2f}..{hi:.2f}) over {many}   {roofline:.0%} of roofline"
-            say(f"{j.submission.name:<20} {j.verdict:<14} {said}{ratio}{tried}{kind}")
-        elif j.verdict == "PASSED":
-            right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
-            said = [f"{text.counted(right, 'test case')} right"] if j.tests else []
-            many = text.counted(len(j.times), "case")
-            said.append(f"timed on {timed} of {many}" if j.times else "not timed in this mode")
-            say(f"{j.submission.name:<20} PASSED         {'; '.join(said)}{kind}")
-        else:
-            say(f"{j.submission.name:<20} {j.verdict:<14} not timed: {why(j)}{kind}")
+        say(f"{j.submission.name:<{width}}  {j.word}  {_verdict(j, placed.get(j.submission.name, ''), brief)}")
+
+
+def _verdict(j: Result, place: str, brief: bool) -> str:
+    if j.verdict != "PASSED":
+        return why(j) if brief else why(j).partition(PRINTED)[0]
+    right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
+    if j.metric:
+        value, lo, hi = j.metric
+        parts = [f"{ranking.name(j.ranking_by)} {value:.2f} us ({lo:.2f}..{hi:.2f})"]
+        if share := roofline_share(j.times):
+            parts.append(f"{share:.0%} of roofline")
+    else:
+        parts = [f"{text.counted(right, 'test case')} right"] if j.tests else []
+        parts.append(
+            f"timed on {timed} of {text.counted(len(j.times), 'case')}" if j.times else "not timed in this mode"
+        )
+    parts += [f"rank {place}"] if place else []
+    parts += ["a baseline"] if j.submission.baseline else []
+    parts += [one for one in (j.submission.limits if j.submission.only else "", j.remark, j.busy) if one]
+    return ", ".join(parts)
 
 
 def against(j: Result) -> None:
     """Print the paired comparison: the ratio of times by case, and their geomean."""
+    if not j.against_all:
+        return
     for t, pair in zip(j.times, j.against, strict=True):
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
     what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
-    if j.against_all:
-        say(f"{what:<28} {_ratio(j, j.against_all)}")
+    say(f"{what:<28} {_ratio(j, j.against_all)}\n")
 
 
 def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
     said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
-    return f"{said}: {undecided(pair)}" if "needed" in pair else said
+    return f"{said}: {undecided(pair)}" if pair["word"] == "UNDECIDED" else said
 
 
 def undecided(pair: dict) -> str:
-    """Return how many processes would decide, in words."""
-    needed, limit = pair["needed"], limits.MOST_PROCESSES
-    if needed > limit:
-        return f"more than --processes {limit} would decide: try when the machine is idle"
-    return f"about --processes {needed} would decide, {needed / pair['processes']:.1f} times as long"
+    """Return what to do about a comparison that is UNDECIDED."""
+    count = min(4 * pair["processes"], limits.MOST_PROCESSES)
+    return f"too noisy. Try --processes {count} (halves the interval) on a quiet machine"
 
 
 def why(j: Result) -> str:
@@ -196,14 +323,8 @@ def why(j: Result) -> str:
     if not bad:
         return "no reason given"
     case, outcome = next(((c, o) for c, o in bad if o.status == j.verdict), bad[0])
-    many = f"{len(bad)} of {text.counted(len(j.tests) + len(j.times), 'case')} failed"
-    return f"{many}, first {text.line(case)}: {outcome.status}: {gist(outcome.reason)}"
-
-
-def gist(reason: str) -> str:
-    """Return the line of a report that says what happened: the last one of a traceback, the first of any other."""
-    lines = text.clean(reason).strip().split("\n")
-    return text.line(lines[-1] if lines[0].startswith("Traceback") else lines[0], REASON)
+    many = f"{len(bad)} of {len(j.tests) + len(j.times)} cases, first " if len(bad) > 1 else ""
+    return f"{many}{text.line(case)}: {gist(outcome.reason)}"
 
 
 def _order(j: Result) -> tuple:

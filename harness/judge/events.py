@@ -14,7 +14,7 @@ from harness.problem.folders import UsageError
 from harness.results import output, record
 
 PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
-_MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
+MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Events:
             return
         self._failed.add(variant)
         element: dict = dict.fromkeys(("index", "expected", "got"))
-        if found := _MISMATCH.search(reason):
+        if found := MISMATCH.search(reason):
             index = [int(i) for i in found[1].split(",") if i.strip()]
             element = {"index": index, "expected": _number(found[3]), "got": _number(found[2])}
         self.write("mismatch", variant=variant, case=case, status=status, **element, reason=reason)
@@ -93,9 +93,6 @@ def see_outputs(json: str | None, events: str | None) -> None:
             raise UsageError(f"--json: cannot write {json}: {getattr(error, 'strerror', error)}") from None
         if events and Path(events).resolve() == Path(json).resolve():
             raise UsageError(f"--json and --events must be two files, got {json} for both: --json replaces its own")
-    out = Path("/dev/stdout")
-    if json == "-" and events and out.exists() and Path(events).exists() and out.samefile(events):
-        raise UsageError(f"--json - and --events must be two files, got standard output, {events}, for both")
 
 
 def _number(said: str) -> float | str:

@@ -20,6 +20,8 @@ from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
 from problems.common import build
 
+LINES = 20  # that are kept of what a submission printed
+
 
 class CheckerLost(ProblemError):
     """The checker ended, or was killed, before it answered."""
@@ -127,10 +129,23 @@ class CheckerHandle:
         self.child.close()
 
 
+@dataclass
+class Printed:
+    """What the processes of a submission printed, one after the other: the first lines, and how many there are."""
+
+    lines: list[str] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, child: Child) -> None:
+        """Add what a process printed that has ended."""
+        lines, count = child.printed
+        self.lines, self.count = (self.lines + lines)[:LINES], self.count + count
+
+
 @dataclass(eq=False)
 class RunnerProcess:
     """One process of a submission: its child process, its folder (None for the judge's own), and what it has received.
-    limit_s: for a request that is no call.
+    limit_s: for a request that is no call. printed: receives what it printed, when it has ended.
     """
 
     name: str
@@ -138,6 +153,7 @@ class RunnerProcess:
     workdir: Workdir | None
     checker: CheckerHandle
     limit_s: float
+    printed: Printed = field(default_factory=Printed)
     opened: tuple | None = None  # what its buffers were allocated for
     calls: int = 0
     calls_on_buffers: int = 0  # calls on the present buffers
@@ -227,6 +243,8 @@ class RunnerProcess:
         return Outcome(died.status, self.workdir.restore(died.reason) if self.workdir else died.reason)
 
     def remove(self) -> None:
+        """Keep what the ended process printed, and remove its folder."""
+        self.printed.add(self.child)
         if self.workdir:
             with contextlib.suppress(OSError):  # what cannot be removed now goes with the judge's own folder
                 self.workdir.remove()
@@ -244,6 +262,7 @@ class RunnerHandle:
     target: str
     built: bool = False  # its compile step was made, or is not needed
     audit: Audit = field(default_factory=Audit)
+    printed: Printed = field(default_factory=Printed)  # of all its processes
     process: RunnerProcess | None = None
     lost: int = 0  # processes that died
     # What became of the last one.
@@ -269,6 +288,11 @@ class RunnerHandle:
     def baseline(self) -> bool:
         return self.submission is not None and self.submission.baseline
 
+    @property
+    def given_up(self) -> Outcome | None:
+        """Why no process of it is started any more in this phase."""
+        return self.broken or (self.loss if self.lost >= limits.GIVE_UP_AFTER else None)
+
     def serves(self, case: Case) -> bool:
         return self.submission is None or self.submission.serves(case)
 
@@ -284,7 +308,7 @@ class RunnerHandle:
             file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
         stoppable = checker.device == "cpu" and not compile_only
         child = Child("harness.runner.runner", arch, box.jail if box else None, stoppable)
-        self.process = RunnerProcess(self.runner, child, box, checker, limit_s)
+        self.process = RunnerProcess(self.runner, child, box, checker, limit_s, self.printed)
         message = {
             "device": device,
             "folder": str(folder),

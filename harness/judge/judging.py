@@ -17,12 +17,12 @@ from types import ModuleType
 from harness.judge import console, device_lock, phases, verdict, work
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import Audit, Outcome
+from harness.judge.outcome import Outcome
 from harness.judge.selection import Selection
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Submission, UsageError
-from harness.results import environment, ranking, record
+from harness.results import environment, ranking, record, text
 from harness.results.ranking import Leader
 from harness.results.run_file import RunFile
 
@@ -65,6 +65,7 @@ class Judging:
     judged: list[Result] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     handles: dict[str, RunnerHandle] = field(default_factory=dict)
+    failures: console.Failures = field(default_factory=console.Failures)
 
     def __post_init__(self) -> None:
         self.problem, self.device, self.args = self.selection.problem, self.selection.device, self.selection.args
@@ -89,7 +90,7 @@ class Judging:
                         self._confirm(session, self.file)
             for j in (*judged, *self.opponents):
                 handle = self.handles.get(j.submission.name)
-                j.audit = dataclasses.asdict(handle.audit) if handle else self._noted_audit(j.submission.name)
+                j.audit = dataclasses.asdict(handle.audit) if handle else None
                 j.remark = session.remark
             self.recorder.warnings += session.notes
 
@@ -104,10 +105,8 @@ class Judging:
                 fields = work.of_outcome(outcome)
                 self.file.write("outcome", submission=handle.name, case=len(tests), outcome=fields)
             tests.append((case, outcome))
-            first = len(tests) == 1  # of many submissions, only this case shows at once that each works
-            if len(by_name) == 1 or first or outcome.status not in ("PASSED", "UNSUPPORTED"):
-                console.test_line(handle.name, case, outcome)
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
+                self.failures.add(handle.name, case, outcome)
                 self.events.failed(handle.name, case.params, outcome.status, outcome.reason)
 
         twice: tuple[Case, ...] = ()
@@ -116,12 +115,14 @@ class Judging:
             twice = tuple(case for case in cases if case.params not in timed)
         run_tests = phases_of(self.device).run_tests
         run_tests(session, handles, cases, done, session.progress, have, twice)
-        self._note_audits()
-        if len(self.judged) > 1:
-            for j in self.judged:
-                count = Counter(o.status for _, o in j.tests)
-                rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.submission.limits}" if count["UNSUPPORTED"] else ""
-                console.say(f"{j.submission.name:<20} {count['PASSED']}/{len(j.tests)} test cases right{rest}")
+        self.failures.close()
+        for j in self.judged:
+            count = Counter(o.status for _, o in j.tests)
+            rest = f"; {count['UNSUPPORTED']} UNSUPPORTED: {j.submission.limits}" if count["UNSUPPORTED"] else ""
+            rest += f"; {len(cases) - len(j.tests)} not called after this failure" if len(j.tests) < len(cases) else ""
+            console.say(
+                f"{j.submission.name}  {count['PASSED']} of {text.counted(len(cases), 'test case')} right{rest}"
+            )
 
     def _time(self, session: Session, judged: list[Result], counts: phases.Counts, phase: str) -> None:
         """Time these, and pair the first with the second. Finished groups of `phase` come from the run's file."""
@@ -130,7 +131,6 @@ class Judging:
             have = work.finished(file.contents.work, phase)
 
             def done(group: work.Group) -> None:
-                self._note_audits()
                 file.write("group", phase=phase, **work.of_group(group))
 
         handles = [self._handle(j) for j in judged]
@@ -139,8 +139,10 @@ class Judging:
         for j in judged:
             for timing in timings[j.submission.name]:
                 if (failure := timing.failure) and failure.status != "UNSUPPORTED":
+                    self.failures.add(j.submission.name, timing.case, failure)
                     self.events.failed(j.submission.name, timing.case.params, failure.status, failure.reason)
             j.times = [verdict.aggregate(t, g) for t, g in zip(timings[j.submission.name], all_readings, strict=True)]
+        self.failures.close()
         if counts.paired:
             verdict.pair(*judged)
 
@@ -172,15 +174,18 @@ class Judging:
                 if (j.against_all or {}).get("variant") != whole["variant"]:
                     j.against, j.against_all = each, whole
 
-    def _challenge(self, file: RunFile) -> dict | None:
-        """Return the next confirmation, and write it: challenger, leader, opponent (its source hash or None)."""
+    def leader(self) -> Leader | None:
+        """Return who leads the board of the cases of this run, by the records that there are now; None: nobody."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
         of_board = [one for one in records if one["target"] == self.selection.target]
-        leaders = ranking.leaders(of_board, wanted, self.problem.ranking_by)
-        if not leaders or (j := challenger(self.judged, leaders[-1], self.args.all)) is None:
+        return (ranking.leaders(of_board, wanted, self.problem.ranking_by) or [None])[-1] if wanted else None
+
+    def _challenge(self, file: RunFile) -> dict | None:
+        """Return the next confirmation, and write it: challenger, leader, opponent (its source hash or None)."""
+        leader = self.leader()
+        if leader is None or (j := challenger(self.judged, leader, self.args.all)) is None:
             return None
-        leader = leaders[-1]
         opponent = None if leader.variant == j.submission.name else self._opponent(leader.variant)
         source_hash = opponent.source_hash if opponent else None
         decision = {"challenger": j.submission.name, "leader": dataclasses.asdict(leader), "opponent": source_hash}
@@ -202,20 +207,8 @@ class Judging:
     def _handle(self, j: Result) -> RunnerHandle:
         name = j.submission.name
         if name not in self.handles:
-            audit = Audit(**(self._noted_audit(name) or {}))
-            self.handles[name] = RunnerHandle(name, j.submission, self.selection.target, audit=audit)
+            self.handles[name] = RunnerHandle(name, j.submission, self.selection.target)
         return self.handles[name]
-
-    def _note_audits(self) -> None:
-        """Write what was looked at so far to the run's file, if that is more than it says."""
-        audits = {name: dataclasses.asdict(handle.audit) for name, handle in self.handles.items()}
-        noted = {name: self._noted_audit(name) or dataclasses.asdict(Audit()) for name in audits}
-        if self.file and audits != noted:
-            self.file.write("audit", submissions=audits)
-
-    def _noted_audit(self, name: str) -> dict | None:
-        lines = self.file.lines("audit") if self.file else []
-        return next((line["submissions"][name] for line in reversed(lines) if name in line["submissions"]), None)
 
     def _note_others(self) -> None:
         """Report and record other users of the GPU, while no process of this run uses it."""
@@ -225,7 +218,7 @@ class Judging:
             warnings = [f"device shared with {user}" for user in device_lock.users(environment.gpu_uuid())]
         except RuntimeError as error:
             warnings = [f"other users of the device unknown: {error}"]
-        for text in warnings:
-            if text not in self.recorder.warnings:
-                console.say(f"warning: {text}")
-                self.recorder.warnings.append(text)
+        for said in warnings:
+            if said not in self.recorder.warnings:
+                console.say(f"warning: {said}")
+                self.recorder.warnings.append(said)

@@ -68,7 +68,8 @@ def run_tests(
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
     """Call every submission once on every case. Return the outcomes by submission, in the order of the cases; `done`
-    receives each. What is in `have` is not measured again. twice: cases to call
+    receives each. One that cannot be started any more has none for the cases that are left. What is in `have` is not
+    measured again. twice: cases to call
     once more, where right, on contents of a secret seed, since a submission can hold the answers to public ones.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
@@ -81,12 +82,14 @@ def run_tests(
 
     session.start(*(e for e in handles if any(e in part for part in missing)))
     for number, case in enumerate(cases):
-        if missing[number]:
+        if not all(over(handle, results[handle.name]) for handle in missing[number]):
             session.weights(case, case.seed)
             session.content(case, case.seed)
         passed: list[tuple[RunnerHandle, Outcome]] = []
         for place, handle in enumerate(handles):
             outcome = have.test(handle.name, number)
+            if outcome is None and over(handle, results[handle.name]):
+                continue
             if outcome is None:
                 progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
                 outcome = session.call(handle, CallRequest(1))
@@ -107,6 +110,11 @@ def run_tests(
     progress(Step("test", total, total, "done"))
     session.stop(*handles)
     return results
+
+
+def over(handle: RunnerHandle, outcomes: list[Outcome]) -> bool:
+    """Whether a submission failed so that it is not started again, and the last of its outcomes says it."""
+    return bool(outcomes) and outcomes[-1] == handle.given_up
 
 
 def run_benchmarks(

@@ -64,6 +64,11 @@ class ReferenceReadings:
     stated: bool = True  # whether the problem says `bytes`; else they are all inputs and outputs, and bound no time
     resolution_us: float = 0.0  # on a CPU, what a reading is at least: how far readings of the empty call lie apart
 
+    @property
+    def unresolved(self) -> bool:
+        """Whether the roofline is too short for the clock, so that its reading is the resolution."""
+        return self.roofline_us <= self.resolution_us
+
 
 @dataclass
 class CaseReadings:

@@ -10,11 +10,11 @@ import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from harness.judge import limits, prepared, replies
 from harness.judge.events import Step
-from harness.judge.handle import Content, RunnerHandle, admitted, remarked
+from harness.judge.handle import Content, RunnerHandle, admitted
 from harness.judge.outcome import Outcome
 from harness.judge.player import Player
 from harness.judge.session import CLOSED_AT_ONCE, Session
@@ -269,9 +269,7 @@ class Replays:
         elif handle.process is None or one.player is None:
             if handle.lost < limits.GIVE_UP_AFTER:
                 return None
-            recording.failure = replace(
-                handle.loss, reason=remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
-            )
+            recording.failure = handle.loss
         else:
             try:
                 self._fill_in(recording, handle, one.player)

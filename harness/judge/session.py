@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from harness.judge import compiling, limits, prepared, replies
 from harness.judge.call import CallRequest, cpu_call
 from harness.judge.events import Progress, Step
-from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle, remarked
+from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
 from harness.problem.folders import Case, Problem, ProblemError
@@ -230,10 +230,7 @@ class Session:
             return Outcome("UNSUPPORTED", handle.submission.limits)
         if handle.broken:
             return handle.broken
-        if handle.process is None and handle.lost >= limits.GIVE_UP_AFTER:
-            reason = remarked(handle.loss.reason, f"not run: {handle.lost} processes were lost before")
-            return Outcome(handle.loss.status, reason)
-        return self._started(handle)
+        return (handle.process is None and handle.given_up) or self._started(handle)
 
     def _started(self, handle: RunnerHandle, compile_only: bool = False) -> Outcome | None:
         """Start the submission's process if it has none. Return the failure."""
@@ -263,6 +260,5 @@ class Session:
 
     def _break(self, handle: RunnerHandle, failure: Outcome) -> Outcome:
         """End a submission's process, and start no other one in this run. Return `failure`."""
-        handle.broken = Outcome(failure.status, remarked(failure.reason, "not run again"))
-        self._breaks[handle.name] = handle.broken
+        handle.broken = self._breaks[handle.name] = failure
         return handle.lose(failure)

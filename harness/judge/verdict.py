@@ -16,7 +16,6 @@ from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, ranking, record, schema, stats
 from harness.results.schema import EXIT_CODES
-from harness.runner import native
 from harness.sandbox import freezer, policy
 
 SELF_TIMED = "events in the submission's process"  # the clock of what cannot be recorded
@@ -33,6 +32,13 @@ class CaseTime:
     failure: Outcome | None = None
     median: float = float("nan")
     interval: tuple[float, float] = (float("nan"), float("nan"))
+
+
+def roofline_share(cases: list[CaseTime]) -> float | None:
+    """Return the geomean of roofline over time; None where a roofline is too short for the clock to resolve."""
+    if any(t.readings.unresolved for t in cases):
+        return None
+    return stats.geomean([t.readings.roofline_us / t.median for t in cases])
 
 
 @dataclass
@@ -80,6 +86,18 @@ class Result:
         return min(statuses, key=schema.STATUSES.index) if statuses else "UNSUPPORTED"
 
     @property
+    def busy(self) -> str:
+        """Why the times are not to be relied on: most calls waited for a processor; "" if they did not."""
+        calls = [call for t in self.times for group in t.timing.outcomes for call in group]
+        waited = sum(call.busy for call in calls)
+        return f"{_waited(waited, len(calls))}: run again when the machine is idle" if 2 * waited > len(calls) else ""
+
+    @property
+    def word(self) -> str:
+        """The verdict as a run prints it: BUSY in place of PASSED where the machine was, which no status says."""
+        return "BUSY" if self.busy and self.verdict == "PASSED" else self.verdict
+
+    @property
     def metric(self) -> tuple[float, float, float] | None:
         """(what the problem ranks by, lo, hi) in us over all benchmark cases; None unless every one was timed."""
         if not self.times or any(t.failure for t in self.times):
@@ -95,7 +113,10 @@ def source_hash(submission: Submission) -> str:
 
 
 def exit_code(verdicts: list[str], everything: bool) -> int:
-    """The single verdict's code; for --all, that of the gravest one, variants of other machines aside."""
+    """The single verdict's code; for --all, that of the gravest one, variants of other machines aside. BUSY times are
+    no measurement.
+    """
+    verdicts = ["INVALID_MEASUREMENT" if v == "BUSY" else v for v in verdicts]
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
     return EXIT_CODES[min(verdicts, key=schema.STATUSES.index)]
@@ -141,8 +162,6 @@ def _against(other: Result, ratio: stats.Ratio) -> dict:
     fields["same_within"] = stats.SAME_WITHIN
     if other.submission.commit:
         fields["commit"] = other.submission.commit
-    if fields["word"] == "UNDECIDED":
-        fields["needed"] = ratio.needed()
     return fields
 
 
@@ -259,7 +278,7 @@ class Recorder:
             "seeds": readings.seeds,
             **readings.state._asdict(),
             "error": timing.worst_error,
-            "clock": self.clock(timing.self_timed) | {"warnings": self._clock_warnings(timing, readings)},
+            "clock": self.clock(timing.self_timed) | {"warnings": self.warnings_of(time)},
             "ranking_by": judged.ranking_by,
             "attempt": judged.attempt,
             "audit": judged.audit,
@@ -280,25 +299,23 @@ class Recorder:
 
     def clock(self, self_timed: bool = False) -> dict:
         """Return how times are taken. self_timed: in the submission's process."""
-        if self_timed:
-            name, cold, delivery = SELF_TIMED, "write of more than L2", "memory that the submission's process maps"
-        elif self.device == "cuda":
-            name, cold = player.CLOCK, "write and discard of 4x L2, read of 3x L2"
-            delivery = "memory that no process of the submission maps any more"
-        else:
-            name, delivery = freezer.CLOCK, "memory files, filled while everything of the runner is stopped"
-            large = f"a read of {native.FLUSH_FACTOR}x the last-level cache by every processor"
-            cold = f"the call's memory dropped from all caches; where a runner keeps weights, {large}"
-        return {"name": name, "cold": cold, "delivery": delivery}
+        return {"name": SELF_TIMED if self_timed else player.CLOCK if self.device == "cuda" else freezer.CLOCK}
 
-    def _clock_warnings(self, timing: Timing, readings: ReferenceReadings) -> list[str]:
-        warnings = list(self.warnings)
+    def warnings_of(self, time: CaseTime) -> list[str]:
+        """Return the limits of the times of a case, in words."""
+        timing, resolution_us, warnings = time.timing, time.readings.resolution_us, list(self.warnings)
         if timing.self_timed:
             warnings.append("self-timed: not protected against forging")
         if self.device == "cuda" and environment.gpu_state().clocks_mhz is None:
             warnings.append("no NVML: clocks and throttle reasons unknown")
-        if busy := sum(timing.flat("busy")):
-            warnings.append(f"machine busy: {busy} of {len(timing.flat('us'))} calls waited for a processor")
-        if under := sum(us <= readings.resolution_us for us in timing.flat("us")):
-            warnings.append(f"{under} calls read less than the clock resolves, {readings.resolution_us:.1f} us")
+        if busy := int(sum(timing.flat("busy"))):
+            warnings.append(f"machine busy: {_waited(busy, len(timing.flat('us')))}")
+        if time.readings.unresolved:
+            warnings.append(f"roofline below the clock's resolution, {resolution_us:.1f} us")
+        if under := sum(us <= resolution_us for us in timing.flat("us")):
+            warnings.append(f"{under} calls read less than the clock resolves, {resolution_us:.1f} us")
         return warnings
+
+
+def _waited(busy: int, calls: int) -> str:
+    return f"{busy} of {calls} calls waited for a processor"

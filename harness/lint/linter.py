@@ -169,7 +169,7 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> 
     for cases in (first, [case for case in problem.tests if case not in first]):
         todo = [one for one in fit if caught[one.name].status == "PASSED"]
         for name, outcomes in _judged(session, target, todo, cases, progress).items() if cases else ():
-            for case, outcome in zip(cases[::-1], outcomes[::-1], strict=True):
+            for case, outcome in reversed(list(zip(cases, outcomes, strict=False))):
                 if outcome.status != "PASSED":
                     caught[name] = replace(outcome, reason=f"{case}: {_line(outcome.reason)}")
     say(f"\nwrong/ through the judge: {text.counted(len(files), 'file')}")
@@ -191,9 +191,9 @@ def variants(session: Session, target: str, say: Say, progress: Progress) -> lis
     holes = [f"{name}: RULE_BROKEN {_line(why.reason)}" for name, why in others.items() if why.status == "RULE_BROKEN"]
     for name, outcomes in _judged(session, target, fit, cases, progress).items():
         left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a baseline says of itself
-        bad = [(case, o) for case, o in zip(cases, outcomes, strict=True) if o.status not in ("PASSED", "UNSUPPORTED")]
+        bad = [(case, o) for case, o in zip(cases, outcomes, strict=False) if o.status not in ("PASSED", "UNSUPPORTED")]
         said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
-        say(f"{name:<32} {len(cases) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
+        say(f"{name:<32} {len(outcomes) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
         holes += [f"{name}: {said}"] if bad else []
     for name, refused in others.items():
         say(f"{name:<32} {refused.status:<15} {_line(refused.reason)}")

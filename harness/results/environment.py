@@ -1,4 +1,4 @@
-"""What the machine is: the environment block that is printed and recorded, and the machine's slug."""
+"""What the machine is: the environment line that is printed and recorded, and the machine's slug."""
 
 import functools
 import importlib.metadata
@@ -40,14 +40,11 @@ def describe() -> dict[str, str | None]:
     }
 
 
-def block() -> str:
-    """The environment as five lines: GPU, CPU, Runtime, Platform, Torch."""
+def line() -> str:
+    """The environment on one line: processor or GPU, and the versions that matter."""
     e = describe()
-    runtime = f"CUDA {e['cuda']}, driver {e['driver']}" if e["driver"] else "no GPU driver"
-    dsl = f", CuTe DSL {e['cutlass_dsl']}" if e["cutlass_dsl"] else ""
-    rows = {"GPU": e["gpu"] or "none", "CPU": e["cpu"], "Runtime": runtime, "Platform": e["platform"]}
-    rows["Torch"] = f"{e['torch']}, Python {e['python']}{dsl}"
-    return "\n".join(f"{name + ':':<10}{value}" for name, value in rows.items())
+    gpu_said = f"{e['gpu']}, CUDA {e['cuda']}, driver {e['driver']}" if e["gpu"] else "no GPU"
+    return f"{e['cpu']}; {gpu_said}; torch {e['torch']}, Python {e['python']}"
 
 
 def machine(device: str) -> str:

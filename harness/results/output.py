@@ -28,10 +28,10 @@ class ClosedError(RuntimeError):
     """The reader of standard output has gone."""
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def say(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     """Print lines, to standard output unless a file is named. ClosedError: its reader has gone."""
     try:
-        print(text.removesuffix("\n"), file=file, flush=True)
+        print(text.removesuffix("\n"), file=file, flush=True, end=end)
     except BrokenPipeError:
         raise ClosedError("the reader of standard output has gone") from None
 

@@ -70,6 +70,23 @@ def interval(ranking_by: str, cases: Sequence[stats.Groups]) -> tuple[float, flo
     return (stats.mean_interval if name(ranking_by) == "mean" else stats.geomean_interval)(cases)
 
 
+def ranks(intervals: list[tuple[float, float]]) -> list[int]:
+    """Rank of each (lo, hi), which come sorted by their geomean.
+
+    The first leads a group. A variant whose interval overlaps the leader's shares the leader's rank; the first that
+    does not leads the next group, and its rank is its position from 1. So ranks read 1, 1, 3. Overlap is not
+    transitive: with A ~ B and B ~ C but A apart from C, C is third, since only the group's leader counts. That keeps a
+    chain of neighbours from making the whole field one tie.
+    """
+    result: list[int] = []
+    leader, rank = None, 0
+    for position, (lo, hi) in enumerate(intervals, 1):
+        if leader is None or lo > leader[1] or hi < leader[0]:
+            leader, rank = (lo, hi), position
+        result.append(rank)
+    return result
+
+
 def timed(records: Iterable[dict]) -> list[dict]:
     """The benchmark records that count, sorted by run, newest last."""
     kept = [r for r in records if r["kind"] == "benchmark" and not r.get("superseded") and not is_repeat(r["variant"])]

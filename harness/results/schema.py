@@ -119,7 +119,6 @@ class Against(_Checked):
     word: str | None = _field("FASTER, SLOWER, SAME or UNDECIDED")
     processes: int | None = _field("of each of the two, that were compared")
     same_within: float | None = _field("how near to 1 the 95 % interval must be for SAME")
-    needed: int | None = _field("where UNDECIDED: about how many processes would decide, if `ratio` is the true one")
     commit: str | None = _field("of the other variant, where it is that of another commit")
 
 
@@ -209,8 +208,7 @@ class Record(_Checked):
     clocks_mhz: Any = _field("clocks of the GPU while it was timed, in MHz: sm, mem", ("benchmark",))
     throttle: Any = _field("reasons why the GPU throttled its clocks", ("benchmark",))
     clock: Clock | None = _field(
-        "how times were taken: name, cold (how caches are emptied), delivery (how inputs arrive), warnings (a list of "
-        "texts: what was less than it should be for these times)",
+        "how times were taken: name, and warnings (a list of texts: what was less than it should be for these times)",
         TIMED,
     )
     ranking_by: Literal["geom", "mean", "last"] | None = _field("geom, mean or last: the metric", ("benchmark",))

@@ -6,7 +6,6 @@ give equal intervals. With three processes the outer level is coarse, and with o
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -51,15 +50,6 @@ class Ratio:
     def regressed(self, percent: float) -> bool:
         """Whether the 99 % interval is wholly over 1 + `percent` %: what --fail-on-regression calls a regression."""
         return self.ci99[0] > 1 + percent / 100
-
-    def needed(self, band: float = SAME_WITHIN) -> int:
-        """Return about how many processes of each would decide, if the measured ratio is the true one: an interval's
-        width goes with the root of their number, so of few it is rather too many.
-        """
-        away = abs(math.log(self.ratio))
-        rooms = (self.ci95, math.log(1 + band) - away), (self.ci99, away)
-        times = min(math.log(hi / lo) / 2 / room for (lo, hi), room in rooms if room > 0)
-        return max(self.processes + 1, math.ceil(self.processes * times**2))
 
 
 def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int = 0) -> Ratio:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import io
 import operator
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from problems.common import build, cubins, load
 TRACE_LIMIT = 2**20  # characters; the judge takes no more
 SUPPLY = 24  # data of calls on one buffer that are made before the first one
 WARMUPS = 3  # calls before the one that is recorded: they compile, load code, and find the sizes of scratch memory
+LIBC = ctypes.CDLL(None)
 AHEAD_CYCLES = 500_000  # that the GPU waits, ahead of a call that is timed here, while it is enqueued
 
 
@@ -111,7 +113,7 @@ class Runner:
         """Free what no tensor holds, before memory is measured. heap: also what malloc keeps of freed memory."""
         gc.collect()
         if message.get("heap"):
-            ctypes.CDLL(None).malloc_trim(0)
+            LIBC.malloc_trim(0)
         return {}
 
     def record(self, message: dict, fds: list[int]) -> dict:
@@ -347,6 +349,8 @@ class _FreshCall:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what a submission prints is shown, also of one that crashes
     sock = socket.socket(fileno=int(sys.argv[1]))
     message, fds = wire.receive(sock)
     file = message["file"]
@@ -362,7 +366,7 @@ def main() -> None:
             reply: dict = getattr(runner, message["op"])(message, fds)
         except BaseException as error:  # SystemExit too: its line is worth more than an exit code
             reply = failure.reply(message["op"], error, file, runner.module)
-        sys.stdout.flush()
+        LIBC.fflush(None)  # what C code printed, before the process may be killed
         gc.enable()
         return reply
 

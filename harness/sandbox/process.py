@@ -26,7 +26,8 @@ from harness.sandbox.policy import Jail, SandboxError
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT_LIMIT = 16 * 2**20  # bytes that a child may print before it is killed
-OUTPUT_KEPT = 4000  # bytes of its last output that are kept for the report
+OUTPUT_KEPT = 4000  # bytes of its first and of its last output that are kept for the report
+PRINTED = "; it printed: "  # in a reason, ahead of the end of what it printed
 WATCH_S = 0.25  # between looks at what a child takes while a call is timed: each takes a processor for a moment
 TREE_S = 0.5  # how often a child's own processes are looked up, which takes longer than to read their memory
 REAPER_LIMIT_S = 30  # until the reaper has started the child; and beyond its own limit until it has ended
@@ -158,7 +159,7 @@ class Child:
         self._below: list[int] = []
         self._looked = -TREE_S
         self._printed = 0
-        self._tail = b""
+        self._head, self._tail, self._lines = b"", b"", 0
         self._drain = threading.Thread(target=self._read_output, daemon=True)
         self._drain.start()
 
@@ -297,9 +298,10 @@ class Child:
         self.sock.close()
 
     @property
-    def tail(self) -> str:
-        """The end of what it printed."""
-        return text.clean(self._tail.decode(errors="replace")).strip()
+    def printed(self) -> tuple[list[str], int]:
+        """-> (the first lines of what it printed, clean; how many there are in all)."""
+        lines = text.clean(self._head.decode(errors="replace")).strip("\n").split("\n")
+        return (lines, max(self._lines, len(lines))) if self._head.strip() else ([], 0)
 
     def _died(self, what: str = "") -> Died:
         self._guarded.pid  # noqa: B018  SandboxError here if it never ran: then nothing is its fault
@@ -315,8 +317,8 @@ class Child:
             how = f"killed by {name}"
         else:
             how = f"exited with status {code} before the call was done"
-        tail = f"; it printed: {self.tail[-600:]}" if self.tail else ""
-        return Died("RUNTIME_ERROR", how + tail)
+        tail = text.clean(self._tail.decode(errors="replace")).strip()[-600:]
+        return Died("RUNTIME_ERROR", how + (PRINTED + tail if tail else ""))
 
     def _resident(self) -> int:
         """Bytes of memory of the child and all it has started; shared pages count once, as the child's."""
@@ -332,6 +334,8 @@ class Child:
         with pipe:
             while part := os.read(pipe.fileno(), 2**16):
                 self._printed += len(part)
+                self._lines += part.count(b"\n")
+                self._head = (self._head + part)[:OUTPUT_KEPT] if len(self._head) < OUTPUT_KEPT else self._head
                 self._tail = (self._tail + part)[-OUTPUT_KEPT:]
 
 

@@ -39,7 +39,7 @@ def run(problem: Problem, device: str, words: list[str]) -> tuple[int, str]:
     # Beside other work, pools that spin take three times as long.
     defaults = {"CHECK_REPORT": str(OUT / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
     extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.console.quiet)
+    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.is_quiet())
     if status in (RETURNED, output.USAGE_EXIT):
         return status % RETURNED, ""
     if status < 0:

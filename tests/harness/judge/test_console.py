@@ -1,149 +1,244 @@
-"""What a run prints at its end: every figure can be read, whatever the cases are called."""
+"""What a run prints: each failure once, a table that fits, and text of submissions as data."""
 
 import dataclasses
-import io
 import json
 import math
-import re
+import shutil
 
 import pytest
 
-from harness.judge import compiling, console, verdict
+from harness.judge import advice, compiling, console, verdict
 from harness.judge.events import Step
+from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
 from harness.problem import folders, sources
 from harness.problem.folders import Case
 from harness.results import output, record, text
+from harness.results.ranking import Leader
 from tests.support.hostile import HOSTILE, brief
 
 MOE = folders.find("moe_gemm")
+CASES = list(MOE.benchmarks["cpu"])
+ROOFLINE = ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"])
 
 
-def printed(monkeypatch, capsys, cases: list[Case], names: list[str], failing: str = "") -> str:
-    """The table of times of variants of moe_gemm that took 1234.56 us in every case."""
-    plain = console.Screen(width=console.PLAIN_WIDTH, highlight=False, soft_wrap=True)
-    monkeypatch.setattr(console, "console", plain)
-    readings = ReferenceReadings(800.25, "matmul at 795 TFLOP/s", "flops", 3.0, 10**9, ["1"])
-    judged = []
-    for name in names:
-        judged.append(verdict.Result(MOE.variant(name), "cpu"))
-        for case in cases:
-            calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
-            failure = Outcome("INCORRECT", "mismatch found!") if name == failing else None
-            timing = Timing(case, [calls, calls], failure)
-            judged[-1].times.append(verdict.aggregate(timing, readings))
-    console.times(judged)
-    return capsys.readouterr().out
+def result(name: str, us: float = 1234.56, cases=CASES, failure=None, busy=0, readings=ROOFLINE) -> verdict.Result:
+    """A variant of moe_gemm that took so long in every case; of six calls so many waited for a processor."""
+    made = verdict.Result(MOE.variant(name), "cpu")
+    for case in cases:
+        calls = [
+            Outcome("PASSED", us=us, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0}, busy=i < busy) for i in range(6)
+        ]
+        timing = Timing(case, [calls[:3], calls[3:]], failure)
+        made.times.append(verdict.aggregate(timing, readings))
+    return made
 
 
+@pytest.fixture
+def columns(monkeypatch):
+    """A terminal of so many columns."""
+
+    def set_to(count: int) -> None:
+        monkeypatch.setattr(console, "width", lambda: count)
+
+    return set_to
+
+
+def shown(capsys, judged: list[verdict.Result]) -> list[str]:
+    warnings = verdict.Recorder(MOE, "cpu").warnings_of
+    console.times(judged, console.places(judged), warnings)
+    return capsys.readouterr().out.splitlines()
+
+
+# --- the table of times
+
+
+@pytest.mark.parametrize("count", [80, 120, 160])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_no_figure_is_cut_off_by_long_names_of_cases(monkeypatch, capsys, device):
+def test_no_number_is_cut_and_every_row_fits(capsys, columns, device, count):
+    columns(count)
     cases = list(MOE.benchmarks[device])
-    said = printed(monkeypatch, capsys, cases, ["cpu_avx512", "torch_grouped"])
-    assert said.count("1234.56..1234.56") == said.count(" 1234.56 ") == 2 * len(cases)
-    assert said.count("800.25 flops") == 2 * len(cases) and said.count(" 65% ") == 2 * len(cases)
-    assert "cpu_avx512" in said and "torch_grouped" in said and "\u2026" not in said
-    assert max(map(len, said.splitlines())) <= console.PLAIN_WIDTH
+    lines = shown(capsys, [result("cpu_avx512", cases=cases), result("torch_grouped", 2469.12, cases)])
+    said = "\n".join(lines)
+    assert said.count("1234.56..1234.56") == said.count(" 1234.56 ") == (1 if count == 80 else 1 + len(cases))
+    assert said.count("65%") == said.count(" 1234.56 ") and "2 (2.00x)" in said and "\u2026" not in said
+    assert ("800.25 flops" in said) == (count > 80)
+    figures = [line.partition("  tokens=")[0] for line in lines]
+    assert max(map(len, figures)) <= count
 
 
-def test_what_all_cases_share_is_said_once(monkeypatch, capsys):
-    said = printed(monkeypatch, capsys, list(MOE.benchmarks["cpu"]), ["cpu_avx512"])
-    assert said.count("tokens=256") == 1 and said.count("hidden=1024") == said.count("content=plain") == 1
-    assert said.splitlines()[-1].startswith("All cases have experts=8 topk=2 hidden=1024")
+def test_one_variant_has_its_cases_in_a_narrow_terminal_too(capsys, columns):
+    columns(80)
+    lines = shown(capsys, [result("cpu_avx512")])
+    said = "\n".join(lines)
+    assert all(f"  tokens={case.params['tokens']}" in said for case in CASES)
+    assert said.count("hidden=1024") == 1, "what all cases share is said once"
 
 
-def test_a_case_alone_is_named_in_full(monkeypatch, capsys):
-    case = MOE.benchmarks["cuda"][0]
-    said = printed(monkeypatch, capsys, [case], ["cpu_avx512", "torch_grouped"], failing="torch_grouped")
-    assert all(said.count(f"{key}={value}") == 2 for key, value in case.params.items())
-    assert "All cases" not in said and all(word in said for word in ("INCORRECT:", "mismatch", "found!"))
+def test_a_case_alone_is_named_above(capsys, columns):
+    columns(160)
+    failed = result("torch_grouped", cases=CASES[:1], failure=Outcome("INCORRECT", "mismatch found!"))
+    lines = shown(capsys, [result("cpu_avx512", cases=CASES[:1]), failed])
+    assert [line for line in lines if line.startswith("Case: ") and str(CASES[0]) in line]
+    assert [line for line in lines if line.startswith("torch_grouped ") and "INCORRECT" in line]
 
 
-def test_cases_without_parameters_have_a_name_too(monkeypatch, capsys):
-    assert "(no parameters)" in printed(monkeypatch, capsys, [Case({}, 1)], ["cpu_avx512"])
+def test_cases_without_parameters_have_a_name_too(capsys):
+    assert "Case: (no parameters)" in shown(capsys, [result("cpu_avx512", cases=[Case({}, 1)])])
+
+
+def test_warnings_are_footnotes_and_an_unresolved_roofline_has_no_share(capsys, columns):
+    columns(80)
+    short = dataclasses.replace(ROOFLINE, roofline_us=20.0, resolution_us=20.0)
+    lines = shown(capsys, [result("cpu_avx512", busy=4, cases=CASES[:1], readings=short)])
+    row = next(line for line in lines if line.startswith("cpu_avx512"))
+    assert row.endswith("[1][2]") and "%" not in row
+    assert any(line.startswith("[1] machine busy: 4 of 6 calls") for line in lines)
+    assert any(line.startswith("[2] roofline below the clock's resolution") for line in lines)
+
+
+def test_times_of_a_busy_machine_are_busy_and_no_success(capsys):
+    for busy, word, code in ((3, "PASSED", 0), (4, "BUSY", 6)):
+        judged = result("cpu_avx512", busy=busy)
+        console.verdicts([judged], {}, brief=True)
+        assert judged.verdict == "PASSED" and verdict.exit_code([judged.word], everything=False) == code
+        assert capsys.readouterr().out.startswith(f"cpu_avx512  {word}  geomean 1234.56 us")
+
+
+# --- failures
+
+
+def test_each_failure_is_printed_once_and_counted(capsys):
+    failures = console.Failures()
+    for m in range(5):
+        failures.add(
+            "mine", Case({"m": m}, 1), Outcome("RUNTIME_ERROR", f"mine.py:3: KeyError: {m}\nTraceback\n  deep")
+        )
+    failures.add("mine", Case({"m": 9}, 1), Outcome("RUNTIME_ERROR", "mine.py:4: KeyError: 0\nTraceback\n  deep"))
+    failures.close()
+    out = capsys.readouterr().out
+    assert out.count("Traceback") == 2 and out.count("mine.py:3") == 2 and "mine  and 4 more cases" in out
+
+
+def test_a_wrong_answer_has_a_line_for_each_case_and_its_elements_once(capsys):
+    failures = console.Failures()
+    count = "mismatch found! custom implementation doesn't match reference: Number of mismatched elements: "
+    for m in (16, 32):
+        elements = "\n".join(f"ERROR AT ({i}, 0): nan -762.508" for i in range(3))
+        unwritten = f"never written: {m} elements hold the NaN that was there before the call"
+        failures.add("mine", Case({"m": m}, 1), Outcome("INCORRECT", f"{count}{m} of 64\n{elements}\n{unwritten}"))
+    failures.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("mine")] == [
+        f"mine  m={m}  INCORRECT: {m} of 64 elements differ" for m in (16, 32)
+    ]
+    assert lines[1].split() == ["element", "got", "wanted"]
+    assert [line.split()[-3:] for line in lines[2:5]] == [["never", "written", "-762.508"]] * 3
+
+
+def test_the_case_of_a_verdict_is_one_of_its_verdict(capsys):
+    judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu")
+    ended = [("PASSED", ""), ("INCORRECT", "wrong"), ("RUNTIME_ERROR", "it broke; it printed: x"), ("TIMEOUT", "late")]
+    judged.tests += [(Case({"m": m}, 1), Outcome(*said)) for m, said in enumerate(ended)]
+    console.verdicts([judged], {}, brief=False)
+    assert capsys.readouterr().out == "cpu_avx512  RUNTIME_ERROR  3 of 4 cases, first m=2: it broke\n"
+
+
+def test_what_a_submission_printed_ends_with_how_much_more_there_is(capsys):
+    console.printed("mine", ["a\x1b[2J", "b"], 5)
+    assert capsys.readouterr().out.splitlines() == ["mine printed:", "    a", "    b", "    ... 3 more lines"]
+
+
+# --- what to do next
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "arguments", "wanted"),
+    [
+        ("cpu_avx512", {}, {}, "--against cpu_plain"),
+        ("cpu_avx512", {"us": 2000.0}, {}, "--mode profile"),
+        ("cpu_avx512", {"busy": 6}, {"mode": "benchmark"}, "--mode benchmark"),
+        ("cpu_avx512", {"cases": []}, {"mode": "test"}, "cpu_avx512"),
+        ("sm90_grouped", {"status": "UNSUPPORTED"}, {}, "--device model --mode test"),
+        ("cpu_avx512", {"status": "COMPILE_ERROR"}, {}, "--mode test"),
+    ],
+)
+def test_a_run_ends_with_a_command_that_helps(name, change, arguments, wanted):
+    status = change.pop("status", "")
+    judged = result(name, **change) if not status else verdict.Result(MOE.variant(name), "cpu", status, "why")
+    judged.tests += [(CASES[0], Outcome("PASSED"))] if change.get("cases") == [] else []
+    leader = Leader("cpu_plain", "a", "run", 1200.0, 1190.0, 1210.0)
+    command, why = advice.following(Options(problem="moe_gemm", **arguments), MOE, [judged], leader)
+    assert command.endswith(wanted) and f"--variant {name}" in command and why
+    assert "1.03x the time of cpu_plain" in advice.place(result("cpu_avx512"), leader)
 
 
 # --- text of a submission is data
 
 
-@pytest.fixture
-def screen(monkeypatch):
-    """Prints to a terminal of 160 columns that obeys markup, as far as rich lets it."""
-    made = console.Screen(file=io.StringIO(), force_terminal=True, width=console.PLAIN_WIDTH, highlight=False)
-    monkeypatch.setattr(console, "console", made)
-    return made
-
-
 @pytest.mark.parametrize("said", HOSTILE[::3], ids=brief)
-def test_hostile_names_cases_and_reasons_are_printed_as_text(screen, said):
-    """In every function that prints; rich's own codes for bold and the like aside, nothing but text comes out."""
+def test_hostile_names_cases_and_reasons_are_printed_as_text(capsys, said):
+    """In every function that prints nothing but text comes out."""
     case, submission = Case({"m": said}, 1), dataclasses.replace(MOE.variant("cpu_avx512"), name=said, summary=said)
-    readings = ReferenceReadings(800.25, said, said, 3.0, 10**9, ["1"])
-    calls = [Outcome("PASSED", us=1234.56, host_us=210.0, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0})] * 3
+    readings = dataclasses.replace(ROOFLINE, roofline_config=said, roofline_kind=said)
     judged = [verdict.Result(submission, "cpu") for _ in range(3)]
     for j, failure in zip(judged, (None, Outcome("INCORRECT", said), None), strict=True):
-        j.times.append(verdict.aggregate(Timing(case, [calls, calls], failure), readings))
+        j.times = result("cpu_avx512", cases=[case], failure=failure, readings=readings).times
         j.tests.append((case, Outcome("RUNTIME_ERROR" if failure else "PASSED", said)))
-    judged[0].against = [{"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said}]
-    judged[0].against_all = judged[0].against[0]
+    pair = {"variant": said, "ratio": 1.0, "ci95": [0.9, 1.1], "word": said, "processes": 6}
+    judged[0].against, judged[0].against_all = [pair], pair
     judged[2].status, judged[2].reason = "RULE_BROKEN", said
     console.say(said)
-    console.test_line(said, case, Outcome("INCORRECT", said))
-    console.times(judged)
-    console.readings(judged)
+    console.Failures().add(said, case, Outcome("INCORRECT", said))
+    console.printed(said, [said], 2)
+    console.times(judged, {}, lambda _: [said])
     console.against(judged[0])
-    console.summary(judged, baseline=said)
+    console.verdicts(judged, {said: "1"}, brief=True)
     with console.progress() as progress:
         progress(Step("test", 1, 2, said))
-    out = re.sub(r"\x1b\[[\d;]*[mAKGhl]|\x1b\[\?25[lh]|\r", "", screen.file.getvalue())
+    out = capsys.readouterr().out
     assert all(char.isprintable() or char == "\n" for char in out), ascii(out)
-    if said.isprintable() and len(said) < 100:
+    if said.isprintable() and len(said) < 40:
         assert out.count(said) >= 10
 
 
-def test_a_terminal_has_a_bar_with_the_number_of_steps(screen):
-    seen = []
-    with console.progress(seen.append) as progress:
-        for n in range(4):
-            progress(Step("benchmark", n, 3, f"call {n}"))
-    out = screen.file.getvalue()
-    assert "benchmark" in out and "3/3" in out and "call 3" in out
-    assert [step.n for step in seen] == [0, 1, 2, 3]
+def test_a_terminal_has_a_bar_and_others_have_lines(monkeypatch, capsys):
+    monkeypatch.setattr(console, "BAR_S", 0.02)
+    monkeypatch.setattr(console, "EVERY_S", 0.02)
+    for terminal in (True, False):
+        monkeypatch.setattr(console, "is_terminal", lambda terminal=terminal: terminal)
+        seen = []
+        with console.progress(seen.append) as progress:
+            progress(Step("benchmark", 2, 3, "call 2"))
+            said = ""
+            while "call 2" not in said:  # one step that takes long
+                said += capsys.readouterr().out
+        assert "benchmark 2/3" in said and ("\x1b[2K" in said) == ("\u2501" in said) == terminal
+        assert [step.n for step in seen] == [2]
+        capsys.readouterr()
 
 
-def test_elsewhere_and_in_quiet_there_is_none(monkeypatch, screen):
-    plain = console.Screen(file=io.StringIO(), highlight=False)
+def test_quiet_and_no_color_mean_what_they_say(monkeypatch, capsys):
     seen = []
     with console.quiet(True), console.progress(seen.append) as progress:
         progress(Step("test", 1, 2, "x"))
         console.say("not this")
         with console.quiet(False):
             console.say("this")
-    assert screen.file.getvalue() == "this\n"
-    monkeypatch.setattr(console, "console", plain)
-    with console.progress(seen.append) as progress:
-        progress(Step("test", 1, 2, "x"))
-    assert plain.file.getvalue() == "" and len(seen) == 2
+    assert capsys.readouterr().out == "this\n" and len(seen) == 1
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: (80, 24))
+    monkeypatch.setenv("NO_COLOR", "1")
+    console.say("plain")
+    assert capsys.readouterr().out == "plain\n"
 
 
-def test_the_case_of_a_summary_is_one_of_its_verdict(screen):
-    judged = verdict.Result(MOE.variant("cpu_avx512"), "cpu")
-    ended = [("PASSED", ""), ("INCORRECT", "wrong"), ("RUNTIME_ERROR", "it broke"), ("TIMEOUT", "late")]
-    cases = [(Case({"m": m}, 1), Outcome(*said)) for m, said in enumerate(ended)]
-    judged.tests += cases
-    console.summary([judged])
-    assert judged.verdict == "RUNTIME_ERROR"
-    out = re.sub(r"\x1b\[[\d;]*m", "", screen.file.getvalue())
-    assert "RUNTIME_ERROR  not timed: 3 of 4 cases failed, first m=2: RUNTIME_ERROR: it broke" in out
+def test_the_end_of_a_reader_is_said_and_does_not_end_the_process(monkeypatch):
+    def closed(_):
+        raise BrokenPipeError
 
-
-def test_the_end_of_a_reader_is_said_and_does_not_end_the_process(screen):
-    class Closed(io.StringIO):
-        def write(self, _):
-            raise BrokenPipeError
-
-    screen.file = Closed()
+    monkeypatch.setattr("sys.stdout.write", closed)
     with pytest.raises(output.ClosedError):
         console.say("x")
 
@@ -182,14 +277,3 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         assert {line["source_hash"] for line in lines} == {sources.source_hash(submission.file, MOE.folder)}
         assert {line["problem_hash"] for line in lines} == {sources.problem_hash(MOE.folder)}
     assert asked == [tmp_path]
-
-
-@pytest.mark.parametrize(
-    ("needed", "said"),
-    [
-        (80, "about --processes 80 would decide, 2.0 times as long"),
-        (2000, "more than --processes 1000 would decide: try when the machine is idle"),
-    ],
-)
-def test_the_number_of_processes_that_would_decide_is_named(needed, said):
-    assert console.undecided({"needed": needed, "processes": 40}) == said

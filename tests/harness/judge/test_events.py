@@ -29,15 +29,16 @@ def test_a_run_is_told_line_by_line(world, folder, tmp_path, capsys):
     file = tmp_path / "events"
     assert judge(folder, "--variant", "good", "--events", str(file)) == 0
     said = lines(file)
-    assert [one["event"] for one in said] == ["start", "verdict", "end"]
+    assert [one["event"] for one in said] == ["start", "verdict", "next", "end"]
     assert all(isinstance(one["time"], float) for one in said)
-    start, verdict, end = said
+    start, verdict, following, end = said
+    assert "--mode profile" in following["command"] and following["why"]
     assert (start["problem"], start["device"], start["mode"]) == ("made_up", "cpu", "leaderboard")
     assert (verdict["variant"], verdict["status"], verdict["reason"]) == ("good", "PASSED", "")
     assert verdict["time_us"] == pytest.approx(10.0, rel=0.01) and len(verdict["ci95_us"]) == 2
     assert end["exit_code"] == 0
     assert judge(folder, "--variant", "good", "--events", str(file)) == 0
-    assert len(lines(file)) == 6, "lines are appended"
+    assert len(lines(file)) == 8, "lines are appended"
 
 
 def test_the_first_mismatch_of_each_submission_is_told_with_its_element(world, folder, tmp_path, monkeypatch):
@@ -59,7 +60,7 @@ def test_the_first_mismatch_of_each_submission_is_told_with_its_element(world, f
     assert (said["index"], said["expected"], said["got"]) == ([0, 3], -2.5, "nan")
 
 
-def test_verdict_of_undecided_pair_says_how_many_processes_would_decide(world, folder, tmp_path, monkeypatch):
+def test_verdict_of_undecided_pair_says_how_many_processes_to_try(world, folder, tmp_path, monkeypatch):
     inner, levels = world.calls, {"good": 0.0075, "other": 0.0}
 
     def calls(name, process):
@@ -70,7 +71,7 @@ def test_verdict_of_undecided_pair_says_how_many_processes_would_decide(world, f
     words = ["--variant", "good", "--against", "other", "--mode", "benchmark", "--case", "n=1000"]
     assert judge(folder, *words, "--events", str(tmp_path / "events")) == 0
     (found,) = [one for one in lines(tmp_path / "events") if one["event"] == "verdict" and one["variant"] == "good"]
-    assert found["against"]["word"] == "UNDECIDED" and "would decide" in found["reason"]
+    assert found["against"]["word"] == "UNDECIDED" and "--processes 12" in found["reason"]
 
 
 def test_a_run_that_stops_says_why_and_how_to_go_on(world, folder, tmp_path):
@@ -167,7 +168,7 @@ def test_records_on_standard_output_are_all_that_is_there(world, folder, capsys)
     assert judge(folder, "--variant", "good", "--json", "-") == 0
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == records() and len(records()) == 5
-    assert "CPU:" in err and "PASSED" in err and "5 records of" in err
+    assert "torch" in err and "PASSED" in err and "saved" in err
 
 
 def test_records_go_to_what_a_link_leads_to_and_the_link_stays(world, folder, tmp_path):
@@ -189,17 +190,17 @@ def test_quiet_prints_the_verdicts_only(world, folder, capsys):
     world.wrong = {"other"}
     assert judge(folder, "--all", "--quiet") == 1
     out, err = capsys.readouterr()
-    assert err == "" and len(out.splitlines()) == 3
-    good, other, last = out.splitlines()
+    assert err == "" and len(out.splitlines()) == 4
+    good, other, place, last = out.splitlines()
     assert good.startswith("good ") and "geomean 10.0" in good
-    assert other.startswith("other ") and " INCORRECT " in other and "records of" in last
-    assert judge(folder, "--variant", "good") == 0 and "CPU:" in capsys.readouterr().out, "it is for one run"
+    assert other.startswith("other ") and " INCORRECT " in other and "saved" in last and place.startswith("rank: none")
+    assert judge(folder, "--variant", "good") == 0 and "torch" in capsys.readouterr().out, "it is for one run"
 
 
 def test_quiet_keeps_the_comparison_that_was_asked_for(world, folder, capsys):
     assert judge(folder, "--variant", "good", "--against", "other", "--quiet") == 0
     out = capsys.readouterr().out
-    assert out.count("good / other = ") == 3 and "CPU:" not in out
+    assert out.count("good / other = ") == 3 and "torch" not in out
 
 
 # --- --case

@@ -146,31 +146,16 @@ def test_ratio_intervals_are_as_wide_as_the_formula_says(levels, drawn):
 
 
 @pytest.mark.parametrize(
-    ("ci95", "ci99", "word", "needed"),
+    ("ci95", "ci99", "word"),
     [
-        ((0.98, 0.99), (0.97, 0.999), "FASTER", None),
-        ((1.01, 1.02), (1.0001, 1.03), "SLOWER", None),
-        ((0.99, 1.01), (0.98, 1.02), "SAME", None),
-        ((0.57, 4.2), (0.4, 6.0), "UNDECIDED", 120),
-        ((0.98, 1.0), (0.97, 1.01), "UNDECIDED", 40),
-        ((0.97, 1.03), (0.96, 1.04), "UNDECIDED", 160),
+        ((0.98, 0.99), (0.97, 0.999), "FASTER"),
+        ((1.01, 1.02), (1.0001, 1.03), "SLOWER"),
+        ((0.99, 1.01), (0.98, 1.02), "SAME"),
+        ((0.98, 1.0), (0.97, 1.01), "UNDECIDED"),
     ],
 )
-def test_the_word_says_what_the_intervals_hold(ci95, ci99, word, needed):
-    found = stats.Ratio(math.sqrt(ci95[0] * ci95[1]), ci95, ci99, 40)
-    assert found.word() == word
-    if needed:
-        assert found.needed() >= needed
-
-
-def test_as_many_processes_as_are_needed_decide():
-    """Half of the runs with so many processes come to a word, since the ratio moves too."""
-    undecided = [one for one in _comparisons(8, 15, 1.0, 30) if one.word() == "UNDECIDED"]
-    assert undecided
-    needed = round(np.median([one.needed() for one in undecided]))
-    assert 8 < needed < 200
-    decided = [one.word() != "UNDECIDED" for one in _comparisons(needed, 15, 1.0, 20)]
-    assert sum(decided) >= 10
+def test_the_word_says_what_the_intervals_hold(ci95, ci99, word):
+    assert stats.Ratio(math.sqrt(ci95[0] * ci95[1]), ci95, ci99, 40).word() == word
 
 
 def _busy(processes, true, seed):
@@ -189,20 +174,6 @@ def test_thirteen_times_is_decided_by_the_processes_of_a_paired_run_on_a_busy_cp
     assert words.count("SLOWER") >= 57
     same = [_busy(count, 1, seed).word() for seed in range(300)]
     assert same.count("SLOWER") + same.count("FASTER") <= 9, "about 1 in 100 of comparisons with itself"
-
-
-@pytest.mark.parametrize(
-    ("ratio", "half", "needed"),
-    [  # half of the width shows a difference, or that there is none, and in between the nearer of the two counts
-        (0.06, 0.12, 160),
-        (0.0, 0.0149, 41),
-        (0.0, 0.0298, 160),
-        (0.005, 0.0198, 160),
-    ],
-)
-def test_the_processes_that_would_decide_follow_from_the_square_of_the_width(ratio, half, needed):
-    interval = math.exp(ratio - half), math.exp(ratio + half)
-    assert stats.Ratio(math.exp(ratio), interval, interval, 40).needed() == pytest.approx(needed, abs=2)
 
 
 def test_a_ratio_of_two_percent_is_told_from_24_processes():

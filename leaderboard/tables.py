@@ -74,15 +74,8 @@ def facts(board: Board) -> list[str]:
 
 
 def standing(board: Board) -> Table:
-    """A row per variant. Without times: what was compiled."""
+    """A row per variant; on a board without times what was compiled, and what of it was right in the model."""
     found = list(rows_of(board.standing))
-    states = ["; ".join(remarks(row)) or "ok" for row in found]
-    if not board.timed:
-        rows = [
-            [row.variant, row.source, state, _count(row.registers), _count(row.spill_bytes, " B")]
-            for row, state in zip(found, states, strict=True)
-        ]
-        return Table(["variant", "source", "state", "registers", "spilled"], rows, {"variant", "source", "state"})
     columns = {
         "rank": ["baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank) for row in found],
         "variant": [row.variant for row in found],
@@ -94,11 +87,13 @@ def standing(board: Board) -> Table:
         "error / tolerance": [worst_error(board.times, row) for row in found],
         "attempts": [str(row.attempts or "") for row in found],
         "source": [row.source for row in found],
-        "state": states,
+        "state": ["; ".join(remarks(row)) or "ok" for row in found],
     }
-    if board.standing.baseline_ratio.isna().all():
-        del columns["x baseline"]
     below = [remarks(row) + provenance.stale(board.problem, row.variant, row.source) for row in found]
+    if not board.timed:
+        columns, below = {name: columns[name] for name in ("variant", "source", "state")}, []
+    elif board.standing.baseline_ratio.isna().all():
+        del columns["x baseline"]
     rows = list(map(list, zip(*columns.values(), strict=True)))
     return Table(list(columns), rows, {"variant", "source", "state"}, [*map(_kind, found)], below)
 
@@ -111,7 +106,8 @@ def remarks(row: Any) -> list[str]:
     said = [*([] if quiet else [": ".join(filter(None, [row.status, reason]))]), *row.notes]
     if row.status in UNRUN and math.isfinite(row.registers):
         said.append(f"{row.registers:.0f} registers")
-    return said + ([f"spills {row.spill_bytes:.0f} B"] if row.spill_bytes > 0 else [])
+    told = row.spill_bytes > 0 or (row.status in UNRUN and row.spill_bytes == 0)
+    return said + [f"spills {row.spill_bytes:.0f} B"] * told
 
 
 def _kind(row: Any) -> str:
@@ -283,10 +279,6 @@ def worst_error(times: pd.DataFrame, row: Any) -> str:
         return ""
     worst = its.loc[(its[measure] / its.tolerance).idxmax()]
     return f"{worst[measure]:.1e} / {worst.tolerance:.1e}"
-
-
-def _count(value: float, unit: str = "") -> str:
-    return f"{value:.0f}{unit}" if math.isfinite(value) else ""
 
 
 def _span(values: pd.Series) -> str:

@@ -151,8 +151,8 @@ def _table(table: Table, width: int) -> list[Text]:
     if table.remarks:
         place = header.index("variant") if "variant" in header else 0
         for row, remarks in zip(rows, table.remarks, strict=True):
-            marks = [str(notes.setdefault(said, len(notes) + 1)) for said in dict.fromkeys(remarks)]
-            row[place] += f" [{','.join(marks)}]" if marks else ""
+            marks = sorted({notes.setdefault(said, len(notes) + 1) for said in remarks})
+            row[place] += f" [{','.join(map(str, marks))}]" if marks else ""
         left_out = {"source", "state"} | (set() if width >= WIDE else {*header} - NARROW)
         rows = [[cell for cell, name in zip(row, header, strict=True) if name not in left_out] for row in rows]
         header = [name for name in header if name not in left_out]

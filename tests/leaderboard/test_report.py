@@ -293,7 +293,7 @@ def test_the_readme_of_this_project_is_current(capsys):
     assert code == 0, out + err
 
 
-def test_newest_latency_of_each_case_is_shown_beside_the_boards(capsys, results):
+def test_newest_latency_of_each_case_is_shown_beside_the_boards(capsys, results, monkeypatch):
     one = line("latency", "composed", problem="model") | {"case": {"config": "small", "batch": 1}, "median_us": 4000.0}
     bad = one | {
         "case": {"config": "large", "batch": 1},
@@ -305,6 +305,9 @@ def test_newest_latency_of_each_case_is_shown_beside_the_boards(capsys, results)
         code, out, err = said(capsys, "--results", results, "--format", form, "--all")
         assert (code, err) == (0, "") and f"{title}: time per decode step" in out and "sm90_v1" in out
         assert out.count("4,000") == 2 and out.replace("\\", "").count("INVALID_MEASUREMENT: replay_equals_eager") == 1
+    monkeypatch.setattr(terminal, "here", lambda: ["gpu-box"])
+    lines = overview(capsys, results, "model", "--here")
+    assert len(lines) <= terminal.MOST and "4,000" in "".join(lines) and lines[-1].endswith("model --mode latency")
 
 
 # --- text of a record is data

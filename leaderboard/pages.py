@@ -160,7 +160,7 @@ def report(options: argparse.Namespace) -> int:
     if options.html:
         from leaderboard.site import build  # matplotlib, jinja2 and pygments take most of a second to import
 
-        count = build.write(shown, options.results, options.html)
+        count = build.write(shown, options.html)
         output.complain(f"wrote {count} pages in {options.html}: open {options.html / 'index.html'}")
     elif options.format == "csv":
         print(tables.csv(shown.boards), end="")

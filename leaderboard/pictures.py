@@ -12,17 +12,11 @@ import pandas as pd
 from harness.results import ranking, text
 from leaderboard import model_board, plot, tables, trend
 from leaderboard.board import Board, rows_of
-from leaderboard.checks import Check
 from leaderboard.plot import Lines, Point, Row, Rows
 
 MOST_ROWS = 60  # variants in one picture; the table has all
 BASELINES = 2  # series kept for baselines, where there are more variants than series
 MOST_TICKS = 300  # samples of a case; more are thinned evenly
-NAME = 60  # characters of a name
-
-
-def name(said: object) -> str:
-    return text.line(said, NAME)
 
 
 def leaders(boards: Iterable[Board]) -> Rows | None:
@@ -35,7 +29,7 @@ def leaders(boards: Iterable[Board]) -> Rows | None:
         points, ratio = [Point(100 * first.roofline_share)], first.baseline_ratio
         points += [Point(100 * first.roofline_share / ratio, series=1)] if ratio > 0 else []
         said = f"{ratio:.2f}x baseline" if ratio > 0 else ""
-        rows.append(Row(f"{name(board.problem)}, {name(board.machine)}", points, said=said))
+        rows.append(Row(f"{board.problem}, {board.machine}", points, said=said))
     names = ("leader", "fastest baseline, of the cases that it serves")
     axis = "% of the measured roofline, geomean over the cases"
     return Rows(rows, names, axis, hollow=frozenset({1}), at=0.0) if rows else None
@@ -46,7 +40,7 @@ def by_variant(board: Board) -> Rows | None:
     found = list(rows_of(board.standing[board.standing.geomean_us.notna()]))[:MOST_ROWS]
     rows, kinds = [], [1 if one.baseline else 0 if not pd.isna(one.rank) else 2 for one in found]
     for one, kind in zip(found, kinds, strict=True):
-        label = name(one.variant) if pd.isna(one.rank) else f"{one.rank}. {name(one.variant)}"
+        label = one.variant if pd.isna(one.rank) else f"{one.rank}. {one.variant}"
         rooflines = [one.geomean_us * one.roofline_share] if one.roofline_share > 0 else []
         point = Point(one.geomean_us, one.lo_us, one.hi_us, kind)
         rows.append(Row(label, [point], rooflines, f"{tables.us(one.geomean_us)} us"))
@@ -67,14 +61,10 @@ def by_case(board: Board) -> Rows | None:
         points = [Point(one.median_us, one.lo_us, one.hi_us, number) for number, one in its if one.median_us > 0]
         rooflines = sorted(one.roofline_us for _, one in its if one.roofline_us > 0)
         rows.append(Row(own[case], points, rooflines[len(rooflines) // 2 :][:1]))
-    axis, names = "time of a call, us, median with 95 % interval", [name(variant) for variant in shown]
-    drawn = Rows(rows, names, axis, mark="measured roofline", hollow=_baselines(board, shown))
-    return drawn if any(row.points for row in rows) else None
-
-
-def _baselines(board: Board, shown: Sequence[str]) -> frozenset[int]:
-    known = set(board.standing[board.standing.baseline.astype(bool)].variant)
-    return frozenset(number for number, variant in enumerate(shown) if variant in known)
+    baselines = set(board.standing[board.standing.baseline.astype(bool)].variant)
+    hollow = frozenset(number for number, variant in enumerate(shown) if variant in baselines)
+    axis = "time of a call, us, median with 95 % interval"
+    return Rows(rows, shown, axis, mark="measured roofline", hollow=hollow) if any(row.points for row in rows) else None
 
 
 def series(board: Board) -> list[str]:
@@ -90,9 +80,9 @@ def history(board: Board, points: Sequence[trend.Timing]) -> Lines | None:
     """The metric of the drawn variants over the commits at which they were timed."""
     places = trend.commits(points)
     shown = [variant for variant in series(board) if any(point.variant == variant for point in points)]
-    found = [(name(one), [(places[p.commit][0], p.us) for p in points if p.variant == one]) for one in shown]
+    found = [(one, [(places[p.commit][0], p.us) for p in points if p.variant == one]) for one in shown]
     labels, axis = [label for _, label in places.values()], f"{board.metric} of the times, us, by commit"
-    return Lines(labels, found, axis, _baselines(board, shown)) if found else None
+    return Lines(labels, found, axis) if found else None
 
 
 def samples(records: Iterable[dict]) -> Rows | None:
@@ -147,24 +137,6 @@ def components(records: Sequence[dict]) -> Rows | None:
     return Rows(rows, [*longest, "other ops", *rest], axis, "bars", "speed of light") if rows else None
 
 
-def op_times(check: Check) -> Rows:
-    """The time of each op in a decode step, the longest on top."""
-    longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
-    rows = [Row(name(op), [Point(us)], said=f"{tables.us(us)} us") for op, us in longest if us > 0]
-    return Rows(rows, ("time",), "time of an op's calls in one decode step, us")
-
-
-def layer_errors(check: Check) -> Rows:
-    """The error of each layer by itself and of a free pass, with their budgets; a layer without an error has no dot."""
-    rows = []
-    for layer in check.layers:
-        points = [Point(x, series=n) for n, x in enumerate((layer.alone, layer.drift)) if x is not None and x > 0]
-        budgets = [x for x in (layer.alone_budget, layer.drift_budget) if x is not None and x > 0]
-        rows += [Row(f"after {name(layer.after)}", points, budgets)] if points else []
-    names = ("the layer by itself", "a free pass")
-    return Rows(rows, names, "relative error of the hc copies", mark="budgets of the two")
-
-
 def _own(records: Sequence[dict]) -> dict[str, str]:
     """By case what it has for itself among the records."""
     return ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in records)))[0]
@@ -194,18 +166,12 @@ def pairs(found: Sequence[tuple[str, Sequence[float]]]) -> Rows:
 
 
 def said_of(chart: plot.Chart) -> str:
-    """The chart in words: what kind it is, and its values."""
+    """The chart in words: what it shows, and its values."""
     if isinstance(chart, Lines):
         said = [f"{what}: {', '.join(f'{y:.5g}' for _, y in points)}" for what, points in chart.series]
-        return f"Line chart, {chart.axis}, {len(chart.x)} commits. " + "; ".join(said)
-    if chart.kind == "ticks":
+    elif chart.kind == "ticks":
         said = [f"{row.label}: {len(row.points)} values, {row.said}" for row in chart.rows]
     else:
-        said = [f"{row.label}: {', '.join(_point(chart, point) for point in row.points)}" for row in chart.rows]
-    return f"Chart of {chart.kind}, {chart.axis}. " + "; ".join(said)
-
-
-def _point(chart: Rows, point: Point) -> str:
-    what = f"{chart.names[point.series]} " if len(chart.names) > 1 else ""
-    interval = f" ({point.lo:.4g} to {point.hi:.4g})" if math.isfinite(point.lo) else ""
-    return f"{what}{point.x:.4g}{interval}"
+        named = [[f"{chart.names[point.series]} {point.x:.4g}" for point in row.points] for row in chart.rows]
+        said = [f"{row.label}: {', '.join(points)}" for row, points in zip(chart.rows, named, strict=True)]
+    return text.clean(f"Chart of {chart.axis}. {'; '.join(said)}")

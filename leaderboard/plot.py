@@ -12,7 +12,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class Rows:
     axis: str
     kind: Literal["dots", "bars", "ticks"] = "dots"
     mark: str = ""
-    hollow: frozenset[int] = field(default_factory=frozenset)
+    hollow: frozenset[int] = frozenset()
     at: float | None = None
 
 
@@ -87,7 +87,6 @@ class Lines:
     x: Sequence[str]
     series: Sequence[tuple[str, Sequence[tuple[int, float]]]]
     axis: str
-    hollow: frozenset[int] = field(default_factory=frozenset)
 
 
 Chart = Rows | Lines
@@ -102,9 +101,9 @@ def is_worth_drawing(chart: Chart | None) -> bool:
 
 def write(chart: Chart, folder: Path, stem: str) -> list[Path]:
     """Write STEM.svg and STEM.png into `folder`. Return the files. Equal charts give equal files."""
-    files = [folder / f"{stem}.svg", folder / f"{stem}.png"]
-    files[0].write_text(_svg(draw(chart, WIDE), stem), encoding="utf-8")
-    _save(draw(chart, WIDE), files[1], dpi=PNG_DPI, metadata={"Software": None})
+    drawn, files = draw(chart, WIDE), [folder / f"{stem}.svg", folder / f"{stem}.png"]
+    files[0].write_text(_svg(drawn, stem), encoding="utf-8")
+    _save(drawn, files[1], dpi=PNG_DPI, metadata={"Software": None})
     return files
 
 
@@ -187,7 +186,9 @@ def _figure(width: int, height: float, left: float, right: float, top: float, bo
     return figure, axes
 
 
-def _legend(width: int, names: Sequence[str], hollow: frozenset[int], mark: str, square: bool) -> tuple[Any, float]:
+def _legend(
+    width: int, names: Sequence[str], hollow: frozenset[int] = frozenset(), mark: str = "", square: bool = False
+) -> tuple[Any, float]:
     """-> (what draws the legend into a figure, its height in px)."""
     said = [*(names if len(names) > 1 else ()), *[mark] * bool(mark)]
     room = max((min(wide(one), width - 50) for one in said), default=1)
@@ -205,7 +206,7 @@ def _legend(width: int, names: Sequence[str], hollow: frozenset[int], mark: str,
     return draw_into, 19 * math.ceil(len(said) / columns) + 10 if said else 4
 
 
-def _shape(series: int, hollow: bool, square: bool = False) -> dict[str, Any]:
+def _shape(series: int, hollow: bool = False, square: bool = False) -> dict[str, Any]:
     colour = COLOURS[f"s{series % MOST_SERIES}"]
     how: dict[str, Any] = {"marker": "s" if square else SHAPES[series % MOST_SERIES], "markersize": 7, "color": colour}
     how |= {"markeredgewidth": 1.4, "linestyle": "none"}
@@ -244,21 +245,19 @@ def short(value: float) -> str:
 def _rows(chart: Rows, width: int) -> Figure:
     lanes = max((len({point.series for point in row.points}) for row in chart.rows), default=1)
     band = {"dots": max(22, 9 * lanes + 10), "bars": 26, "ticks": 30}[chart.kind]
-    labels, said = [text.line(row.label, 200) for row in chart.rows], [row.said for row in chart.rows]
-    right = max(map(wide, said), default=0) + 18 if any(said) else 18
-    widest = max(map(wide, labels), default=0) + 20
+    widest = max((wide(text.line(row.label, 200)) for row in chart.rows), default=0) + 20
     above = widest > 0.45 * width  # then a row's texts stand above its data
-    left, right_px, head = (20, 20, 18) if above else (widest, right, 0)
+    left, right, head = (20, 20, 18) if above else (widest, max(wide(row.said) for row in chart.rows) + 18, 0)
     mark = chart.mark if any(row.marks for row in chart.rows) else ""
     legend, top = _legend(width, chart.names, chart.hollow, mark, chart.kind == "bars")
     high = len(chart.rows) * (band + head)
     top += 20 if high > TALL else 0
     values = [v for row in chart.rows for v in _extent(row, chart.kind)] + ([] if chart.at is None else [chart.at])
-    axis, lines = _title(chart.axis, is_log(values), width)
-    low = 29 + 15 * lines
-    figure, axes = _figure(width, top + high + low, left, right_px, top, low)
+    axis = _title(chart.axis, values, width)
+    low = 44 + 15 * axis.count("\n")
+    figure, axes = _figure(width, top + high + low, left, right, top, low)
     legend(figure)
-    _value_axis(axes, "x", values, width - left - right_px)
+    _value_axis(axes, "x", values, width - left - right)
     axes.tick_params(labeltop=high > TALL)
     axes.set_ylim(high, 0)
     axes.yaxis.set_major_locator(NullLocator())
@@ -287,10 +286,9 @@ def is_log(values: Iterable[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 10
 
 
-def _title(axis: str, log: bool, width: int) -> tuple[str, int]:
-    """-> (the name of an axis, its lines)."""
-    lines = textwrap.wrap(axis + " (log axis)" * log, width // 7)
-    return "\n".join(lines), len(lines)
+def _title(axis: str, values: Iterable[float], width: int) -> str:
+    """The name of an axis in lines."""
+    return "\n".join(textwrap.wrap(axis + " (log axis)" * is_log(values), width // 7))
 
 
 def _extent(row: Row, kind: str) -> list[float]:
@@ -331,16 +329,16 @@ def _data(axes: Axes, chart: Rows, middles: Sequence[float], band: float) -> Non
 
 
 def _lines(chart: Lines, width: int) -> Figure:
-    legend, top = _legend(width, [name for name, _ in chart.series], chart.hollow, "", False)
+    legend, top = _legend(width, [name for name, _ in chart.series])
     values = [value for _, points in chart.series for _, value in points]
-    axis, lines = _title(chart.axis, is_log(values), width)
-    above = top + 11 + 15 * lines
+    axis = _title(chart.axis, values, width)
+    above = top + 26 + 15 * axis.count("\n")
     figure, axes = _figure(width, above + 254, 56, 40, above, 50)
     legend(figure)
     _value_axis(axes, "y", values, 200)
     figure.text(8 / width, 263 / (above + 254), axis, **MUTED)
     for number, (_, points) in enumerate(chart.series):
-        shape: dict[str, Any] = _shape(number, number in chart.hollow) | {"linestyle": "-", "linewidth": 1.6}
+        shape: dict[str, Any] = _shape(number) | {"linestyle": "-", "linewidth": 1.6}
         axes.plot([place for place, _ in points], [value for _, value in points], clip_on=False, **shape)
     last = max(1, len(chart.x) - 1)
     axes.set_xlim(-0.02 * last, 1.02 * last)

@@ -1,13 +1,11 @@
-"""How good the judge is: attacks on its clock, pairs of kernels whose ratio is known, and bare loops.
+"""How good the judge is: attacks on its clock, and pairs of kernels whose ratio is known.
 
 docs/exploits.jsonl has what became of each attack (tests/exploits/exploit_table.py), docs/honest_pairs.jsonl each pair
-(tests/exploits/honest_pairs.py), leaderboard/results/<machine>/judge/ the loops. A line that is none of these is named
-and left out.
+(tests/exploits/honest_pairs.py). A line that is neither is named and left out.
 """
 
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ ROOT = load.PROBLEMS.parent
 EXPLOITS = ROOT / "docs" / "exploits.jsonl"
 PAIRS = ROOT / "docs" / "honest_pairs.jsonl"
 ATTACKS = ROOT / "tests" / "exploits" / "submissions"
-FOLDER = "judge"
 ALLOWED = 0.95  # what the lower end of an attack's ratio must be above
 PLANTED_US = {"same": 0.0, "longer": 1.0, "slowed": 2.3}  # by the kind of a pair: us that its second kernel takes more
 
@@ -66,32 +63,13 @@ class Pair(_Line):
     clock: str | None = None
 
 
-class LoopCase(_Line):
-    """The judge's time of a kernel, and that of a plain loop over the same calls, in us."""
-
-    case: dict
-    judge_us: float
-    loop_us: float
-    ratio: float
-    standard_error: float
-
-
-class Loop(_Line):
-    """The loops of a variant on a machine."""
-
-    problem: str
-    variant: str
-    cases: list[LoopCase]
-
-
 @dataclass
 class Quality:
-    """All that is known of the judge. loops: with their machine."""
+    """All that is known of the judge."""
 
-    attacks: list[Attack] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
-    loops: list[tuple[str, Loop]] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
+    attacks: list[Attack]
+    pairs: list[Pair]
+    complaints: list[str]
 
     def groups(self) -> list["Group"]:
         """The pairs of a kind, a problem and a number of processes, equal kernels first."""
@@ -106,14 +84,14 @@ class Group:
     pairs: list[Pair]
 
     @property
-    def size(self) -> int:
-        return len(self.pairs)
-
-    @property
     def planted(self) -> float:
         """The share of the time by which the second kernel takes longer, by construction; 0 of equal ones."""
         more, times = PLANTED_US[self.pairs[0].kind], [one.us for one in self.pairs if one.us]
         return more / (statistics.median(times) - more) if more and times else 0.0
+
+    def count(self, *words: str | None) -> int:
+        """How many pairs have one of these verdicts; None is for those that failed."""
+        return sum(one.word in words for one in self.pairs)
 
     @property
     def right(self) -> int:
@@ -123,11 +101,7 @@ class Group:
     @property
     def wrong(self) -> int:
         """How many pairs have a verdict that is the wrong way round."""
-        return self.count("FASTER") + (0 if self.planted else self.count("SLOWER"))
-
-    def count(self, word: str | None) -> int:
-        """How many pairs have a verdict; None is for those that failed."""
-        return sum(one.word == word for one in self.pairs)
+        return self.count("FASTER", *() if self.planted else ("SLOWER",))
 
     @property
     def ratios(self) -> list[float]:
@@ -135,31 +109,21 @@ class Group:
         return [one.ratio for one in self.pairs if one.ratio is not None]
 
 
-def read(results: Path, machines: Iterable[str], exploits: Path = EXPLOITS, pairs: Path = PAIRS) -> Quality:
-    """What these files and the folders of these machines say. Of pairs those count that the present clock timed."""
-    found = Quality()
-    attacks = _lines(found, exploits, exploits.name, Attack)
-    found.attacks = list({(one.file, one.form): one for one in attacks}.values())
-    every = _lines(found, pairs, pairs.name, Pair)
-    found.pairs = [one for one in every if one.clock == CLOCK and one.kind in PLANTED_US]
-    for machine in machines:
-        for file in sorted((results / machine / FOLDER).glob("bare_loop.jsonl")):
-            loops = _lines(found, file, str(file.relative_to(results)), Loop)
-            found.loops += [(machine, one) for one in loops]
-    return found
+def read(exploits: Path = EXPLOITS, pairs: Path = PAIRS) -> Quality:
+    """What these files say. Of pairs those count that the present clock timed."""
+    attacks, complaints = _lines(exploits, Attack)
+    every, more = _lines(pairs, Pair)
+    counted = [one for one in every if one.clock == CLOCK and one.kind in PLANTED_US]
+    return Quality(list({(one.file, one.form): one for one in attacks}.values()), counted, complaints + more)
 
 
-def _lines(found: Quality, file: Path, name: str, kind: type[_Line]) -> list[Any]:
-    """The lines of a file that are of a kind; about others `found` gets a complaint."""
-
+def _lines(file: Path, kind: type[_Line]) -> tuple[list[Any], list[str]]:
     def read_line(line: bytes) -> _Line:
         said = record.loads(line)
         schema.check(said, kind)
         return kind.model_validate(said)
 
-    lines, complaints = record.parse_lines(file.read_bytes() if file.is_file() else b"", name, read_line)
-    found.complaints += complaints
-    return lines
+    return record.parse_lines(file.read_bytes() if file.is_file() else b"", file.name, read_line)
 
 
 def summary(file: Path) -> str:

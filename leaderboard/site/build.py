@@ -12,10 +12,8 @@ source from pygments, which escape themselves, are put in as they are.
 
 import collections
 import functools
-import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,10 @@ from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, text
 from harness.results.screen import track
-from leaderboard import checks, model_board, pictures, plot, quality, tables, trend
+from leaderboard import model_board, pictures, plot, quality, tables, trend
 from leaderboard.board import Board
 from leaderboard.pages import Shown
+from leaderboard.provenance import CHANGED
 from leaderboard.site import grids, variant
 from problems.common import load
 
@@ -37,31 +36,7 @@ MARK = ".page"  # a file of every folder that holds a page
 HISTORY = "Over the commits. Runs are not paired: one machine differs from another of its name by some percent."
 
 
-@dataclass(frozen=True)
-class Picture:
-    """svg: both forms for the page; caption: below it; files: (name, address) of its downloads."""
-
-    svg: Markup
-    caption: str
-    files: variant.Links
-
-
-@dataclass(frozen=True)
-class Headline:
-    """What the first page says of a problem. number: the largest text; said: what it means; tags: as of a board's row;
-    machines: by machine (address, text) of its leader there.
-    """
-
-    name: str
-    href: str
-    about: str
-    number: str
-    said: str
-    tags: list[str]
-    machines: dict[str, tuple[str, str]]
-
-
-def write(shown: Shown, results: Path, folder: Path) -> int:
+def write(shown: Shown, folder: Path) -> int:
     """Write the page into `folder`. Return the number of HTML files. OSError: they cannot be written. ValueError: the
     folder holds files that are not those of a page.
     """
@@ -69,7 +44,7 @@ def write(shown: Shown, results: Path, folder: Path) -> int:
         raise ValueError(
             f"--html must name a new or empty folder, or one with an earlier page: {folder} holds {found[0].name}"
         )
-    site = Site(shown, results, folder)
+    site = Site(shown, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
     site.static()
@@ -84,15 +59,13 @@ def write(shown: Shown, results: Path, folder: Path) -> int:
 class Site:
     """All pages of what the records show. problems: the boards of each, best first."""
 
-    def __init__(self, shown: Shown, results: Path, folder: Path) -> None:
+    def __init__(self, shown: Shown, folder: Path) -> None:
         self.shown, self.folder = shown, folder
         self.problems: dict[str, list[Board]] = {}
         for board in sorted(grids.best_first(shown.boards), key=lambda board: board.problem):
             self.problems.setdefault(board.problem, []).append(board)
         self.variants = sorted({(board.problem, one) for board in shown.boards for one in board.standing.variant})
-        self.quality = quality.read(results, shown.records)
-        self.checks, said = checks.read()
-        self.quality.complaints += said
+        self.quality = quality.read()
         loader = jinja2.FileSystemLoader(HERE / "templates")
         self.environment: Any = jinja2.Environment(
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -100,6 +73,7 @@ class Site:
         self.environment.filters |= {"shell": shlex.quote, "line": text.line}
         given: dict[str, Any] = {"grids": grids, "model_board": model_board, "tables": tables, "known": shown.known}
         given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
+        given |= {"model_key": model_key, "CHANGED": CHANGED}
         self.environment.globals |= given
         self.rows = tables.frame(shown.boards)
         self.profiles = variant.profiles(self.variants)
@@ -122,73 +96,33 @@ class Site:
         output.write_whole(file, found.render(root=root, title=title, links=links, place=place, **given))
 
     def picture(self, chart: plot.Chart | None, key: str, caption: str, root: str, files: bool = False) -> Any:
-        """A chart for a page; None where it would show no more than its numbers. files: also as SVG and PNG."""
+        """What parts.html draws; None where a chart shows no more than its numbers. files: also as SVG and PNG."""
         if chart is None or not plot.is_worth_drawing(chart):
             return None
         written = plot.write(chart, self.folder / "pictures", key) if files else []
         links = [(file.suffix[1:].upper(), f"{root}pictures/{file.name}") for file in written]
-        return Picture(Markup(plot.inline(chart, pictures.said_of(chart), key)), caption, links)
+        return {"svg": Markup(plot.inline(chart, pictures.said_of(chart), key)), "caption": caption, "files": links}
 
     # --- pages
 
     def index(self) -> None:
         timed = [board for boards in self.problems.values() for board in boards if tables.first_of(board)]
-        machines = list(dict.fromkeys(board.machine for board in grids.best_first(timed)))
-        headlines = [self._headline(name, boards) for name, boards in self.problems.items()]
+        steps = [(title, one) for title, its in self.shown.steps.items() for one in filter(model_board.is_step, its)]
         records = [one for found in self.shown.records.values() for one in found]
         self.page(
             "index.html",
             "index.html",
             "Leaderboard",
-            headlines=[one for one in [*headlines, self._model_headline()] if one],
-            machines=machines,
+            problems={name: [board for board in boards if board in timed] for name, boards in self.problems.items()},
+            about={name: self._about(name) for name in self.problems},
+            machines=list(dict.fromkeys(board.machine for board in grids.best_first(timed))),
+            step=max(steps, key=lambda step: step[1].get("sol_us") or 0, default=None),
             unrun=[board for boards in self.problems.values() for board in boards if not board.timed],
             chart=self.picture(pictures.leaders(timed), "leaders", "The leader of each problem.", "", files=True),
             records=len(records),
             runs=len({one["run_id"] for one in records}),
             complaints=[text.line(one) for one in self.shown.complaints + self.quality.complaints],
         )
-
-    def _headline(self, name: str, boards: list[Board]) -> Headline | None:
-        """None of a problem that no machine has timed."""
-        machines: dict[str, tuple[str, str]] = {}
-        for board in boards:
-            if leader := tables.first_of(board):
-                facts = [tables.percent(leader.roofline_share), tables.times_baseline(leader)]
-                cell = (f"{problem_page(name)}#{grids.key_of(board)}", ", ".join(filter(None, facts)))
-                machines.setdefault(board.machine, (cell[0], f"{tables.us(leader.geomean_us)} us\n{cell[1]}"))
-        if not machines:
-            return None
-        board, leader = boards[0], tables.first_of(boards[0])
-        share = f"{tables.percent(leader.roofline_share)} of the roofline" if leader.roofline_share > 0 else ""
-        time = f"{tables.us(leader.geomean_us)} us"
-        if leader.baseline_ratio > 0:
-            some = tables.times_baseline(leader).partition(" in ")[2]
-            said = ["the speed of the fastest public kernel" + (f" in {some} cases" if some else ""), time, share]
-            number = f"{leader.baseline_ratio:.2f}x"
-        else:
-            number, said = time, [share]
-        tags = grids.standing(board).tags[list(board.standing.variant).index(leader.variant)]
-        said = ", ".join(filter(None, [*said, f"{leader.variant} on {board.machine}"]))
-        return Headline(name, problem_page(name), self._about(name), number, said, list(tags), machines)
-
-    def _model_headline(self) -> Headline | None:
-        """Of the step of one sequence that moves the most memory."""
-        found = [
-            (model_board.number(one.get("sol_us")), title, one)
-            for title, records in self.shown.steps.items()
-            for one in records
-            if (one["case"] or {}).get("batch") == 1 and model_board.share(one) > 0 and "new" not in one["case"]
-        ]
-        if not found:
-            return None
-        _, title, one = max(found, key=lambda item: item[0] if math.isfinite(item[0]) else 0)
-        case, share = one["case"], tables.percent(model_board.share(one))
-        said = f"a token, {share} of the speed of light, {case.get('config')} in {case.get('format')}"
-        time, machine = f"{tables.us(model_board.number(one['median_us']))} us", title.partition(", on ")[2]
-        cell = {machine: (f"model.html#{_model_key(title)}", f"{time}\n{share} of SOL")}
-        about = "the whole model: a decode step of one sequence"
-        return Headline(one["problem"], "model.html", about, time, f"{said}, on {machine}", [], cell)
 
     def _about(self, name: str) -> str:
         return quality.summary(load.PROBLEMS / name / "task.py").removeprefix(f"{name}: ")
@@ -222,8 +156,8 @@ class Site:
         boards = [one for one in self.problems[problem] if name in set(one.standing.variant)]
         found = [variant.section(board, name, self.shown.records[board.machine]) for board in boards]
         rows = self.rows[(self.rows.problem == problem) & (self.rows.variant == name)]
-        source, profiles = variant.source(problem, name), self.profiles.get((problem, name), [])
-        copied = [*(file for file, *_ in source.files), *profiles]
+        (summary, source), profiles = variant.source(problem, name), self.profiles.get((problem, name), [])
+        copied = [*(file for file, *_ in source), *profiles]
         said = "Every scored time, by case and process; thinned where a case has many."
         self.page(
             place,
@@ -237,41 +171,30 @@ class Site:
             ],
             downloads=variant.downloads(folder, stem, rows, found, copied),
             digests=variant.digests(profiles),
+            summary=summary,
             source=source,
         )
 
     def model(self) -> None:
         sections = [self._model(title, records) for title, records in self.shown.steps.items()]
-        checked = [self._check(one) for one in self.checks]
-        self.page("model.html", "model.html", "The composed model", sections=sections, checks=checked)
+        self.page("model.html", "model.html", "The composed model", sections=sections)
 
     def _model(self, title: str, records: list[dict]) -> dict[str, Any]:
-        key, machine = _model_key(title), title.partition(", on ")[2]
+        key, machine = model_key(title), title.partition(", on ")[2]
         every = [one for one in self.shown.records[machine] if model_board.title(one, machine) == title]
-        parts = pictures.components(records)
+        steps, parts, history = pictures.steps(records), pictures.components(records), pictures.model_history(every)
         return {
             "title": title,
             "key": key,
             "records": records,
-            "picture": self.picture(pictures.steps(records), f"{key}-step", "One decode step.", "", files=True),
+            "picture": self.picture(steps, f"{key}-step", "One decode step.", "", files=True),
             "parts": self.picture(parts, f"{key}-parts", "Where a step's time goes.", "", files=True),
-            "history": self.picture(pictures.model_history(every), f"{key}-history", HISTORY, ""),
-        }
-
-    def _check(self, one: checks.Check) -> dict[str, Any]:
-        key = grids.slug(f"{one.problem}-{one.config}-{one.format}")
-        said = "A short line is a budget: 1.5 times what the reference kernels are off."
-        return {
-            "check": one,
-            "key": key,
-            "times": self.picture(pictures.op_times(one), f"{key}-ops", "The ops of one step.", ""),
-            "errors": self.picture(pictures.layer_errors(one), f"{key}-errors", said, ""),
+            "history": self.picture(history, f"{key}-history", HISTORY, ""),
         }
 
     def judge(self) -> None:
         found, groups = self.quality, self.quality.groups()
-        named = [(f"{tables.percent(g.planted) if g.planted else 'equal'}: {g.pairs[0].problem}", g) for g in groups]
-        ratios = pictures.pairs([(f"{label}, {g.pairs[0].processes} processes", g.ratios) for label, g in named])
+        ratios = [(f"{grids.planted(group)}, {group.pairs[0].problem}", group.ratios) for group in groups]
         self.page(
             "judge.html",
             "judge.html",
@@ -282,7 +205,7 @@ class Site:
             groups=groups,
             equal=[group for group in groups if not group.planted],
             planted=[group for group in groups if group.planted],
-            ratios=self.picture(ratios, "pairs", "Ratios of compared pairs.", ""),
+            ratios=self.picture(pictures.pairs(ratios), "pairs", "Ratios of compared pairs.", ""),
         )
 
 
@@ -294,7 +217,7 @@ def variant_page(problem: str, name: str) -> str:
     return f"variants/{grids.slug(problem)}/{grids.slug(name)}.html"
 
 
-def _model_key(title: str) -> str:
+def model_key(title: str) -> str:
     return grids.slug(title.replace(", ", "-"))
 
 

@@ -3,26 +3,24 @@
 A Grid is text in rows; what a submission has written is in it as it is, and the templates escape it.
 """
 
+import collections
+import dataclasses
 import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import pandas as pd
+from dataclasses import dataclass
 
 from harness.results import ranking, text
 from leaderboard import model_board, pictures, tables
 from leaderboard.board import UNRUN, Board, rows_of
-from leaderboard.checks import Check
 from leaderboard.provenance import CHANGED
-from leaderboard.quality import ATTACKS, Attack, Group, Loop, summary
+from leaderboard.quality import ATTACKS, Attack, Group, summary
 
 LONGEST = 120  # characters of a slug; file systems take 255 bytes
 REASON = 400  # characters of a text in a table
 CODE = {"variant", "against", "case", "op", "commit", "attack", "after", "problem"}  # columns that are set as code
-SELF_TIMED = "self-timed"  # what the judge warns of a time that the submission's process took
+TAGS = ("self-timed", "stale")  # words of remarks that stand beside a variant's name too
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Grid:
     kinds: Sequence[str] = ()
     tags: Sequence[Sequence[str]] = ()
     refs: Sequence[Sequence[int]] = ()
-    notes: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
 
 
 def slug(name: str) -> str:
@@ -67,19 +65,10 @@ def best_first(boards: Iterable[Board]) -> list[Board]:
 
 
 def provenance(board: Board) -> str:
-    """Where, how and when a board was timed, what its time is, and how many rows are stale, in sentences."""
-    run, environment = board.run, board.run["environment"]
-    device = environment.get("cpu" if board.target == "cpu" else "gpu") or "a device that is not recorded"
-    software = ", ".join(f"{key} {environment[key]}" for key in ("driver", "cuda", "torch") if environment.get(key))
-    clock = board.run["clock"].get("name") or "a clock that is not recorded"
-    how = f"Timed on {device} ({software}) by the clock “{clock}”" if board.timed else "Compiled"
-    commit = (run["commit"][:12] or "unknown") + (" with uncommitted changes" if run["dirty"] else "")
-    said = f"{how} in run {run['run_id']}, {run['time']}, commit {commit}."
-    said += f" Time is the {board.metric} over {text.counted(len(board.cases), 'case')}." if board.timed else ""
+    """Where, how and when a board was timed, and how many rows are stale, in sentences."""
     stale = int((board.standing.source == CHANGED).sum())
-    return text.line(
-        said + f" The source of {stale} of {len(board.standing)} rows has changed since." * bool(stale), 900
-    )
+    said = [*tables.facts(board), *[f"Stale: {stale} of {len(board.standing)} rows"] * bool(stale)]
+    return text.line(" ".join(f"{one.removesuffix('.')}." for one in said), 900)
 
 
 def fields(labels: Sequence[str]) -> tuple[list[str], dict[str, list[str]], str]:
@@ -101,39 +90,10 @@ def _footnotes(said: Sequence[Sequence[str]]) -> tuple[list[list[int]], list[str
 
 def standing(board: Board) -> Grid:
     """A row a variant; why it has no rank or no time, and what is odd about it, are footnotes."""
-    found = list(rows_of(board.standing))
-    said = [[*([f"{row.status}: {row.reason}"] if row.reason else []), *row.notes] for row in found]
-    refs, notes = _footnotes([[text.line(note, REASON) for note in of_row] for of_row in said])
-    tags = []
-    for row in found:
-        self_timed = any(SELF_TIMED in note for note in row.notes)
-        named = {"baseline": row.baseline, SELF_TIMED: self_timed, CHANGED: row.source == CHANGED}
-        tags.append([tag for tag, holds in named.items() if holds])
-    if not board.timed:
-        rows = [[row.variant, row.status, _count(row.registers), _count(row.spill_bytes)] for row in found]
-        header, words = ["variant", "state", "registers", "spilled, B"], {"variant", "state"}
-        return Grid(header, rows, words, header[:3], (), tags, refs, notes)
-    narrow, rows = ["rank", "variant", "time, us", "% of roofline", "x baseline"], []
-    header = [*narrow, "95 % interval", "cases", "error / tolerance", "attempts"]
-    for row in found:
-        time = tables.us(row.geomean_us) or ("" if row.status == "PASSED" else row.status)
-        line = ["–" if pd.isna(row.rank) else str(row.rank), row.variant, time]
-        line += [tables.percent(row.roofline_share), tables.times_baseline(row)]
-        line += [tables.interval(row.lo_us, row.hi_us), f"{row.done}/{row.wanted}"]
-        rows.append([*line, tables.worst_error(board.times, row), str(row.attempts or "")])
-    return Grid(header, rows, {"variant"}, narrow, [*map(_kind, found)], tags, refs, notes)
-
-
-def _count(value: float) -> str:
-    return f"{value:.0f}" if math.isfinite(value) else ""
-
-
-def _kind(row: Any) -> str:
-    if row.baseline:
-        return "baseline"
-    if row.status not in ("PASSED", *UNRUN):
-        return "failed"
-    return "leader" if not pd.isna(row.rank) and row.rank == 1 else ""
+    table = tables.standing(board)
+    narrow = ["rank", "variant", f"{board.metric} us", "% of roofline", "x baseline"] if board.timed else ()
+    tags = [[tag for tag in TAGS if any(tag in remark for remark in said)] for said in table.remarks]
+    return dataclasses.replace(of_table(table), narrow=narrow, tags=tags)
 
 
 def by_case(board: Board) -> tuple[Grid, str]:
@@ -186,32 +146,17 @@ def cases_of(judged: Sequence[dict]) -> Grid:
     return Grid(header, rows, {"kind", "verdict"}, kinds=kinds, refs=refs, notes=notes)
 
 
-def of_table(table: tables.Table, words: str = "state") -> Grid:
-    """A table of leaderboard/tables.py; what its column `words` says beyond ok are footnotes."""
-    if words not in table.header:
-        return Grid(table.header, table.rows, table.words, kinds=table.kinds)
-    place = table.header.index(words)
-    refs, notes = _footnotes([[row[place]] if row[place] != "ok" else [] for row in table.rows])
-    header, *rows = [[*line[:place], *line[place + 1 :]] for line in (table.header, *table.rows)]
+def of_table(table: tables.Table) -> Grid:
+    """A table of leaderboard/tables.py. Of one with remarks these are footnotes, in place of source and state."""
+    hidden = ("source", "state") if table.remarks else ()
+    shown = [place for place, name in enumerate(table.header) if name not in hidden]
+    header, *rows = [[line[place] for place in shown] for line in (table.header, *table.rows)]
+    refs, notes = _footnotes(table.remarks)
     return Grid(header, rows, table.words, kinds=table.kinds, refs=refs, notes=notes)
 
 
-def op_times(check: Check) -> Grid:
-    """The ops of a decode step, the longest first, and what is no op."""
-    longest = sorted(check.ops_us.items(), key=lambda item: -item[1])
-    spent = [*longest, ("between the ops", check.step_us - sum(check.ops_us.values()))]
-    rows = [[op, tables.us(us), tables.percent(us / check.step_us), check.kernels.get(op, "")] for op, us in spent]
-    return Grid(["op", "time, us", "% of step", "filled by"], rows, {"op", "filled by"})
-
-
-def layers(check: Check) -> Grid:
-    """The error of each layer with its budget."""
-    rows = []
-    for one in check.layers:
-        numbers = (one.alone, one.alone_budget, one.drift, one.drift_budget)
-        errors = ["not finite" if x is None else f"{x:.2e}" for x in numbers]
-        rows.append([one.after, *errors, "" if one.cosine is None else f"{one.cosine:.6f}"])
-    return Grid(["after", "by itself", "its budget", "free pass", "budget of the pass", "cosine"], rows, {"after"})
+def planted(group: Group) -> str:
+    return tables.percent(group.planted) if group.planted else "nothing"
 
 
 def pairs(groups: Iterable[Group]) -> Grid:
@@ -220,34 +165,19 @@ def pairs(groups: Iterable[Group]) -> Grid:
     for group in groups:
         counts = map(str, (len(group.pairs), *map(group.count, ("SAME", "SLOWER", "UNDECIDED", "FASTER", None))))
         ratios = f"{min(group.ratios):.4f} to {max(group.ratios):.4f}" if group.ratios else ""
-        planted = tables.percent(group.planted) if group.planted else "nothing"
-        rows.append([planted, group.pairs[0].problem, str(group.pairs[0].processes), *counts, ratios])
+        rows.append([planted(group), group.pairs[0].problem, str(group.pairs[0].processes), *counts, ratios])
     header = ["planted", "problem", "processes", "pairs", "SAME", "SLOWER", "UNDECIDED", "FASTER", "failed", "ratios"]
     return Grid(header, rows, {"planted", "problem"})
 
 
-def loops(found: Iterable[tuple[str, Loop]]) -> Grid:
+def attacks(found: Sequence[Attack]) -> Grid:
+    """A row a file, with the outcomes of its forms."""
     rows = []
-    for machine, one in found:
-        for case in one.cases:
-            row = [machine, one.problem, one.variant, ranking.case_label(case.case), tables.us(case.judge_us)]
-            rows.append([*row, tables.us(case.loop_us), f"{case.ratio:.3f} ± {case.standard_error:.3f}"])
-    words = ["machine", "problem", "variant", "case"]
-    return Grid([*words, "judge, us", "plain loop, us", "judge / loop"], rows, words)
-
-
-def attacks(found: Iterable[Attack]) -> Grid:
-    """A row a file, with the outcome of each of its forms."""
-    files: dict[str, list[Attack]] = {}
-    for one in found:
-        files.setdefault(one.file, []).append(one)
-    rows, kinds = [], []
-    for file, forms in files.items():
-        outcomes = [f"{one.outcome} ({one.form} of 4 calls honest)" for one in forms]
-        alike = {one.outcome for one in forms}
+    for file in dict.fromkeys(one.file for one in found):
+        forms = [one for one in found if one.file == file]
+        outcomes = collections.Counter(one.outcome for one in forms)
+        said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         lows = [one.low for one in forms if one.low is not None]
-        said = f"{alike.pop()} in all forms" if len(alike) == 1 else ", ".join(outcomes)
         rows.append([file, said, f"{min(lows):.3f}" if lows else "", summary(ATTACKS / f"{file}.py")])
-        kinds.append("failed" if any(one.outcome == "BELOW THE BOUND" for one in forms) else "")
-    header = ["attack", "outcome", "least time / honest time", "what it does"]
-    return Grid(header, rows, {"attack", "outcome", "what it does"}, kinds=kinds)
+    header = ["attack", "outcome of its forms", "least time / honest time", "what it does"]
+    return Grid(header, rows, {*header} - {header[2]})

@@ -25,16 +25,7 @@ from problems.common import load
 
 LEXERS = {".py": PythonLexer, ".cu": CudaLexer, ".cuh": CudaLexer}  # others: C++
 DIGEST = ".txt"  # of a profile, to read; the other files are for a tool
-NO_RECORD = "no record"
 Links = list[tuple[str, str]]
-RESOURCES = {
-    "registers": "registers a thread",
-    "spill_bytes": "B spilled",
-    "stack_bytes": "B of stack",
-    "shared_bytes": "B of static shared memory",
-    "bytes": "B of machine code",
-    "tmem_columns": "columns of tensor memory",
-}
 FACTS = (*("source_hash", "code_hash", "problem_hash", "harness_hash"), *("clocks_mhz", "throttle", "sandbox", "audit"))
 
 
@@ -58,20 +49,6 @@ class Section:
             return f"Rank {self.row.rank}"
         return "A baseline" if self.row.baseline else "Not ranked"
 
-    @property
-    def provenance(self) -> str:
-        """When and of which commit it was judged, in a sentence."""
-        run, time, commit = (said for _, said in self.facts[:3])
-        return f"Run {run}, {time[:16].replace('T', ' ')}, commit {commit[:12]}."
-
-
-@dataclass(frozen=True)
-class Source:
-    """summary: the first line of the docstring; files: (file, lines, highlighted)."""
-
-    summary: str = ""
-    files: Sequence[tuple[Path, int, Markup]] = ()
-
 
 def section(board: Board, name: str, records: Iterable[dict]) -> Section:
     row = next(one for one in rows_of(board.standing) if one.variant == name)
@@ -89,49 +66,44 @@ def section(board: Board, name: str, records: Iterable[dict]) -> Section:
 
 
 def _resource(one: dict) -> str:
-    said = [f"{one[key]} {what}" for key, what in RESOURCES.items() if one.get(key) is not None]
-    said += [f"{count} {text.line(name, 60)}" for name, count in (one.get("sass") or {}).items()]
-    return f"{text.line(one.get('name') or 'kernel', 200)}: {', '.join(said) or NO_RECORD}"
+    numbers = {key: value for key, value in one.items() if key not in ("name", "target") and value is not None}
+    return f"{text.line(one.get('name') or 'kernel', 200)}: {_words(numbers)}"
 
 
 def _facts(one: dict, timed: Sequence[dict]) -> list[tuple[str, str]]:
-    """What a record says of where and how it ran, as (name, text); what it lacks says so."""
-    environment, clock = one.get("environment") or {}, one.get("clock") or {}
-    commit = (one.get("commit") or NO_RECORD) + (" with uncommitted changes" if one.get("dirty") else "")
-    found = [("run", one["run_id"]), ("time", one["time"]), ("commit", commit)]
-    found += [(key, _words(environment[key])) for key in environment]
-    found += [(f"clock, {key}", _words(clock[key])) for key in clock]
-    found += [(key.replace("_", " "), _words(one.get(key))) for key in FACTS]
-    calls = [len(one.get("seeds") or ()) for one in timed]
-    return [*found, ("secret seeds", f"{sum(calls)} in {len(calls)} cases" if any(calls) else NO_RECORD)]
+    """What a record says of where and how it ran, as (name, text)."""
+    commit = f"{one.get('commit') or 'unknown'}{' with uncommitted changes' if one.get('dirty') else ''}"
+    found = {"run": one["run_id"], "time": one["time"], "commit": commit, **(one.get("environment") or {})}
+    found |= {f"clock, {key}": value for key, value in (one.get("clock") or {}).items()}
+    found |= {key.replace("_", " "): one.get(key) for key in FACTS}
+    found["secret seeds"] = sum(len(one.get("seeds") or ()) for one in timed)
+    return [(key, _words(value)) for key, value in found.items()]
 
 
 def _words(value: object) -> str:
-    if value is None or value == "":
-        return NO_RECORD
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {_words(one)}" for key, one in value.items())
+        return "; ".join(f"{key.replace('_', ' ')}: {_words(one)}" for key, one in value.items())
     if isinstance(value, list):
         return ", ".join(map(_words, value)) or "none"
-    return text.line(value, 400)
+    return "not recorded" if value in (None, "") else text.line(value, 400)
 
 
-def source(problem: str, name: str) -> Source:
-    """The variant's files as they are in this checkout; none where it has none of this name."""
+def source(problem: str, name: str) -> tuple[str, list[tuple[Path, int, Markup]]]:
+    """-> (the first line of the docstring, (file, lines, highlighted) of each of the variant's files). Those of this
+    checkout; none where it has no such variant.
+    """
     file = load.PROBLEMS / problem / "variants" / f"{name}.py"
     if not file.is_file():
-        return Source()
+        return "", []
     try:
         files, summary = sources.files_of(file), load.summary(file)
     except ERRORS:
         files, summary = [file], ""
-    return Source(text.line(summary), [_highlighted(one) for one in files])
-
-
-def _highlighted(file: Path) -> tuple[Path, int, Markup]:
-    said = file.read_text(encoding="utf-8", errors="replace")
-    form = HtmlFormatter(nowrap=True)
-    return file, said.count("\n"), Markup(highlight(said, LEXERS.get(file.suffix, CppLexer)(), form))
+    shown = []
+    for one in files:
+        said, lexer = one.read_text(encoding="utf-8", errors="replace"), LEXERS.get(one.suffix, CppLexer)
+        shown.append((one, said.count("\n"), Markup(highlight(said, lexer(), HtmlFormatter(nowrap=True)))))
+    return text.line(summary), shown
 
 
 def profiles(variants: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[Path]]:

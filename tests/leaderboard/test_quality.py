@@ -1,10 +1,10 @@
-"""What is known of the judge: read from attacks, pairs and loops; what is none of these is named."""
+"""What is known of the judge: read from attacks and pairs; what is neither is named."""
 
 import json
 
 import pytest
 
-from leaderboard import quality, report
+from leaderboard import quality
 from leaderboard.quality import CLOCK, Attack
 
 PAIR = {"kind": "same", "problem": "p", "gpu": "g", "commit": "c", "processes": 8, "us": 101.0, "ratio": 1.0}
@@ -14,12 +14,12 @@ PAIR |= {"word": "SAME", "clock": CLOCK}
 def read(tmp_path, *lines: object) -> quality.Quality:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines))
-    return quality.read(tmp_path, [], tmp_path / "none", pairs)
+    return quality.read(tmp_path / "none", pairs)
 
 
-def test_read_takes_committed_attacks_pairs_and_loops():
-    found = quality.read(report.RESULTS, ["nvidia-h200"])
-    assert found.complaints == [] and len(found.attacks) >= 180 and len(found.loops) >= 3 and len(found.pairs) >= 20
+def test_read_takes_committed_attacks_and_pairs():
+    found = quality.read()
+    assert found.complaints == [] and len(found.attacks) >= 180 and len(found.pairs) >= 20
     assert {one.outcome for one in found.attacks} == {"refused", "honest time"}
     assert all(quality.summary(quality.ATTACKS / f"{one.file}.py") for one in found.attacks)
     assert {one.clock for one in found.pairs} == {CLOCK} and not any(group.wrong for group in found.groups())
@@ -38,7 +38,7 @@ def test_pairs_are_grouped_by_what_was_planted(tmp_path):
     ]
     found = read(tmp_path, *lines, longer | {"word": None, "ratio": None, "us": None})
     equal, planted = found.groups()
-    assert [(one.planted, one.size, one.right, one.wrong, one.count(None)) for one in (equal, planted)] == [
+    assert [(one.planted, len(one.pairs), one.right, one.wrong, one.count(None)) for one in (equal, planted)] == [
         (0, 2, 1, 1, 0),
         (pytest.approx(0.01), 3, 1, 1, 1),
     ]

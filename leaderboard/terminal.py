@@ -91,7 +91,7 @@ def next_command(board: Board, problem: str) -> str:
         return f"{RUN} {problem} --all" + (f"   (ranks {', '.join(apart)} too)" if len(apart) else "")
     mine, leader = f"{board.target}_mine", tables.first_of(board).variant
     if not (variants / f"{mine}.py").is_file():
-        return f"{RUN} {problem} --new-variant {mine}"
+        return f".venv/bin/python -m harness new {problem} {mine}"
     return f"{RUN} {problem} --variant {mine}" + (f" --against {leader}" if leader != mine else "")
 
 

@@ -56,7 +56,7 @@ def following(args: Options, problem: Problem, judged: list[Result], leader: Lea
     if j.verdict in ("UNSUPPORTED", "COMPILED") and not args.all:
         if modelled(j.submission):
             return run("executes its PTX on the CPU", *MODEL.split())
-        return f"{RUN} {problem.name} --list", "which variants are for what"
+        return f".venv/bin/python -m harness list {problem.name}", "which variants are for what"
     if args.mode == "test" or args.device == "model":
         return run("all test cases", "--mode", "test") if case else run("its times")
     if len(judged) > 1 and not args.against:

@@ -13,7 +13,7 @@ from harness.judge.selection import Selection
 from harness.judge.verdict import Recorder, Result
 from harness.problem import folders
 from harness.problem.folders import Case, Problem, Submission, UsageError, reading
-from harness.results import environment, gpu, output, ranking, record
+from harness.results import environment, gpu, output, ranking, record, text
 from harness.results.ranking import Leader
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
@@ -45,7 +45,7 @@ class Run:
                     json.dumps(case.params, allow_nan=False)
                 except (TypeError, ValueError, RecursionError) as error:
                     raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
-        if not record.can_name(problem.name):
+        if not text.can_name(problem.name):
             raise UsageError(f"PROBLEM: the folder must have a plain name, got {problem.name!r}: rename it")
         return problem
 

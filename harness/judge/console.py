@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from harness.judge import limits
-from harness.judge.events import MISMATCH, Progress, Step
+from harness.judge.events import MISMATCH
 from harness.judge.outcome import Outcome
+from harness.judge.step import Progress, Step
 from harness.judge.verdict import CaseTime, Result, roofline_share
 from harness.problem.folders import Case
 from harness.results import output, ranking, text

@@ -6,28 +6,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from harness.judge.step import Step
 from harness.problem.folders import UsageError
-from harness.results import output, record
+from harness.results import output, text
 
 PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
 MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a run is doing. n of total parts of the phase are done; said: the present part, in words."""
-
-    phase: str
-    n: int
-    total: int
-    said: str
-
-
-Progress = Callable[[Step], None]
 
 
 class Events:
@@ -55,9 +41,9 @@ class Events:
             self._fd = None
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one line. Its texts and numbers are as `record.plain` makes them."""
+        """Append one line. Its texts and numbers are as `text.plain` makes them."""
         if self._fd is not None:
-            said = record.plain({"event": event, "time": round(time.time(), 3), **fields})
+            said = text.plain({"event": event, "time": round(time.time(), 3), **fields})
             try:
                 os.write(self._fd, json.dumps(said, allow_nan=False).encode() + b"\n")
             except OSError as error:  # a full disk, or a named pipe without a reader: the run goes on

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from harness.results import schema
+from harness.results.status import Status
 from harness.runner import gate
 
 # From a call's end until all of the runner has the order to stop, in which it could work on; a call that was stopped
@@ -29,7 +29,7 @@ class Outcome:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file
 
-    status: schema.Status
+    status: Status
     reason: str = ""
     error: dict | None = None
     us: float | None = None

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from harness.judge import limits, prepared, replies
-from harness.judge.events import Step
 from harness.judge.handle import Content, RunnerHandle, admitted
 from harness.judge.outcome import Outcome
 from harness.judge.player import Player
 from harness.judge.session import CLOSED_AT_ONCE, Session
+from harness.judge.step import Step
 from harness.player import player
 from harness.problem.folders import Case
 from harness.sandbox.process import Died

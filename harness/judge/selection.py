@@ -13,7 +13,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import folders, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
-from harness.results import record, text
+from harness.results import text
 from harness.sandbox import workdir
 from harness.sandbox.process import Died
 from problems.common import load
@@ -34,7 +34,7 @@ class Selection:
         chosen = self._named()
         first = "--all" if self.args.all else "--submission" if self.args.submission else "--variant"
         for number, submission in enumerate(chosen):
-            if not record.can_name(submission.name):
+            if not text.can_name(submission.name):
                 option = "--against" if number and self.args.against else first
                 raise UsageError(f"{option}: the file must have a plain name, got {submission.name!r}: rename it")
         return chosen

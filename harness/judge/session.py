@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from harness.judge import compiling, limits, prepared, replies
 from harness.judge.call import CallRequest, cpu_call
-from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
+from harness.judge.step import Progress, Step
 from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import process
 from harness.sandbox.process import Died

@@ -14,8 +14,8 @@ from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.player import player
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
-from harness.results import environment, ranking, record, schema, stats
-from harness.results.schema import EXIT_CODES
+from harness.results import environment, hashes, ranking, record, schema, stats, text
+from harness.results.status import EXIT_CODES, STATUSES
 from harness.sandbox import freezer, policy
 
 SELF_TIMED = "events in the submission's process"  # the clock of what cannot be recorded
@@ -83,7 +83,7 @@ class Result:
         # Single cases that are not served say nothing about the others, but without any that is timed nothing passed.
         ignored = {"UNSUPPORTED"} if set(times) != {"UNSUPPORTED"} else {"UNSUPPORTED", "PASSED"}
         statuses = [status for status in tests + times if status not in ignored] + [self.status] * bool(self.status)
-        return min(statuses, key=schema.STATUSES.index) if statuses else "UNSUPPORTED"
+        return min(statuses, key=STATUSES.index) if statuses else "UNSUPPORTED"
 
     @property
     def busy(self) -> str:
@@ -119,7 +119,7 @@ def exit_code(verdicts: list[str], everything: bool) -> int:
     verdicts = ["INVALID_MEASUREMENT" if v == "BUSY" else v for v in verdicts]
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
-    return EXIT_CODES[min(verdicts, key=schema.STATUSES.index)]
+    return EXIT_CODES[min(verdicts, key=STATUSES.index)]
 
 
 def aggregate(timing: Timing, readings: ReferenceReadings) -> CaseTime:
@@ -224,7 +224,7 @@ class Recorder:
             kind = "compile" if judged.artefacts or judged.status in ("COMPILED", "COMPILE_ERROR") else "test"
             line = self.base(judged, kind, {}) | {"status": judged.status, "reason": judged.reason}
             lines.append(line | ({"resources": judged.artefacts} if kind == "compile" else {}))
-        return [record.plain(schema.known(line)) for line in lines]
+        return [text.plain(schema.known(line)) for line in lines]
 
     def base(self, judged: Result, kind: str, case: dict) -> dict:
         """Return the fields that every record has, but for the verdict."""
@@ -241,7 +241,7 @@ class Recorder:
             "commit": commit,
             "dirty": dirty,
             "problem_hash": self.problem_hash,
-            "harness_hash": record.harness_hash(),
+            "harness_hash": hashes.harness_hash(),
             "sandbox": self.sandbox,
         }
 

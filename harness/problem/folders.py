@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.problem import sources
-from harness.results import record, text
+from harness.results import text
 from problems.common import build, load, terminal
 
 TARGETS = ("cpu", "sm90", "sm100")
@@ -168,7 +168,7 @@ def variant_file(folder: Path, name: str, option: str) -> Path:
 def listing(folder: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """(name, targets, summary) of every file in variants/, by name; none is run. UsageError: one is no submission."""
     for file in sorted((folder / "variants").glob("*.py")):
-        if not record.can_name(file.stem):
+        if not text.can_name(file.stem):
             raise UsageError(f"a submission's file must have a plain name, got {file.stem!r}: rename it")
         with reading(file.name, named=True):
             found = file.stem, _targets(file, load.constants(file, "TARGETS")), load.summary(file)

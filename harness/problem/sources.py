@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from harness.problem.scan import hidden, imports
-from harness.results import record
+from harness.results.hashes import content_hash
 from problems.common import build, load
 
 SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python file
@@ -53,7 +53,7 @@ def closure(file: Path, folder: Path | None = None) -> list[Path]:
 def source_hash(file: Path, folder: Path | None = None) -> str:
     """Hash of all that the submission `file` is made of, and of what that uses of problems/common."""
     files = closure(file, folder)
-    return record.content_hash((path.name, content(path)) for path in sorted((*files, *shared(files))))
+    return content_hash((path.name, content(path)) for path in sorted((*files, *shared(files))))
 
 
 def files_of(file: Path) -> list[Path]:
@@ -110,7 +110,7 @@ def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
         files += modules(folder / "reference.py", folder)
     cases = folder / "task.yml"
     whole = {*files, *shared(files), *([cases] if cases.is_file() else [])}
-    return record.content_hash((path.name, content(path, docstrings=False)) for path in sorted(whole))
+    return content_hash((path.name, content(path, docstrings=False)) for path in sorted(whole))
 
 
 def content(path: Path, docstrings: bool = True) -> bytes:

@@ -9,12 +9,9 @@ import collections
 import contextlib
 import datetime
 import errno
-import functools
 import glob
-import hashlib
 import json
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,8 +26,6 @@ LINE_BYTES = 8 * 2**20  # of a line; the longest so far has 50,000
 MOST = 5  # complaints about lines of one file
 Check = Callable[[dict], None]  # of a line of work
 UNCHECKED: Check = lambda _: None  # noqa: E731  for readers that do not use such lines
-DEPTH = 12  # lists and objects within each other
-INTEGERS = 2**63  # what every reader can hold
 _HELP = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some of the quota", errno.EFBIG: "raise `ulimit -f`"}
 _HELP |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable")
 _HELP |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a folder is wanted where a file is")
@@ -238,23 +233,6 @@ def checked(record: dict) -> dict:
     return found
 
 
-def plain(value: Any, depth: int = DEPTH - 2) -> Any:
-    """`value` as JSON that every reader takes: a number that is not finite is None, text is clean, an integer too large
-    is text, and so is what lies too deep or is of another type.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value) if abs(value) < INTEGERS else f"about 2**{value.bit_length()}"
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict) and depth:
-        return {text.line(key): plain(one, depth - 1) for key, one in value.items()}
-    if isinstance(value, list | tuple) and depth:
-        return [plain(one, depth - 1) for one in value]
-    return text.clean(value) if isinstance(value, str) else text.line(f"({type(value).__name__})")
-
-
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
@@ -265,43 +243,13 @@ def new_run_id() -> str:
     return f"{time:%Y%m%dT%H%M%S}-{time.microsecond:05x}{uuid.uuid4().hex[:3]}"
 
 
-def source_hash(files: Iterable[Path]) -> str:
-    """Hash of sources: names and contents."""
-    return content_hash((file.name, file.read_bytes()) for file in sorted(files))
-
-
-def content_hash(contents: Iterable[tuple[str, bytes]]) -> str:
-    """Hash of (name, content) in this order."""
-    digest = hashlib.sha256()
-    for name, content in contents:
-        digest.update(os.fsencode(name) + b"\0" + hashlib.sha256(content).digest())
-    return digest.hexdigest()[:16]
-
-
-@functools.cache
-def harness_hash() -> str:
-    """Hash of the judge, of what problems share, and of the model of a GPU with what runs variants in it."""
-    root = Path(__file__).resolve().parents[2]
-    found = [path for part in ("harness", "problems/common") for path in (root / part).rglob("*.[pc]*")]
-    found += [*(root / "ptx_model").glob("*.[pc]*"), root / "ptx_model" / "tools" / "check.py"]
-    return source_hash(path for path in found if path.is_file() and path.parent.name != "__pycache__")
-
-
-def can_name(name: str) -> bool:
-    """Whether a submission or a problem may have this name: it is shown as it is, and is part of files' names."""
-    try:
-        return schema.name(name) == text.line(name)
-    except ValueError:
-        return False
-
-
-def _sound(value: object, depth: int = DEPTH) -> object:
+def _sound(value: object, depth: int = text.DEPTH) -> object:
     """`value` with text that can be encoded. ValueError: nested too deeply, or a number that no reader can hold."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"a number must be finite, got {value}")
-    if isinstance(value, int) and abs(value) >= INTEGERS:
+    if isinstance(value, int) and abs(value) >= text.INTEGERS:
         raise ValueError("an integer must be below 2**63")
     if isinstance(value, dict | list) and not depth:
         raise ValueError("nested too deeply")

@@ -16,24 +16,9 @@ if __name__ == "__main__":
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.results import text
+from harness.results.status import Status
 
 SCHEMA = 4
-# Verdicts and their exit codes, the gravest first: where a submission failed in several ways, the first is its verdict.
-EXIT_CODES = {
-    "RULE_BROKEN": 3,
-    "CHEAT_SUSPECTED": 3,
-    "COMPILE_ERROR": 4,
-    "RUNTIME_ERROR": 4,
-    "TIMEOUT": 5,
-    "INCORRECT": 1,
-    "INVALID_MEASUREMENT": 6,
-    "UNSUPPORTED": 7,
-    "COMPILED": 0,
-    "MODEL_CHECKED": 0,
-    "PASSED": 0,
-}
-STATUSES = tuple(EXIT_CODES)
-Status = Literal[STATUSES]  # ty: ignore[invalid-type-form]
 Kind = Literal["test", "benchmark", "compile", "latency", "model"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]
@@ -48,13 +33,6 @@ OLD_NAMES = {
     "untimed_us": "setup_us",
     "downgrades": "warnings",
 }
-
-
-def name(value: str) -> str:
-    """`value`. ValueError unless it can be part of a file's name: of a picture, a folder, a source."""
-    if not 0 < len(value) <= 200 or value[0] == "." or "/" in value or "\0" in value:
-        raise ValueError("must be a name: 1 to 200 characters, no / or NUL, no dot in front")
-    return value
 
 
 def _time(value: str) -> str:
@@ -80,7 +58,7 @@ def _ascending(pair: list[float]) -> list[float]:
     return pair
 
 
-Name = Annotated[str, AfterValidator(name)]
+Name = Annotated[str, AfterValidator(text.name)]
 Time = Annotated[str, AfterValidator(_time)]
 Us = Annotated[float, AfterValidator(_us)]
 Roofline = Annotated[Us, Field(gt=0)]

@@ -6,9 +6,12 @@ Such text is data. On a terminal it must not move the cursor, in a table make no
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 LIMIT = 20_000  # characters of a text that are kept: a compiler's report fits, a flood does not
 LINE = 2_000  # characters of a text on one line
+DEPTH = 12  # lists and objects within each other, in a record
+INTEGERS = 2**63  # what every reader of a record can hold
 
 # Terminal commands as a whole, so that no "[31m" stays behind: control sequences, titles and links, short commands.
 _COMMANDS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-_])")
@@ -41,6 +44,38 @@ def first_line(text: object, limit: float = LINE) -> str:
 def label(params: Mapping | None) -> str:
     """Return a case as words, "m=16 k=64". A seed is no part of it: each run draws its own."""
     return " ".join(f"{key}={value}" for key, value in (params or {}).items() if key != "seed")
+
+
+def name(value: str) -> str:
+    """`value`. ValueError unless it can be part of a file's name: of a picture, a folder, a source."""
+    if not 0 < len(value) <= 200 or value[0] == "." or "/" in value or "\0" in value:
+        raise ValueError("must be a name: 1 to 200 characters, no / or NUL, no dot in front")
+    return value
+
+
+def can_name(value: str) -> bool:
+    """Whether a submission or a problem may have this name: it is shown as it is, and is part of files' names."""
+    try:
+        return name(value) == line(value)
+    except ValueError:
+        return False
+
+
+def plain(value: Any, depth: int = DEPTH - 2) -> Any:
+    """`value` as JSON that every reader takes: a number that is not finite is None, text is clean, an integer too large
+    is text, and so is what lies too deep or is of another type.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < INTEGERS else f"about 2**{value.bit_length()}"
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict) and depth:
+        return {line(key): plain(one, depth - 1) for key, one in value.items()}
+    if isinstance(value, list | tuple) and depth:
+        return [plain(one, depth - 1) for one in value]
+    return clean(value) if isinstance(value, str) else line(f"({type(value).__name__})")
 
 
 def counted(many: int, what: str) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, UsageError, has_words
-from harness.results import environment, record, schema
+from harness.results import environment, schema, text
 from harness.results.datasheet import RATES
 from harness.results.text import label
 from harness.sandbox import process
@@ -83,7 +83,7 @@ def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     least = 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1]) if rates else None
     line = recorder.base(judged, "latency", measured["case"]) | measured
     line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": least}
-    return record.plain(schema.known(line))
+    return text.plain(schema.known(line))
 
 
 # --- in the process of the problem's code

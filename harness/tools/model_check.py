@@ -16,7 +16,7 @@ from harness.judge.outcome import Outcome
 from harness.judge.verdict import Recorder, Result
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, UsageError
-from harness.results import record, schema
+from harness.results import schema, text
 from harness.sandbox import process
 
 TARGETS = ("sm100", "sm90")  # a variant for both is checked as the first
@@ -96,4 +96,4 @@ def records(recorder: Recorder, judged: Result) -> list[dict]:
 
     more = {"orders": [order.policy for order in ORDERS], "sandbox": None}
     lines = [recorder.of_call(judged, "model", case, outcome) | more for case, outcome in judged.tests]
-    return [record.plain(schema.known(line)) for line in lines]
+    return [text.plain(schema.known(line)) for line in lines]

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.judge import console
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
-from harness.results import record
+from harness.results import text
 from problems.common import load
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "tools" / "new_problem"
@@ -96,7 +96,7 @@ def _renamed(text: str, first: Submission, target: str, name: str) -> str:
 def _see_name(what: str, name: str, pattern: str, wanted: str) -> None:
     if not re.fullmatch(pattern, name):
         raise UsageError(f"{what} must {wanted}, got {name!r}")
-    if len(name) > 40 or not record.can_name(name) or keyword.iskeyword(name):
+    if len(name) > 40 or not text.can_name(name) or keyword.iskeyword(name):
         raise UsageError(f"{what} must have at most 40 characters and be no word of Python, got {name!r}")
     if scan.WORD.search(name):
         raise UsageError(f"{what} must not hold the reserved word of rule 1, {scan.WORD.pattern!r}, got {name!r}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.problem import folders, sources
-from harness.results import environment, output, record, text
+from harness.results import environment, hashes, output, record, text
 from harness.tools import model_check
 from problems.common import load
 from ptx_model.tools import check
@@ -124,7 +124,7 @@ def _write(folder: Path, problem_name: str, variant: str, words: str) -> int:
 def _sources(problem: str, variant: str) -> str:
     """Hash of what the variant is compiled from."""
     folder = load.PROBLEMS / problem
-    return record.source_hash(sources.files_of(folder / "variants" / f"{variant}.py"))
+    return hashes.source_hash(sources.files_of(folder / "variants" / f"{variant}.py"))
 
 
 def _run(problem: str, variant: str, case: dict, exact: bool, device: str) -> list[Any]:

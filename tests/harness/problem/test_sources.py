@@ -10,7 +10,7 @@ from harness import run
 from harness.judge import compiling, scanning
 from harness.problem import folders, sources
 from harness.problem.folders import UsageError
-from harness.results import record
+from harness.results import hashes
 from problems.common import build, load
 from tests.support import SUPPORT
 
@@ -102,7 +102,7 @@ def test_a_source_may_hold_any_bytes(tmp_path):
     (tmp_path / "sub.cu").write_bytes(bytes(range(256)) + b'\n#include "a\0b.h"\n// upstr' + b"eam\n")
     submission = folders.submission(VECTOR_ADD, file)
     (found,) = scanning.findings(sources.closure(submission.file, submission.folder))
-    assert found.file.name == "sub.cu" and record.source_hash(sources.closure(submission.file, submission.folder))
+    assert found.file.name == "sub.cu" and hashes.source_hash(sources.closure(submission.file, submission.folder))
 
 
 def test_a_linked_submission_is_the_file_that_it_leads_to(tmp_path):

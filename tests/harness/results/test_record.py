@@ -7,7 +7,8 @@ import pytest
 
 from harness.judge import verdict
 from harness.problem import folders
-from harness.results import record, schema
+from harness.results import hashes, record, schema, text
+from harness.results.status import STATUSES
 from leaderboard import pages, report
 from tests.support import ROOT
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
@@ -254,31 +255,31 @@ def test_plain_values_come_back_as_they_were_written(value):
     for _ in range(50):
         deep = [deep, {"x": deep}][-1:]
     for one in (value, deep):
-        found = record.plain({"reason": one, "numbers": [1, 2.5, True, None]})
+        found = text.plain({"reason": one, "numbers": [1, 2.5, True, None]})
         said = json.dumps(found, allow_nan=False)
         assert record._sound(json.loads(said)) == found and found["numbers"] == [1, 2.5, True, None]
         assert len(said) < 200_000
 
 
 def test_an_integer_that_no_reader_holds_is_text():
-    assert record.plain([2**63, 10**5000, 2**62]) == ["about 2**64", "about 2**16610", 2**62]
+    assert text.plain([2**63, 10**5000, 2**62]) == ["about 2**64", "about 2**16610", 2**62]
 
 
 def test_the_gravest_verdict_is_of_those_that_a_record_can_have():
-    assert set(schema.STATUSES) == set(verdict.EXIT_CODES)
+    assert set(STATUSES) == set(verdict.EXIT_CODES)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=brief)
 def test_a_printable_name_is_one(name):
-    assert record.can_name(name)
+    assert text.can_name(name)
 
 
 @pytest.mark.parametrize("name", [*UNPRINTABLE, "", ".x", "a/b", "x" * 201], ids=brief)
 def test_another_is_none(name):
-    assert not record.can_name(name)
+    assert not text.can_name(name)
 
 
 def test_a_source_of_any_name_has_a_hash(tmp_path):
     file = tmp_path / "a\udcffb.py"
     file.write_text("")
-    assert len(record.source_hash([file])) == 16
+    assert len(hashes.source_hash([file])) == 16

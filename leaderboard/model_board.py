@@ -84,9 +84,9 @@ def is_step(one: dict) -> bool:
     return case.get("batch") == 1 and not {"new", "early", "kernels"} & set(case) and one["status"] != "UNSUPPORTED"
 
 
-def winners(steps: Steps, known: Provenance) -> list[list[str]]:
+def winners(steps: Steps, known: Provenance | None = None) -> list[list[str]]:
     """The rows of tables.winners for a step of one sequence of each model, the first context that is recorded of it: no
-    baseline is timed there.
+    baseline is timed there. known: of their sources, which takes seconds to tell; without it that column is empty.
     """
     rows: dict[str, list[str]] = {}
     for title, records in steps.items():
@@ -94,8 +94,10 @@ def winners(steps: Steps, known: Provenance) -> list[list[str]]:
         for one in filter(is_step, records):
             what = ", ".join(str(value) for name, value in one["case"].items() if name not in ("batch", "context"))
             time, of_sol = f"{tables.us(number(one.get('median_us')))} us", f"{tables.percent(share(one))} of SOL"
-            line = [f"{problem}, {what}, a token", one["variant"], time, of_sol, "", machine, known.state(one)]
-            rows.setdefault(f"{title} {what}", line)
+            if f"{title} {what}" not in rows:
+                source = known.state(one) if known else ""
+                line = [f"{problem}, {what}, a token", one["variant"], time, of_sol, "", machine, source]
+                rows[f"{title} {what}"] = line
     return list(rows.values())
 
 

@@ -59,7 +59,7 @@ def show(
         steps = {}
     lines = [line for one in sections for line in [*section(one, console.width), _line("")]]
     if (rest := [one for one in boards if one not in full]) or steps:
-        lines += overview(rest, steps, known)
+        lines += overview(rest, steps)
     _print(console, lines)
 
 
@@ -109,12 +109,11 @@ def ordered(boards: Iterable[Board], mine: Sequence[str]) -> list[Board]:
     )
 
 
-def overview(boards: Iterable[Board], steps: model_board.Steps, known: Provenance) -> list[Text]:
+def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[Text]:
     """A line for each board and model, below its machine's name."""
     best = [(tables.title(one), tables.winners([one]).rows, one.run["time"]) for one in boards]
     best += [
-        (title, model_board.winners({title: records}, known)[-1:], records[-1]["time"])
-        for title, records in steps.items()
+        (title, model_board.winners({title: records})[-1:], records[-1]["time"]) for title, records in steps.items()
     ]
     order = list(dict.fromkeys(title.partition(", on ")[2] for title, *_ in best))
     best.sort(key=lambda one: order.index(one[0].partition(", on ")[2]))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from harness.problem import sources
 from harness.results import output, record, text
-from harness.results.screen import track
 from leaderboard import board, model_board, tables, terminal
 from leaderboard.provenance import Provenance
 from problems.common import load
@@ -171,24 +170,7 @@ def report(options: argparse.Namespace) -> int:
     elif shown:
         whole = options.all or bool(options.machine and options.problems)
         terminal.show(shown.boards, shown.steps, shown.known, options.problems, whole, options.cases)
-    if options.out and shown.boards and not options.html:
-        _write(shown, options.out)
     return 0
-
-
-def _write(shown: Shown, folder: Path) -> None:
-    """Write board.md, board.csv and the pictures of each board, as SVG and PNG, into `folder`."""
-    from leaderboard import pictures, plot  # matplotlib takes half a second to import
-
-    folder.mkdir(parents=True, exist_ok=True)
-    output.write_whole(folder / "board.md", markdown(shown))
-    output.write_whole(folder / "board.csv", tables.csv(shown.boards))
-    names = ["board.md", "board.csv"]
-    for one in track(shown.boards, "pictures"):
-        stem = f"{one.machine}_{one.problem}_{one.target}"
-        for drawn, of in ((pictures.by_case(one), stem), (pictures.by_variant(one), f"{stem}_variants")):
-            names += [path.name for path in plot.write(drawn, folder, of)] if drawn else []
-    output.complain(f"wrote {', '.join(names)} in {folder}")
 
 
 def _text_of(option: str, file: Path) -> str:

@@ -1,7 +1,7 @@
 """Charts, drawn with matplotlib: rows of dots, ticks or stacked bars, and lines over commits.
 
 leaderboard/pictures.py makes charts from records. On a page each is drawn twice, WIDE and NARROW px wide, as SVG in the
-theme's colours; as a file it is WIDE. One unit of an SVG and of the axes' y is a px. A value axis is logarithmic where
+theme's colours. One unit of an SVG and of the axes' y is a px. A value axis is logarithmic where
 its values span a decade or more. Names are cut to the room that they have.
 """
 
@@ -28,7 +28,6 @@ from harness.results import text
 
 WIDE, NARROW = 920, 340
 DPI = 72
-PNG_DPI = 144
 SIZE = 12  # of text
 TALL = 450  # px from which on the axis is above the rows too
 LEAST = 3  # points of a chart that a page shows
@@ -99,22 +98,17 @@ def is_worth_drawing(chart: Chart | None) -> bool:
     return chart is not None and sum(len(row.points) for row in chart.rows) >= LEAST
 
 
-def write(chart: Chart, folder: Path, stem: str) -> list[Path]:
-    """Write STEM.svg and STEM.png into `folder`. Return the files. Equal charts give equal files."""
-    drawn, files = draw(chart, WIDE), [folder / f"{stem}.svg", folder / f"{stem}.png"]
-    files[0].write_text(_svg(drawn, stem), encoding="utf-8")
-    _save(drawn, files[1], dpi=PNG_DPI, metadata={"Software": None})
-    return files
+def inline(chart: Chart, said: str, key: str, file: Path | None = None) -> str:
+    """Return both forms as SVG elements for a page, whose style sheet shows one of them, in the theme's colours. Equal
+    charts give equal text.
 
-
-def inline(chart: Chart, said: str, key: str) -> str:
-    """Return both forms as SVG elements for a page, whose style sheet shows one of them, in the theme's colours.
-
-    said: the text for who cannot see it; key: makes the ids, unique on the page.
+    said: the text for who cannot see it; key: makes the ids, unique on the page; file: where the wide form goes too.
     """
     found = []
     for width, name in ((WIDE, "wide"), (NARROW, "narrow")):
         svg = _svg(draw(chart, width), f"{key}-{name}")
+        if file and width == WIDE:
+            file.write_text(svg, encoding="utf-8")
         view = re.search(r'viewBox="([^"]+)"', svg)
         body = svg[svg.index(">", svg.index("<svg")) + 1 :]
         body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", body, flags=re.DOTALL)
@@ -137,16 +131,10 @@ def draw(chart: Chart, width: int) -> Figure:
 
 def _svg(drawn: Figure, key: str) -> str:
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": key}):
-        _save(drawn, out, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")  # a browser has letters that matplotlib's font lacks
+        drawn.savefig(out, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
     return out.getvalue()
-
-
-def _save(drawn: Figure, to: Any, **how: Any) -> None:
-    """A name may have letters that matplotlib's font lacks: a browser has them, a PNG shows boxes."""
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+")
-        drawn.savefig(to, **how)
 
 
 # --- text

@@ -4,7 +4,6 @@
     leaderboard/report.py                              a line for each board, this machine's first
     leaderboard/report.py nvfp4_gemv                   its board on this machine, and a line for each other machine's
     leaderboard/report.py nvfp4_gemv --machine nvidia-h200 --cases
-    leaderboard/report.py --out leaderboard/out        board.md, board.csv and a picture of each board
     leaderboard/report.py --html leaderboard/out/site  the same and more as pages for a browser
     leaderboard/report.py --readme README.md           fill in its leaders, and leaderboard/README.md
     leaderboard/report.py --check                      exit 1 if one of these is stale
@@ -38,9 +37,8 @@ def _report(options: argparse.Namespace) -> int:
     from leaderboard import pages
 
     pages.see_folder(options.results)
-    for option, folder in (("--out", options.out), ("--html", options.html)):
-        if folder:
-            output.see_option(option, folder, output.see_place)
+    if options.html:
+        output.see_option("--html", options.html, output.see_place)
     return pages.readme(options) if options.readme else pages.report(options)
 
 
@@ -52,7 +50,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="print all boards whole")
     parser.add_argument("--cases", action="store_true", help="also the times by case; of a model by op")
     parser.add_argument("--format", choices=("terminal", "markdown", "csv"), default="terminal")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write board.md, board.csv and pictures there")
     parser.add_argument("--html", type=Path, metavar="DIR", help="write the page there: boards, pictures, sources")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="fill in FILE and leaderboard/README.md beside it")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is stale")
@@ -61,7 +58,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.check and not options.readme:
         options.readme = ROOT / "README.md"
-    shown = options.out or options.html or options.format != "terminal" or options.here or options.all
+    shown = options.html or options.format != "terminal" or options.here or options.all
     if options.readme and (options.problems or options.machine or shown):
         parser.error("--readme and --check show all that machines.txt lists: leave the other options out")
     if options.here and (len(options.problems) != 1 or options.machine or options.all):

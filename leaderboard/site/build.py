@@ -4,7 +4,7 @@
     problems/PROBLEM.html           its boards, the best machine first, with charts: by variant, by case, over commits
     variants/PROBLEM/VARIANT.html   times beside the source, samples, all cases, environment, profile, files
     model.html, judge.html          the composed model; how good the judge is
-    pictures/, board.csv            charts as SVG and PNG; all boards as CSV
+    pictures/, board.csv            charts as SVG; all boards as CSV
 
 What a submission has written is text: the templates escape all of it. Only SVG from leaderboard/plot.py and highlighted
 source from pygments, which escape themselves, are put in as they are.
@@ -23,10 +23,9 @@ from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, text
 from harness.results.screen import track
-from leaderboard import model_board, pictures, plot, quality, tables, trend
+from leaderboard import model_board, pictures, plot, provenance, quality, tables, trend
 from leaderboard.board import Board
 from leaderboard.pages import Shown
-from leaderboard.provenance import CHANGED
 from leaderboard.site import grids, variant
 from problems.common import load
 
@@ -73,7 +72,7 @@ class Site:
         self.environment.filters |= {"shell": shlex.quote, "line": text.line}
         given: dict[str, Any] = {"grids": grids, "model_board": model_board, "tables": tables, "known": shown.known}
         given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
-        given |= {"model_key": model_key, "CHANGED": CHANGED}
+        given |= {"model_key": model_key, "stale": provenance.stale}
         self.environment.globals |= given
         self.rows = tables.frame(shown.boards)
         self.profiles = variant.profiles(self.variants)
@@ -95,13 +94,13 @@ class Site:
         found = self.environment.get_template(template)
         output.write_whole(file, found.render(root=root, title=title, links=links, place=place, **given))
 
-    def picture(self, chart: plot.Chart | None, key: str, caption: str, root: str, files: bool = False) -> Any:
-        """What parts.html draws; None where a chart shows no more than its numbers. files: also as SVG and PNG."""
+    def picture(self, chart: plot.Chart | None, key: str, caption: str, root: str, file: bool = False) -> Any:
+        """What parts.html draws; None where a chart shows no more than its numbers. file: also as a file, SVG."""
         if chart is None or not plot.is_worth_drawing(chart):
             return None
-        written = plot.write(chart, self.folder / "pictures", key) if files else []
-        links = [(file.suffix[1:].upper(), f"{root}pictures/{file.name}") for file in written]
-        return {"svg": Markup(plot.inline(chart, pictures.said_of(chart), key)), "caption": caption, "files": links}
+        place = f"pictures/{key}.svg" if file else ""
+        svg = plot.inline(chart, pictures.said_of(chart), key, self.folder / place if file else None)
+        return {"svg": Markup(svg), "caption": caption, "href": root + place if file else ""}
 
     # --- pages
 
@@ -118,7 +117,7 @@ class Site:
             machines=list(dict.fromkeys(board.machine for board in grids.best_first(timed))),
             step=max(steps, key=lambda step: step[1].get("sol_us") or 0, default=None),
             unrun=[board for boards in self.problems.values() for board in boards if not board.timed],
-            chart=self.picture(pictures.leaders(timed), "leaders", "The leader of each problem.", "", files=True),
+            chart=self.picture(pictures.leaders(timed), "leaders", "The leader of each problem.", "", file=True),
             records=len(records),
             runs=len({one["run_id"] for one in records}),
             complaints=[text.line(one) for one in self.shown.complaints + self.quality.complaints],
@@ -143,8 +142,8 @@ class Site:
             "leader": tables.first_of(board),
             "cases": by_case,
             "common": common,
-            "by_variant": self.picture(pictures.by_variant(board), f"{key}-variant", "By variant.", root, files=True),
-            "by_case": self.picture(pictures.by_case(board), f"{key}-case", "By case.", root, files=True),
+            "by_variant": self.picture(pictures.by_variant(board), f"{key}-variant", "By variant.", root, file=True),
+            "by_case": self.picture(pictures.by_case(board), f"{key}-case", "By case.", root, file=True),
             "history": self.picture(pictures.history(board, points), f"{key}-history", HISTORY, root),
         }
 
@@ -187,8 +186,8 @@ class Site:
             "title": title,
             "key": key,
             "records": records,
-            "picture": self.picture(steps, f"{key}-step", "One decode step.", "", files=True),
-            "parts": self.picture(parts, f"{key}-parts", "Where a step's time goes.", "", files=True),
+            "picture": self.picture(steps, f"{key}-step", "One decode step.", "", file=True),
+            "parts": self.picture(parts, f"{key}-parts", "Where a step's time goes.", "", file=True),
             "history": self.picture(history, f"{key}-history", HISTORY, ""),
         }
 

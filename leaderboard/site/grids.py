@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from harness.results import ranking, text
 from leaderboard import model_board, pictures, tables
 from leaderboard.board import UNRUN, Board, rows_of
-from leaderboard.provenance import CHANGED
 from leaderboard.quality import ATTACKS, Attack, Group, summary
 
 LONGEST = 120  # characters of a slug; file systems take 255 bytes
@@ -65,10 +64,8 @@ def best_first(boards: Iterable[Board]) -> list[Board]:
 
 
 def provenance(board: Board) -> str:
-    """Where, how and when a board was timed, and how many rows are stale, in sentences."""
-    stale = int((board.standing.source == CHANGED).sum())
-    said = [*tables.facts(board), *[f"Stale: {stale} of {len(board.standing)} rows"] * bool(stale)]
-    return text.line(" ".join(f"{one.removesuffix('.')}." for one in said), 900)
+    """Where, how and when a board was timed, in sentences."""
+    return text.line(" ".join(f"{one.removesuffix('.')}." for one in tables.facts(board)), 900)
 
 
 def fields(labels: Sequence[str]) -> tuple[list[str], dict[str, list[str]], str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
-from matplotlib import image
 
 from harness.problem import sources
 from harness.results import record
@@ -229,21 +228,6 @@ def test_cases_have_a_row_each(capsys, monkeypatch, tmp_path, form):
     assert [row[0] for row in table.rows] == ["m=7168 l=1", "m=4096 l=8", "m=7168 l=4"]
 
 
-def test_out_writes_tables_and_readable_pictures(capsys, results, tmp_path):
-    out = tmp_path / "new" / "out"
-    code, _, _ = said(capsys, "--results", results, "--out", out)
-    stems = [
-        f"{board}{of}" for board in ("gpu-box_nvfp4_gemv_sm90", "cpu-box_nvfp4_gemv_cpu") for of in ("", "_variants")
-    ]
-    names = {"board.md", "board.csv"} | {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
-    assert code == 0 and {path.name for path in out.iterdir()} == names  # nothing to draw of sm100
-    pixels = image.imread(out / "gpu-box_nvfp4_gemv_sm90.png")
-    assert min(pixels.shape[:2]) > 300 and pixels[..., :3].std() > 0.05
-    first = {path.name: path.read_bytes() for path in out.iterdir()}
-    said(capsys, "--results", results, "--out", out)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == first
-
-
 # --- the README
 
 
@@ -376,7 +360,7 @@ def test_a_record_names_no_file_outside(capsys, tmp_path):
     places = [f"../../../../../../../../{tmp_path}/evil", str(tmp_path / "evil"), "..", "../x"]
     write(tmp_path / "r", "box", full("a", 1.0) + [one | {"problem": p} for p in places for one in full("b", 1.0)])
     write(tmp_path / "r", "box", [one | {"target": p} for p in places for one in full("b", 1.0)])
-    code, out, err = said(capsys, "--results", tmp_path / "r", "--out", tmp_path / "out")
+    code, out, err = said(capsys, "--results", tmp_path / "r", "--html", tmp_path / "out")
     assert code == 0 and "evil" not in out, out
     assert f"... and {2 * 3 * len(places) - record.MOST} more in box/nvfp4_gemv.jsonl" in err
 
@@ -392,7 +376,7 @@ def test_file_that_cannot_be_read_is_one_line(capsys, tmp_path, results, readme)
         (["--results", none], f"--results: no folder {none}"),
         ([*readme, "--readme", none / "README.md"], f"--readme: cannot read {none / 'README.md'}: No such file"),
         ([*readme, "--machines", none], f"--machines: cannot read {none}: No such file"),
-        (["--results", results, "--out", "/proc/x"], "--out: cannot write /proc/x: "),
+        (["--results", results, "--html", "/proc/x"], "--html: cannot write /proc/x: "),
         (["--results", results, "--html", tmp_path / "file"], f"--html: cannot write {tmp_path / 'file'}: "),
     ):
         code, out, err = said(capsys, *options)

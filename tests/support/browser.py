@@ -98,32 +98,8 @@ class Page:
             assert time.monotonic() < end, f"not within {LIMIT_S} s: {script}"
             time.sleep(0.02)
 
-    def heard(self, words: str) -> None:
-        """Wait until a complaint has these words."""
-        end = time.monotonic() + LIMIT_S
-        while not any(words in one for one in self.complaints):
-            assert time.monotonic() < end, f"not within {LIMIT_S} s: {words} in {self.complaints}"
-            self.run("0")  # takes in what the browser has said so far
-
-    def key(self, name: str) -> None:
-        """Press a key, such as Tab or Enter."""
-        text = {"Enter": "\r", " ": " "}.get(name, "")
-        self.call(
-            "Input.dispatchKeyEvent",
-            type="keyDown",
-            key=name,
-            code=name,
-            text=text,
-            windowsVirtualKeyCode={"Tab": 9, "Enter": 13, " ": 32}.get(name, 0),
-        )
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
-
     def size(self, width: int, height: int = 900) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def prefers(self, theme: str) -> None:
-        """The system's setting: "light" or "dark"."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def overlaps(self) -> dict:
         """boxes: how many texts there are; found: [text, other text, px wide, px high] of each overlap."""
@@ -151,7 +127,7 @@ class Chromium:
         for area in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{area}.enable")
         page.size(width)
-        page.prefers(theme)
+        page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
         page.go(url)
         return page
 

@@ -72,20 +72,6 @@ def test_no_page_of_hostile_records_has_either(chromium, hostile):
     assert page.run("document.querySelectorAll('script').length") == 0
 
 
-def test_an_overlap_a_cut_and_an_error_would_be_found(chromium, site):
-    page = chromium.open((site / "problems" / "nvfp4_gemv.html").as_uri(), width=800)
-    assert page.overlaps()["found"] == page.complaints == page.run(CUT) == []
-    page.run("document.querySelector('h1').style.marginBottom = '-2rem'")
-    assert page.overlaps()["found"], "text of HTML"
-    page.run("document.querySelector('table').style.width = '120%'")
-    assert page.run(CUT)
-    page.go((site / "problems" / "nvfp4_gemv.html").as_uri())
-    page.run("const [a, b] = document.querySelectorAll('svg.wide text'); b.replaceWith(a.cloneNode(true))")
-    assert page.overlaps()["found"], "text of a chart"
-    page.run("console.error('said')")
-    page.heard("said")
-
-
 def test_one_board_is_seen_at_a_time_and_an_address_chooses_it(chromium, site):
     address = (site / "problems" / "nvfp4_gemv.html").as_uri()
     page = chromium.open(address)
@@ -96,26 +82,3 @@ def test_one_board_is_seen_at_a_time_and_an_address_chooses_it(chromium, site):
     assert page.run(SHOWN) == every[1:2] and page.run("scrollY") == 0
     page = chromium.open(f"{address}#{every[1]}-variants-note-1")
     assert page.run(SHOWN) == every[1:2], "a footnote is part of its board"
-
-
-def test_the_theme_is_that_of_the_system(chromium, site):
-    page = chromium.open((site / "problems" / "nvfp4_gemv.html").as_uri())
-    colours = [
-        f"getComputedStyle({one}" for one in ("document.body).color", "document.querySelector('svg text')).fill")
-    ]
-    light = [page.run(colour) for colour in colours]
-    page.prefers("dark")
-    assert all(before != page.run(colour) for before, colour in zip(light, colours, strict=True))
-
-
-def test_the_keyboard_reaches_the_content_first(chromium, site):
-    page = chromium.open((site / "index.html").as_uri())
-    page.key("Tab")
-    assert page.run("document.activeElement.className") == "skip"
-    page.key("Enter")
-    assert page.run("location.hash") == "#main"
-    page.key("Tab")
-    assert (
-        page.run("document.activeElement.closest('main') && getComputedStyle(document.activeElement).outlineStyle")
-        != "none"
-    )

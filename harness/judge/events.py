@@ -17,17 +17,16 @@ MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks repo
 
 
 class Events:
-    """The lines of one run, appended to the file at `path`; None: there is no file. UsageError: as of `open`."""
+    """The lines of one run, appended to the file at `path` unless it is None. UsageError: it cannot be written."""
 
     def __init__(self, path: str | None) -> None:
         self._fd: int | None = None
         if path is not None:
-            self.open(path)
+            self._open(path)
         self._phase, self._n, self._written_s = "", -1, -math.inf
         self._failed: set[str] = set()  # submissions whose first mismatch was written
 
-    def open(self, path: str) -> None:
-        """Write to this file from now on: a resumed run knows it late. UsageError: it cannot be written."""
+    def _open(self, path: str) -> None:
         if path == "-":
             raise UsageError("--events must be a file, to which lines are added, got '-': only --json writes there")
         try:

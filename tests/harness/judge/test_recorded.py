@@ -32,10 +32,6 @@ def killed(world, folder, calls: int, *words: str) -> None:
     world.left = 10**9
 
 
-def events(file) -> list[str]:
-    return [json.loads(line)["event"] for line in file.read_text().splitlines()]
-
-
 def test_a_whole_run_is_one_file(world, folder, monkeypatch, capsys):
     monkeypatch.setattr(FakeSession, "remark", "can be stored")
     assert judge(folder, "--all") == 0
@@ -73,7 +69,7 @@ def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsy
 
 
 def test_a_run_killed_among_its_results_writes_each_once(world, folder, tmp_path, capsys):
-    assert judge(folder, "--all", "--json", str(tmp_path / "json")) == 0
+    assert judge(folder, "--all") == 0
     (file,), made = files(), records()
     whole = file.path.read_bytes().splitlines(keepends=True)
     assert len(whole) == 1 + 12 + 10 + 1

@@ -2,7 +2,7 @@
 
 A run's file is the line of the run, lines of its work, the results, and the end; docs/records.md has the form. The
 results are complete records only with the first line (`joined`), and count once the run has ended. A flat file, of
-schemas 1 to 3 or by --json, has a complete record on each line. Malformed lines are skipped, each with a complaint.
+schemas 2 and 3 or by --json, has a complete record on each line. Malformed lines are skipped, each with a complaint.
 """
 
 import collections
@@ -98,7 +98,7 @@ class Contents:
             self.work.append(line)
             self.results.clear()  # of a process that was killed while it wrote them
         else:
-            self.results.append(checked(joined(self.run, line) if self.run else schema.adopted(line)))
+            self.results.append(checked(joined(self.run, line) if self.run else line))
 
 
 def joined(run: dict, line: dict) -> dict:

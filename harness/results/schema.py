@@ -24,15 +24,6 @@ KINDS: tuple[str, ...] = get_args(Kind)
 Target = Literal["cpu", "sm90", "sm100"]
 TIMED, JUDGED = ("benchmark", "latency"), ("test", "benchmark")
 WORK = ("outcome", "group", "audit", "confirm", "resumed")  # kinds of lines of a run's file before the results
-# Of schema 1, what the field is called now.
-OLD_NAMES = {
-    "peer": "baseline",
-    "roof_us": "roofline_us",
-    "roof_kind": "roofline_kind",
-    "roof_config": "roofline_config",
-    "untimed_us": "setup_us",
-    "downgrades": "warnings",
-}
 
 
 def _time(value: str) -> str:
@@ -264,46 +255,6 @@ def known(record: dict) -> dict:
     if unknown := [name for name in record if name not in FIELDS]:
         raise ValueError(f"harness/results/schema.py has no field {', '.join(map(repr, unknown))}: add it")
     return record
-
-
-def adopted(record: dict) -> dict:
-    """`record` by the names of today. Of schema 1 its own fields and those of its clock had others."""
-    if record.get("kind") == "latency" and "graph_ms" in record:
-        return _latency(record)
-    if record.get("schema") != 1:
-        return record
-    record = {OLD_NAMES.get(name, name): value for name, value in record.items()}
-    if isinstance(record.get("clock"), dict):
-        record["clock"] = {OLD_NAMES.get(name, name): value for name, value in record["clock"].items()}
-    return record
-
-
-def _latency(old: dict) -> dict:
-    """A latency record of schema 1, which had times in ms and no run: each line is a measurement, on an sm90."""
-    gone = ("eager_ms", "graph_ms", "floor_ms", "eager_launches", "graph_launches", "ok", "config", "format", "batch")
-    kept = {name: value for name, value in old.items() if name not in (*gone, "context")}
-    launches = {name: old[f"{name}_launches"] for name in ("eager", "graph") if f"{name}_launches" in old}
-    failed, checks = old.get("ok") is not True, old.get("checks")
-    found = checks.items() if failed and isinstance(checks, dict) else ()  # False, or what was wrong
-    return kept | {
-        "run_id": old.get("time"),
-        "target": "sm90",
-        "variant": "composed",
-        "case": {name: old.get(name) for name in ("config", "format", "batch", "context")},
-        "status": "INVALID_MEASUREMENT" if failed else "PASSED",
-        "reason": "; ".join(name for name, said in found if said is False or (said is not True and said)),
-        "median_us": _from_ms(old.get("graph_ms")),
-        "eager_us": _from_ms(old.get("eager_ms")),
-        "sol_us": _from_ms(old.get("floor_ms")),
-        "launches": launches,
-    }
-
-
-def _from_ms(value: object) -> object:
-    """The time in us; None for NaN, and what is no number as it is."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    return None if value != value else 1e3 * value
 
 
 # --- docs/records.md

@@ -202,39 +202,6 @@ def test_the_parts_of_a_run_get_one_run_id():
     assert [one["run_id"] for one in found] == ["r1", "r1", "r2", "r1", "r4", "r4", "r4"]
 
 
-# --- older schemas
-
-
-def test_a_latency_record_of_schema_1_has_its_times_in_us():
-    old = {
-        "schema": 1,
-        "kind": "latency",
-        "problem": "model",
-        "time": "2026-01-02T03:04:05Z",
-        "config": "small",
-        "format": "bf16",
-        "batch": 8,
-        "context": 512,
-        "kernels": {},
-        "eager_ms": 9.0,
-        "graph_ms": 4.0,
-        "floor_ms": float("nan"),
-        "eager_launches": 78,
-        "graph_launches": 77,
-        "checks": {"same": False, "wait": ""},
-        "ok": False,
-        "commit": "",
-        "novelty": 1,
-    }
-    (found,), complaints = record.parse(json.dumps(old), "f")
-    assert complaints == [] and found["case"] == {"config": "small", "format": "bf16", "batch": 8, "context": 512}
-    assert (found["median_us"], found["eager_us"], found["sol_us"]) == (4000.0, 9000.0, None)
-    assert found["launches"] == {"eager": 78, "graph": 77} and found["novelty"] == 1
-    assert (found["status"], found["reason"], found["variant"]) == ("INVALID_MEASUREMENT", "same", "composed")
-    _, (complaint,) = record.parse(json.dumps(old | {"graph_ms": "4"}), "f")
-    assert "median_us: " in complaint
-
-
 # --- what is written
 
 

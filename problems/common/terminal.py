@@ -17,9 +17,10 @@ USAGE_EXIT = 2
 
 def nearest(given: str, known: Iterable[str], listing: str = "") -> str:
     """Say of an unknown name which of `known` is nearest, and all of them where these are few, else `listing`."""
-    names = [*known]
-    said = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given.lower(), names, 1, 0.65))
-    every = f"one of {', '.join(names)}" if 0 < len(names) <= (5 if said else 9) else listing
+    names = {name.lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(given.lower().lstrip("-"), names, 1)
+    every = f"one of {', '.join(names.values())}" if 0 < len(names) <= (5 if near else 9) else listing
+    said = f"; did you mean {names[near[0]]}?" if near else ""
     return f"{said} ({every})" if every else said
 
 

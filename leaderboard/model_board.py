@@ -84,8 +84,8 @@ def is_step(one: dict) -> bool:
     return case.get("batch") == 1 and not {"new", "early", "kernels"} & set(case) and one["status"] != "UNSUPPORTED"
 
 
-def winners(steps: Steps, known: Provenance | None = None) -> list[list[str]]:
-    """The rows of tables.winners for a step of one sequence of each model, the first context that is recorded of it: no
+def leaders(steps: Steps, known: Provenance | None = None) -> list[list[str]]:
+    """The rows of tables.leaders for a step of one sequence of each model, the first context that is recorded of it: no
     baseline is timed there. known: of their sources, which takes seconds to tell; without it that column is empty.
     """
     rows: dict[str, list[str]] = {}

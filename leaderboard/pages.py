@@ -17,7 +17,7 @@ from leaderboard import board, model_board, tables, terminal
 from leaderboard.provenance import Provenance
 from problems.common import load
 
-BOARDS = Path("leaderboard", "README.md")  # beside the README that has the winners
+BOARDS = Path("leaderboard", "README.md")  # beside the README that has the leaders
 MARKS = BEGIN, END = "<!-- board:begin -->", "<!-- board:end -->"
 DIFF_LINES = 20  # of a stale table, shown by --check
 
@@ -99,7 +99,7 @@ def committed(machines: Path) -> list[str]:
 
 
 def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
-    """Return (the winners, all boards, complaints), both as Markdown. ValueError if a listed machine has no records."""
+    """Return (the leaders, all boards, complaints), both as Markdown. ValueError if a listed machine has no records."""
     slugs = committed(machines)
     for slug in slugs:
         if not record.files(results / slug):
@@ -108,8 +108,8 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
     if not shown:
         nothing = "No machine's records are committed yet.\n"
         return nothing, nothing, shown.complaints
-    first = tables.winners(shown.boards)
-    first = dataclasses.replace(first, rows=first.rows + model_board.winners(shown.steps, shown.known))
+    first = tables.leaders(shown.boards)
+    first = dataclasses.replace(first, rows=first.rows + model_board.leaders(shown.steps, shown.known))
     return tables.grid(first), markdown(shown), shown.complaints
 
 
@@ -183,10 +183,10 @@ def _text_of(option: str, file: Path) -> str:
 
 def readme(options: argparse.Namespace) -> int:
     top = options.readme
-    winners, boards, complaints = readme_tables(options.results, options.machines)
+    leaders, boards, complaints = readme_tables(options.results, options.machines)
     for complaint in complaints:
         output.complain(f"warning: {text.line(complaint)}")
-    pages = {top: winners, top.parent / BOARDS: boards}
+    pages = {top: leaders, top.parent / BOARDS: boards}
     names = {file: str(file.relative_to(top.parent)) for file in pages}
     old = {file: _text_of("--readme", file) for file in pages}
     new = {file: output.spliced(old[file], MARKS, table, names[file]) for file, table in pages.items()}

@@ -21,7 +21,7 @@ CSV = [name for name in CSV if name not in ("notes", "geomean_us", "median_us", 
 
 @dataclass(frozen=True)
 class Table:
-    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "first" (the leader), "baseline",
+    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "leader", "baseline",
     "failed" or ""; [] where all are alike. remarks: of each row, the sentences that a terminal shows below the table
     in place of the columns source and state; [] where it shows all columns.
     """
@@ -115,7 +115,7 @@ def _kind(row: Any) -> str:
         return "baseline"
     if row.status not in ("PASSED", *UNRUN):
         return "failed"
-    return "first" if not pd.isna(row.rank) and row.rank == 1 else ""
+    return "leader" if not pd.isna(row.rank) and row.rank == 1 else ""
 
 
 def first_of(board: Board) -> Any:
@@ -123,7 +123,7 @@ def first_of(board: Board) -> Any:
     return next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
 
 
-def winners(boards: list[Board]) -> Table:
+def leaders(boards: list[Board]) -> Table:
     """The leader of each board."""
     header = ["problem", "leader", "time", "% of roofline", "x baseline", "machine", "source"]
     rows = []
@@ -154,16 +154,16 @@ def by_case(board: Board) -> Table:
     timed = set(of_base[of_base.median_us.notna()].variant)
     variants = [name for name in board.standing.variant if name in timed]
     cells = {(row.variant, row.case): row for row in rows_of(of_base)}
-    leaders = [row.variant for row in [first_of(board)] if row and board.standing.baseline_ratio.notna().any()]
+    first = [row.variant for row in [first_of(board)] if row and board.standing.baseline_ratio.notna().any()]
     rows = []
     for case in board.cases:
         line = [own[case], *(_cell(cells.get((name, case))) for name in variants)]
-        for leader in leaders:
+        for leader in first:
             ratio = getattr(cells.get((leader, case)), "baseline_ratio", math.nan)
             line.append(f"{ratio:.2f}x" if ratio > 0 else "")
         its = of_base[of_base.case == case]
         rows.append([*line, _span(its.roofline_us), _span(its.empty_call_us)])
-    header = ["case", *variants, *["leader x baseline"] * len(leaders), "measured roofline", "empty call"]
+    header = ["case", *variants, *["leader x baseline"] * len(first), "measured roofline", "empty call"]
     return Table(header, rows, {"case"})
 
 

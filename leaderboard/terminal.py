@@ -28,7 +28,7 @@ NARROW = {
 }
 MOST = 15  # lines of `brief`
 MOST_LINES = 95  # of `overview`
-STYLES = {"first": "bold green", "baseline": "yellow"}
+STYLES = {"leader": "bold green", "baseline": "yellow"}
 REPORT, RUN = ".venv/bin/python leaderboard/report.py", ".venv/bin/python harness/run.py"
 
 
@@ -111,9 +111,9 @@ def ordered(boards: Iterable[Board], mine: Sequence[str]) -> list[Board]:
 
 def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[Text]:
     """A line for each board and model, below its machine's name."""
-    best = [(tables.title(one), tables.winners([one]).rows, one.run["time"]) for one in boards]
+    best = [(tables.title(one), tables.leaders([one]).rows, one.run["time"]) for one in boards]
     best += [
-        (title, model_board.winners({title: records})[-1:], records[-1]["time"]) for title, records in steps.items()
+        (title, model_board.leaders({title: records})[-1:], records[-1]["time"]) for title, records in steps.items()
     ]
     order = list(dict.fromkeys(title.partition(", on ")[2] for title, *_ in best))
     best.sort(key=lambda one: order.index(one[0].partition(", on ")[2]))

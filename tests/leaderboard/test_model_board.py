@@ -26,19 +26,19 @@ def rows(table: Table) -> list[dict[str, str]]:
 def test_share_is_of_the_graphs_time(more, share):
     assert model_board.share(of(**more)) == share
     assert rows(model_board.table([of(**more)], Provenance()))[0]["% of SOL"] == f"{100 * share:.0f} %"
-    (row,) = model_board.winners({"model, sm90, on box": [of(**more)]}, Provenance())
+    (row,) = model_board.leaders({"model, sm90, on box": [of(**more)]}, Provenance())
     assert row[3] == f"{100 * share:.0f} % of SOL"
     for missing in ({"median_us": None}, {"median_us": 0.0}, {"sol_us": None}):
         assert math.isnan(model_board.share(of(**missing)))
 
 
-def test_winners_have_a_model_once_and_no_step_that_failed():
+def test_leaders_have_a_model_once_and_no_step_that_failed():
     none = {"median_us": None, "eager_us": None, "sol_us": None, "launches": None}
     one = of(case=CASE | {"config": "x"}, status="UNSUPPORTED", reason="no memory", **none)
     assert rows(model_board.table([one], Provenance()))[0]["state"] == "UNSUPPORTED: no memory"
     cases = [CASE, CASE | {"context": 4096}, CASE | {"kernels": "choose=reference"}, CASE | {"format": "nvfp4"}]
     records = [one, *(of(case=case, median_us=2000.0 + i) for i, case in enumerate(cases))]
-    found = model_board.winners({"model, sm90, on box": records}, Provenance())
+    found = model_board.leaders({"model, sm90, on box": records}, Provenance())
     assert [(row[0], row[2]) for row in found] == [
         ("model, sm90, small, bf16, a token", "2,000 us"),
         ("model, sm90, small, nvfp4, a token", "2,003 us"),
@@ -51,7 +51,7 @@ def test_prefill_has_tokens_a_second_and_no_graph():
     assert [row["tokens/s"] for row in found] == ["500,000", "250"]
     assert found[0]["launches"] == "9"
     assert math.isnan(model_board.graph_us(one)) and model_board.graph_us(of()) == 4000.0
-    assert not model_board.winners({"model, sm90, on box": [one]}, Provenance())
+    assert not model_board.leaders({"model, sm90, on box": [one]}, Provenance())
 
 
 def test_breakdown_shows_time_by_op():

@@ -128,7 +128,7 @@ def test_board_has_footnotes_tags_and_cases_by_the_fields_that_differ():
     (found,) = board.build([*records, wrong], "box", {})
     grid = grids.standing(found)
     assert "state" not in grid.header and [row[1] for row in grid.rows] == ["mine", "peer", "wrong"]
-    assert list(grid.kinds) == ["first", "baseline", "failed"] and grid.tags[0] == ["self-timed"]
+    assert list(grid.kinds) == ["leader", "baseline", "failed"] and grid.tags[0] == ["self-timed"]
     assert any("self-timed" in grid.notes[ref - 1] for ref in grid.refs[0])
     assert any("INCORRECT" in grid.notes[ref - 1] for ref in grid.refs[2])
     cases, common = grids.by_case(found)

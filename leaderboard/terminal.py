@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from harness.results import environment, gpu, stats, text
-from harness.results.screen import Screen
 from leaderboard import model_board, tables
 from leaderboard.board import Board
 from leaderboard.provenance import Provenance
+from leaderboard.screen import Screen
 from leaderboard.tables import Section, Table
 from problems.common import load
 

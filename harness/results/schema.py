@@ -1,17 +1,11 @@
 """What a record and the first line of a run's file are: each field once, with its type, unit and meaning.
 
 Readers get records as dicts that `check` has passed: no value is converted, and keys that are not known here are kept.
-`.venv/bin/python -m harness.results.schema` prints the tables of docs/records.md.
 """
 
 import datetime
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
-
-from problems.common import venv
-
-if __name__ == "__main__":
-    venv.enter("harness.results.schema")
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -255,47 +249,3 @@ def known(record: dict) -> dict:
     if unknown := [name for name in record if name not in FIELDS]:
         raise ValueError(f"harness/results/schema.py has no field {', '.join(map(repr, unknown))}: add it")
     return record
-
-
-# --- docs/records.md
-
-
-def tables() -> str:
-    """Every model as a Markdown table of fields."""
-    parts = [_table(Record, kinds=True)]
-    parts += [f"`{name}`: {model.__doc__}\n\n{_table(model)}" for name, model in _PARTS.items()]
-    return "\n\n".join(parts)
-
-
-_PARTS = {
-    "against": Against,
-    "confirms": Confirms,
-    "resources": Resource,
-    "breakdown": Breakdown,
-    "breakdown: a part": Share,
-    "the first line of a run's file": RunLine,
-    "shard": Shard,
-}
-
-
-def _table(model: type[BaseModel], kinds: bool = False) -> str:
-    schema, rows = model.model_json_schema(), []
-    for name, field in schema["properties"].items():
-        of = field.get("of", [])
-        row = [f"`{name}`", "yes" if name in schema.get("required", ()) else "", _type(field)]
-        row += ["all" if of == list(KINDS) else ", ".join(of)] if kinds else []
-        rows.append([*row, field.get("description", "")])
-    header = ["field", "required", "type", *(["records"] if kinds else []), "meaning"]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-
-
-def _type(field: dict) -> str:
-    """The type of a field's JSON schema in words."""
-    words = {"string": "text", "integer": "whole number", "boolean": "true or false", None: "any"}
-    found = field.get("anyOf", [field])[0]  # the other one is null
-    kind = "object" if "$ref" in found else found.get("type")
-    return f"list of {_type(found['items'])}" if kind == "array" else words.get(kind, kind)
-
-
-if __name__ == "__main__":
-    print(tables())

@@ -22,10 +22,10 @@ from markupsafe import Markup
 from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, text
-from harness.results.screen import track
 from leaderboard import model_board, pictures, plot, provenance, quality, tables, trend
 from leaderboard.board import Board
 from leaderboard.pages import Shown
+from leaderboard.screen import track
 from leaderboard.site import grids, variant
 from problems.common import load
 

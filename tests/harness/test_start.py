@@ -47,7 +47,6 @@ COMMANDS = [
     [*VERB, "list"],
     [REPORT],
     [REPORT, "--check"],
-    ["-m", "harness.results.schema"],
     ["-m", "harness.problem.task_yml", "--check"],
     ["problems/dsv4_forward/generate/generate.py"],
     ["-m", "problems.dsv4_forward.check"],
@@ -122,8 +121,8 @@ def test_with_venv_the_command_is_run_by_it(checkout):
     python.chmod(0o755)
     done = bare(checkout, [RUN, "nvfp4_gemv", "--case", "a b"], "-u")
     assert (done.returncode, done.stdout, done.stderr) == (7, f"-S -u {RUN} nvfp4_gemv --case a b\n", "")
-    done = bare(checkout, ["-m", "harness.results.schema"])
-    assert (done.returncode, done.stdout) == (7, "-S -m harness.results.schema\n")
+    done = bare(checkout, ["-m", "harness.problem.task_yml", "--check"])
+    assert (done.returncode, done.stdout) == (7, "-S -m harness.problem.task_yml --check\n")
     python.write_text("no program")
     done = bare(checkout, [RUN, "nvfp4_gemv"])
     assert done.returncode == 2 and "cannot be started" in done.stderr and done.stderr.count("\n") == 1

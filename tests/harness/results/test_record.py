@@ -10,7 +10,7 @@ from harness.problem import folders
 from harness.results import hashes, record, schema, text
 from harness.results.status import STATUSES
 from leaderboard import pages, report
-from tests.support import ROOT
+from tests.support import ROOT, record_tables
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 from tests.support.records import bench, full, line, run_line
 
@@ -213,7 +213,7 @@ def test_a_field_that_the_schema_lacks_is_not_written():
 
 def test_the_page_on_records_has_the_schemas_tables():
     page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
-    assert schema.tables() in page, "paste in what `.venv/bin/python -m harness.results.schema` prints"
+    assert record_tables.tables() in page, "paste in what `.venv/bin/python -m tests.support.record_tables` prints"
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, float("nan"), float("inf"), {1: {2: {3: b"x"}}}, object(), [[[[[[]]]]]]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from harness.results import output
 from problems.common import venv
@@ -28,3 +29,11 @@ def run(name: str, action: Callable[[], int]) -> int:
         said = record.said_of(error) if isinstance(error, OSError) else error
         output.complain(f"{name}: {text.line(said) or type(error).__name__}")
         return output.USAGE_EXIT
+
+
+def see_option(option: str, path: Path, see: Callable[[Path], None]) -> None:
+    """Raise ValueError, which names the option that gave `path`, if `see`, see_writable or see_place, refuses it."""
+    try:
+        see(path)
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from None

@@ -65,12 +65,12 @@ def _pack(options: argparse.Namespace) -> int:
     notes = _notes(problem.name, variant, target, options.results)
     text = gpu_mode_pack.pack(problem, variant, target, options.gpu, notes)
     if options.format == FLASHINFER:
-        output.see_option("-o", options.out, output.see_place)
+        command.see_option("-o", options.out, output.see_place)
         if options.out.exists() and any(options.out.iterdir()):
             raise ValueError(f"-o must name a new or an empty folder, {options.out} has files")
         flashinfer_pack.write(problem, variant, target, text, options.out, options.case)
     else:
-        output.see_option("-o", options.out, output.see_writable)
+        command.see_option("-o", options.out, output.see_writable)
         if options.out.suffix != ".py":
             raise ValueError(f"-o must name a .py file for GPU MODE, got {options.out}")
         output.write_whole(options.out, text)

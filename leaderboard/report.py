@@ -38,7 +38,7 @@ def _report(options: argparse.Namespace) -> int:
 
     pages.see_folder(options.results)
     if options.html:
-        output.see_option("--html", options.html, output.see_place)
+        command.see_option("--html", options.html, output.see_place)
     return pages.readme(options) if options.readme else pages.report(options)
 
 

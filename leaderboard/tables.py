@@ -4,6 +4,7 @@ What a submission has written, say a reason, is in the rows and lines as it is. 
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from harness.results import ranking, text
 from leaderboard import provenance
 from leaderboard.board import STANDING, TIMES, UNRUN, Board, rows_of
 
+_MARKUP = re.compile(r"[\\`*|<>\[\]~$&]|(?<![A-Za-z0-9_])_+|_+(?![A-Za-z0-9_])|^#")
+_AUTOLINKS = re.compile(r"://|@|\bwww\.", re.IGNORECASE)
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 PLACE = ["machine", "problem", "target", "rank", "variant", "case", "time_us"]
 CSV = list(dict.fromkeys([*PLACE, *STANDING, *TIMES]))
@@ -257,7 +260,13 @@ def interval(lo: float, hi: float) -> str:
     return f"{us(lo)} to {us(hi)}" if math.isfinite(lo) else ""
 
 
-escape = text.markdown
+def escape(said: object) -> str:
+    """Return a text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is: no
+    markup, entity, formula, cell or link comes of it. An empty comment parts what would be an address.
+    """
+    plain = " ".join(text.line(said).split())
+    plain = _MARKUP.sub(lambda found: "".join(f"\\{char}" for char in found[0]), plain)
+    return _AUTOLINKS.sub(lambda found: f"{found[0][:-1]}<!-- -->{found[0][-1]}", plain)
 
 
 def _cell(time: Any) -> str:

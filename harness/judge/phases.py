@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 from harness.checker import matmul
 from harness.judge import readings
-from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
 from harness.judge.readings import CaseReadings, ReferenceReadings, Timing
-from harness.judge.session import Session
+from harness.judge.session import CallRequest, Session
 from harness.judge.step import Progress, Step
 from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.player import player

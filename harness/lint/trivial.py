@@ -12,8 +12,6 @@ import torch
 
 from harness.checker import checker, foreign, inputs, values
 from harness.checker.checker import Checker
-from harness.lint import spoilt
-from harness.lint.spoilt import AbsentError
 from harness.runner import objects, tree
 from harness.runner.failure import RefusedError
 
@@ -34,7 +32,14 @@ LADDER = {"fp64": 52, "fp32": 23, "tf32": 10, "fp16": 10, "bf16": 7, "e4m3": 3, 
 NARROWER_INPUT = {52: 23, 23: 10, 10: 7, 7: 3, 3: 2, 2: 1, 1: 0}
 NARROWER_ANSWER = {**NARROWER_INPUT, 3: 1, 2: 0}
 
+KNOWN = 0.125  # of the largest element: a smaller one counts as zero
+PLACES = 8  # elements that are changed one at a time in a case
+
 Candidates = dict[str, tuple[str, Callable[[], Any]]]  # name -> kind, what makes it, or several to try in turn
+
+
+class AbsentError(Exception):
+    """A candidate that does not apply to this case; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -180,23 +185,23 @@ class Trivial(Checker):
             return found
         axes = [axis for axis, size in enumerate(exact.shape) if size > 1 and exact.dtype != values.FP4]
         found |= {
-            "second half zero": (WRONG, lambda: spoilt.half_zero(exact)),
-            "one infinity": (WRONG, lambda: spoilt.special(exact, float("inf"))),
-            "largest element zero": (WRONG, lambda: spoilt.largest_zero(exact)),
-            "one element changed": (QUESTION, lambda: spoilt.one_changed(exact, self.seed)),
-            "answer doubled": (WRONG, lambda: spoilt.scaled(exact, 2)),
-            "answer negated": (WRONG if self.ours else QUESTION, lambda: spoilt.scaled(exact, -1)),
+            "second half zero": (WRONG, lambda: half_zero(exact)),
+            "one infinity": (WRONG, lambda: special(exact, float("inf"))),
+            "largest element zero": (WRONG, lambda: largest_zero(exact)),
+            "one element changed": (QUESTION, lambda: one_changed(exact, self.seed)),
+            "answer doubled": (WRONG, lambda: scaled(exact, 2)),
+            "answer negated": (WRONG if self.ours else QUESTION, lambda: scaled(exact, -1)),
             "answer in less precision": (WRONG, lambda: self._narrowed_answer(j)),
             "inputs in less precision": (PART, lambda: self._narrowed_inputs(j)),
         }
         if self.ours:  # in other folders the judge refuses it
-            found["one NaN"] = (WRONG, lambda: spoilt.special(exact, float("nan")))
+            found["one NaN"] = (WRONG, lambda: special(exact, float("nan")))
         if truth.numel() > 1:  # one element is its own mean
             found["mean of the answer"] = (WRONG, lambda: self._constant(j, float(values.numbers(truth).mean())))
         for axis in axes:
-            found[f"axis {axis} rolled by one"] = (QUESTION, lambda axis=axis: spoilt.rolled(exact, axis))
+            found[f"axis {axis} rolled by one"] = (QUESTION, lambda axis=axis: rolled(exact, axis))
         if len(axes) > 1:  # of one axis the order may be free
-            found["elements rolled by one"] = (WRONG, lambda: spoilt.rolled(exact))
+            found["elements rolled by one"] = (WRONG, lambda: rolled(exact))
         if self.unweighted:
             found["answer to other weights"] = (WRONG, lambda: self.unweighted[j])
         for i in self._some(self.inputs):
@@ -230,7 +235,7 @@ class Trivial(Checker):
 
     def _narrowed_answer(self, j: int) -> torch.Tensor:
         """The true values rounded to the next narrower format, significand only, then to the output's type."""
-        exact = spoilt.floating(self.exact[j])
+        exact = floating(self.exact[j])
         kept = NARROWER_ANSWER[self._admitted(exact.dtype)]
         return values.like(exact, values.cast(values.rounded(values.numbers(self.truth[j]), kept), exact.dtype))
 
@@ -286,6 +291,80 @@ def _near(one: list, two: list) -> bool:
     """Return whether two answers of the same form are equal, or each output the other's neighbour."""
     pairs = zip(one, two, strict=True)
     return all(values.neighbours(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
+
+
+# --- the right answer spoilt, in ways that a check lets through which sees no sign, no order or not every element
+
+
+def special(exact: torch.Tensor, value: float) -> torch.Tensor:
+    """Return the answer with NaN or infinity in the last element that is finite."""
+    at = values.positions(torch.isfinite(values.numbers(floating(exact))))
+    if not len(at):
+        raise AbsentError("no element is finite")
+    return values.put(exact, at[-1:], value)
+
+
+def largest_zero(exact: torch.Tensor) -> torch.Tensor:
+    at = int(_sizes(exact).argmax())
+    return _zeroed(exact, slice(at, at + 1))
+
+
+def half_zero(exact: torch.Tensor) -> torch.Tensor:
+    """Return the answer with the second half of its elements zero."""
+    return _zeroed(exact, slice(exact.numel() // 2, None))
+
+
+def one_changed(exact: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """Return up to PLACES answers with one element, drawn by `seed` among large ones, changed into the farthest."""
+    size, x = _sizes(exact), values.numbers(exact).flatten()
+    places = values.positions(size >= KNOWN * size.max()).tolist()
+    drawn = random.Random(seed).sample(places, min(PLACES, len(places)))
+    far = {at: int((x - x[at]).abs().nan_to_num(0, 0, 0).argmax()) for at in drawn}
+    return [values.put(exact, torch.tensor([at]), float(x[other])) for at, other in far.items()]
+
+
+def scaled(exact: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the answer times `factor`, saturated."""
+    if exact.dtype not in values.BITS and not exact.dtype.is_signed:
+        raise AbsentError("its type has no sign")
+    _sizes(exact)
+    return values.like(exact, values.cast(values.numbers(exact) * factor, exact.dtype))
+
+
+def rolled(exact: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    """Return the answer with each element one place further along an axis; None: in the order of all elements."""
+    bits = values.bits(exact).contiguous()
+    made = bits.roll(1) if axis is None else bits.roll(1, axis)
+    same = [bits.sort(a).values.equal(made.sort(a).values) for a in range(bits.dim() if axis is None else 0)]
+    if any(same) and not made.equal(bits):
+        raise AbsentError("its rows or columns hold the same, in another order")
+    return _of_bits(exact, made)
+
+
+def floating(exact: torch.Tensor) -> torch.Tensor:
+    if exact.dtype not in values.BITS:
+        raise AbsentError("not of a floating-point type")
+    return exact
+
+
+def _sizes(exact: torch.Tensor) -> torch.Tensor:
+    """Return the magnitudes in fp64, 0 for what is not finite."""
+    if exact.dtype == values.FP4:
+        raise AbsentError("of packed values")
+    size = values.numbers(exact).abs().nan_to_num(0, 0, 0)
+    if not float(size.max()):
+        raise AbsentError("all of it is zero")
+    return size
+
+
+def _zeroed(exact: torch.Tensor, where: slice) -> torch.Tensor:
+    flat = values.bits(exact).flatten().clone()
+    flat[where] = 0
+    return _of_bits(exact, flat)
+
+
+def _of_bits(exact: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    return values.like(exact, bits.view(exact.shape).view(exact.dtype))
 
 
 if __name__ == "__main__":

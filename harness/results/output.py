@@ -96,14 +96,6 @@ def see_place(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def see_option(option: str, path: Path, see: Callable[[Path], None]) -> None:
-    """Raise ValueError, which names the option that gave `path`, if `see`, see_writable or see_place, refuses it."""
-    try:
-        see(path)
-    except OSError as error:
-        raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from None
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write the file `path`, a link's target, a device or pipe. OSError, which names it: it stays as it was."""
     try:

@@ -17,8 +17,6 @@ INTEGERS = 2**63  # what every reader of a record can hold
 _COMMANDS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-_])")
 _BREAKS = re.compile("\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _UNUSUAL = re.compile(r"[^\x20-\x7e\n\t]")
-_MARKUP = re.compile(r"[\\`*|<>\[\]~$&]|(?<![A-Za-z0-9_])_+|_+(?![A-Za-z0-9_])|^#")
-_AUTOLINKS = re.compile(r"://|@|\bwww\.", re.IGNORECASE)
 
 
 def clean(text: object, limit: float = LIMIT) -> str:
@@ -81,15 +79,6 @@ def plain(value: Any, depth: int = DEPTH - 2) -> Any:
 def counted(many: int, what: str) -> str:
     """Return "1 case" or "3 cases"."""
     return f"{many} {what}{'' if many == 1 else 's'}"
-
-
-def markdown(text: object, limit: float = LINE) -> str:
-    """Return the text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is: no
-    markup, entity, formula, cell or link comes of it. An empty comment parts what would be an address.
-    """
-    said = " ".join(line(text, limit).split())
-    said = _MARKUP.sub(lambda found: "".join(f"\\{char}" for char in found[0]), said)
-    return _AUTOLINKS.sub(lambda found: f"{found[0][:-1]}<!-- -->{found[0][-1]}", said)
 
 
 def _printable(found: re.Match) -> str:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from harness.judge import phases
-from harness.judge.call import CallRequest
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Counts
+from harness.judge.session import CallRequest
 from harness.problem import folders
 from harness.problem.folders import Case, Submission
 from problems.common import load

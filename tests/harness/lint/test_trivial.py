@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.lint import spoilt, trivial
+from harness.lint import trivial
 from tests.support import SUPPORT
 from tests.support.lax import foreign, own, surveyed
 
@@ -155,11 +155,11 @@ def test_an_input_that_is_the_answer_is_no_hole_and_expanded_inputs_are_changed(
 
 def test_what_may_be_right_or_cannot_be_made_is_absent():
     for exact in (torch.zeros(5), torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)):
-        for make in (spoilt.largest_zero, lambda exact: spoilt.one_changed(exact, 1)):
-            with pytest.raises(spoilt.AbsentError):
+        for make in (trivial.largest_zero, lambda exact: trivial.one_changed(exact, 1)):
+            with pytest.raises(trivial.AbsentError):
                 make(exact)
-    with pytest.raises(spoilt.AbsentError, match="no element is finite"):
-        spoilt.special(torch.tensor([float("inf")]), 0.0)
+    with pytest.raises(trivial.AbsentError, match="no element is finite"):
+        trivial.special(torch.tensor([float("inf")]), 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool])
@@ -167,12 +167,12 @@ def test_spoilt_answers_keep_their_form(dtype):
     exact = torch.randint(1, 9, (5, 1, 6), generator=torch.Generator().manual_seed(3)).to(dtype).transpose(0, 2)
     before = exact.double().clone()
     for made in (
-        spoilt.largest_zero(exact),
-        spoilt.half_zero(exact),
-        spoilt.rolled(exact),
-        *spoilt.one_changed(exact, 1),
+        trivial.largest_zero(exact),
+        trivial.half_zero(exact),
+        trivial.rolled(exact),
+        *trivial.one_changed(exact, 1),
     ):
         assert (made.dtype, made.shape, made.stride()) == (dtype, exact.shape, exact.stride())
-    assert (spoilt.largest_zero(exact).double() != before).sum() == 1 and (exact.double() == before).all()
-    assert spoilt.half_zero(exact).double().count_nonzero() == 15
-    assert spoilt.rolled(exact, 0).double().equal(before.roll(1, 0))
+    assert (trivial.largest_zero(exact).double() != before).sum() == 1 and (exact.double() == before).all()
+    assert trivial.half_zero(exact).double().count_nonzero() == 15
+    assert trivial.rolled(exact, 0).double().equal(before.roll(1, 0))

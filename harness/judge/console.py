@@ -114,7 +114,7 @@ def say(said: str = "") -> None:
 def _write(said: str, end: str) -> None:
     """Print in place of the bar that a terminal may show."""
     with _bar:
-        output.say(f"\r\x1b[2K{said}" if is_terminal() else said, end=end)
+        output.say((f"\r\x1b[2K{said}" if is_terminal() else said) + "\n", end=end)  # of which one is taken off
 
 
 def note(said: str) -> None:

@@ -38,6 +38,11 @@ class Shown:
         return bool(self.boards or self.steps)
 
 
+def problem_of(path: Path, folder: Path) -> str:
+    """Return the problem of a file of records in a machine's folder."""
+    return path.relative_to(folder).parts[0].removesuffix(".jsonl")
+
+
 def read(results: Path, machines: list[str], problems: list[str], others: Iterable[str] = ()) -> Shown:
     """The boards of these machines. problems: the names wanted; empty means all. others: machines whose records say
     what is known of variants that these have only compiled.
@@ -129,7 +134,7 @@ def _problem(words: str, results: Path) -> str:
     if not words.strip():
         raise ValueError(f"PROBLEM must be a name or a folder, got {words!r}")
     folder = Path(words).resolve()
-    recorded = {record.problem_of(file, machine) for machine in results.glob("*") for file in record.files(machine)}
+    recorded = {problem_of(file, machine) for machine in results.glob("*") for file in record.files(machine)}
     if (name := sources.qualified(folder)) in recorded:  # of a folder from elsewhere
         return name
     if (load.PROBLEMS / folder.name / "task.py").is_file() or folder.name in recorded:

@@ -17,6 +17,7 @@ from harness import run
 from harness.judge import verdict
 from harness.judge.options import Options
 from harness.results import record
+from leaderboard import pages
 from problems.common import load
 from tests.support import foreign
 
@@ -74,7 +75,7 @@ def records() -> Iterator[dict]:
     """Each committed run on a machine: how many records it has, and a hash of what they say."""
     for machine in sorted({path.parts[2] for path in tracked(f"{RESULTS}/*.jsonl")}):
         folder = ROOT / RESULTS / machine
-        for problem in sorted({record.problem_of(path, folder) for path in record.files(folder)}):
+        for problem in sorted({pages.problem_of(path, folder) for path in record.files(folder)}):
             runs: dict[str, list[str]] = {}
             for one in record.read(machine, problem, ROOT / RESULTS):
                 said = json.dumps([one.get(name) for name in IDENTITY], sort_keys=True)

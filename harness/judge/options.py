@@ -41,10 +41,6 @@ def _is_part(text: str) -> bool:
     return part is not None and 1 <= int(part[1]) <= int(part[2])
 
 
-def _is_device(text: str) -> bool:
-    return re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", text) is not None
-
-
 _MANY = f"2 to {limits.MOST_PROCESSES}"
 _MODES_SAID = "test, benchmark, profile, latency (a model's step), or leaderboard, the default: test, time, record"
 _RESUMED = "continue a run that was killed, by default the newest, with its options"
@@ -68,7 +64,7 @@ class Options:
         "DEVICE",
         str,
         "cpu, cuda, cuda:N or model",
-        _is_device,
+        lambda name: re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", name) is not None,
     )
     against: str | None = _option("interleaved pairs with a variant, a file, or REV:VARIANT, that of a commit", "OTHER")
     fail_on_regression: float | None = _value(

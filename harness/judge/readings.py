@@ -9,7 +9,7 @@ from harness.checker import matmul
 from harness.judge.outcome import Outcome, measured
 from harness.judge.work import Group
 from harness.problem.folders import Case
-from harness.results import datasheet, stats
+from harness.results import environment, stats
 from harness.results.environment import UNKNOWN, GpuState
 
 # By how much the host's clock may read longer than the event pair, each less its empty call: the larger of the two.
@@ -140,11 +140,11 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     """Return what no call can undercut, in us: 95 % of bytes or flops at the datasheet's rate, or of the empty call; 0
     for a device without a datasheet here, since a rate that was measured is no bound.
     """
-    named = next((name for name in datasheet.RATES if gpu and name in gpu), None)
+    named = next((name for name in environment.RATES if gpu and name in gpu), None)
     if named is None:
         return 0.0
-    flops_us = (case.flops or 0) / datasheet.flops_rate(named, case.params.get("activation")) * 1e6
-    bytes_us = readings.stated * readings.bytes / datasheet.RATES[named][0] * 1e6
+    flops_us = (case.flops or 0) / environment.flops_rate(named, case.params.get("activation")) * 1e6
+    bytes_us = readings.stated * readings.bytes / environment.RATES[named][0] * 1e6
     return SOL_SHARE * max(bytes_us, flops_us, readings.empty_us)
 
 

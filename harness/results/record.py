@@ -128,11 +128,6 @@ def files(folder: Path, problem: str = "") -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
-def problem_of(path: Path, folder: Path) -> str:
-    """Return the problem of a file of records in a machine's folder."""
-    return path.relative_to(folder).parts[0].removesuffix(".jsonl")
-
-
 def contents(machine: str, problem: str, results: Path | None = None, check: Check = UNCHECKED) -> list[Contents]:
     """Return what the files of a problem on a machine hold. check, StorageError: as of `contents_of`."""
     folder = (results or RESULTS) / machine

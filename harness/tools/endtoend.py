@@ -2,9 +2,8 @@
 check.
 
 check.py has `main(argv: list[str]) -> int`, which returns 0 only if all holds, 2 where it refuses its arguments. It is
-a separate process, with the arguments that are given behind the verb, and --device cpu or cuda. What it calls may
-end that: only a main that has returned 0 counts. $CHECK_REPORT is "" or a folder for JSON files of what it found, which
-the page shows (leaderboard/checks.py). It is the problem's own code: no submission of others runs in it.
+a separate process of the problem's own code, with the arguments that are given behind the verb, and --device. What it
+calls may end that: only a main that has returned 0 counts. $CHECK_REPORT: "" or a folder for JSON of what it found.
 """
 
 import os

@@ -23,8 +23,6 @@ import torch
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, UsageError, has_words
 from harness.results import environment, schema, text
-from harness.results.datasheet import RATES
-from harness.results.text import label
 from harness.sandbox import process
 from harness.tools import device_trace
 from harness.tools.device_trace import Launch
@@ -47,16 +45,16 @@ CLOCK = {
 # --- in the judge
 
 
-def cases(problem: Problem, text: str | None) -> list[dict]:
-    """The problem's cases whose words hold `text`. UsageError: none, or it has no timed_steps.py."""
+def cases(problem: Problem, words: str | None) -> list[dict]:
+    """The problem's cases whose words hold `words`. UsageError: none, or it has no timed_steps.py."""
     if not problem.ours or not (problem.folder / FILE).is_file():
         none = f"{problem.name} is none (it has no {FILE})"
         raise UsageError(f"--mode latency is for whole models, and {none}: time it with --mode benchmark")
     known = load.module(problem.folder, MODULE).CASES
-    chosen = [case for case in known if has_words(label(case), text or "")]
+    chosen = [case for case in known if has_words(text.label(case), words or "")]
     if not chosen:
-        labels = "; ".join(map(label, known))
-        raise UsageError(f"--case must match a latency case of {problem.name} ({labels}), got {text!r}")
+        labels = "; ".join(map(text.label, known))
+        raise UsageError(f"--case must match a latency case of {problem.name} ({labels}), got {words!r}")
     return chosen
 
 
@@ -79,7 +77,7 @@ def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict]
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
     """The record of a case and what `measure` returned of it."""
     gpu = environment.describe()["gpu"] or ""
-    rates = next((rates for name, rates in RATES.items() if name in gpu and "bytes" in measured), None)
+    rates = next((rates for name, rates in environment.RATES.items() if name in gpu and "bytes" in measured), None)
     least = 1e6 * max(measured["bytes"] / rates[0], measured["flops"] / rates[1]) if rates else None
     line = recorder.base(judged, "latency", measured["case"]) | measured
     line |= {"sandbox": None, "device": "cuda", "clock": CLOCK, "sol_us": least}
@@ -103,7 +101,7 @@ def main() -> None:
             shown = (fields.get("eager_us"), graph_us, fields.get("row_us"), count)
             columns = "".join(f"{'-' if number is None else f'{number:.0f}':>10}" for number in shown)
             state = "UNSUPPORTED: " if fields["status"] == "UNSUPPORTED" else ""
-            print(f"{label(case):<52}{columns}  {state}{fields['reason'] or 'ok'}")
+            print(f"{text.label(case):<52}{columns}  {state}{fields['reason'] or 'ok'}")
 
 
 def measured(hook: Any, case: dict) -> dict:

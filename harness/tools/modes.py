@@ -1,12 +1,10 @@
 """The modes of a run that judge nothing: compile for other machines, profile, and run under a sanitizer.
 
-A profile is the torch profiler's table, and on a GPU, in a separate pass, a digest of a call under Nsight Compute.
+A profile is the torch profiler's table, and on a GPU, in a separate pass, what Nsight Compute says of a call.
 """
 
-import csv
 import datetime
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -35,18 +33,6 @@ TOOL_LIMIT_S = 540
 FOUND_EXIT = 66  # of compute-sanitizer where it found errors, so that it is no exit status of the process itself
 TAIL = 40  # lines of its output: a Python traceback and an error with its backtrace
 NCU_SECTIONS = "SpeedOfLight MemoryWorkloadAnalysis Occupancy LaunchStats WarpStateStats SchedulerStats"
-_STALL = "smsp__average_warps_issue_stalled_"
-_DIGEST = (  # what it is called, ncu's metric, the unit that is shown, and what ncu's base unit (ns, byte/s) is of it
-    ("duration", "gpu__time_duration.sum", "us", 1e-3),
-    ("DRAM read", "dram__bytes_read.sum.per_second", "TB/s", 1e-12),
-    ("DRAM of peak", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", 1),
-    ("SM of peak", "sm__throughput.avg.pct_of_peak_sustained_elapsed", "%", 1),
-    ("occupancy", "sm__warps_active.avg.pct_of_peak_sustained_active", "%", 1),
-    ("registers", "launch__registers_per_thread", "a thread", 1),
-    ("grid", "launch__grid_size", "CTAs", 1),
-    ("block", "launch__block_size", "threads", 1),
-    ("waves", "launch__waves_per_multiprocessor", "a SM", 1),
-)
 
 
 def compile_only(problem: Problem, device: str, judged: list[Result], progress: Progress) -> None:
@@ -86,7 +72,7 @@ def _compile(session: Session, j: Result) -> None:
 def profile(
     problem: Problem, device: str, target: str, submission: Submission, cases: list[Case], timeout_s: float | None
 ) -> str:
-    """Print and keep torch's profile of one call on each case, and on a GPU ncu's digest. Return the verdict."""
+    """Print and keep torch's profile of one call on each case, and on a GPU ncu's details. Return the verdict."""
     with Session(problem, device, timeout_s) as session:
         handle, kept = RunnerHandle(submission.name, submission, target, recorded=False), []
         for case in cases:
@@ -147,41 +133,20 @@ def _is_trace(said: str) -> bool:
 
 
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
-    """Run one call of `case` under ncu, and keep the report. Return the digest. RuntimeError, UsageError: none."""
+    """Run one call of `case` under ncu, and keep the report. Return its page of details, with what ncu advises.
+    RuntimeError, UsageError: none.
+    """
     report = place(problem, submission, case, ".ncu-rep")
     options = "--clock-control none --profile-from-start off --target-processes application-only -f"
-    options += f" --metrics dram__bytes_read.sum.per_second --section {' --section '.join(NCU_SECTIONS.split())}"
-    ncu, solo = _tool("ncu"), _solo(problem, submission, [case])
-    page, shown_as = "", ["--page", "raw", "--csv", "--print-units", "base"]
-    for words in ([*options.split(), "-o", str(report), *solo], ["--import", str(report), *shown_as]):
+    options += f" --section {' --section '.join(NCU_SECTIONS.split())}"
+    ncu, page = _tool("ncu"), ""
+    recorded = [*options.split(), "-o", str(report), *_solo(problem, submission, [case])]
+    for words in (recorded, ["--import", str(report), "--page", "details"]):
         code, page = _finished([ncu, *words], _dsl(target))
         if code:
             raise RuntimeError(f"ncu failed with status {code}:\n{page[-3000:]}")
     shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
-    return f"{digest(page)}\nfull report: {shown}"
-
-
-def digest(page: str) -> str:
-    """Return what a kernel engineer reads first, from ncu's raw CSV page: a block of lines for each kernel."""
-    lines = [line for line in page.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
-    if len(rows) < 2:
-        raise RuntimeError("ncu saw no kernel in the call")
-    text = []
-    for kernel in rows[1:]:  # behind the row of units
-        text.append(kernel["Kernel Name"])
-        for label, metric, unit, scale in _DIGEST:
-            if kernel.get(metric):
-                value = float(kernel[metric].replace(",", "")) * scale
-                text.append(f"  {label:<14}{value:>10.2f} {unit}")
-        stalls = [
-            (float(kernel[name].replace(",", "")), name.removeprefix(_STALL).partition("_per_issue")[0])
-            for name in kernel
-            if name and name.startswith(_STALL) and "_per_issue" in name and "not_issued" not in name and kernel[name]
-        ]
-        for cycles, name in sorted(stalls, reverse=True)[:4]:
-            text.append(f"  stall {name:<20}{cycles:>6.2f} warps an issue")
-    return "\n".join(text)
+    return f"{page}\nfull report: {shown}"
 
 
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> list[str]:

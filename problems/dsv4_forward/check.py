@@ -66,7 +66,7 @@ LATE = "late "  # ahead of a layer's name: behind random contexts
 FACTOR = 1.5
 CLOSE = 6.0  # a difference of two logits is off by sqrt(2) of one, and the worst of hundreds by four times that
 FLOOR = 1e-5  # relative: fp32 sums in another order
-REPORT = "CHECK_REPORT"  # of the environment: the folder for what the leaderboard's page shows
+REPORT = "CHECK_REPORT"  # of the environment: the folder for what was found, as JSON
 TIMED_STEPS = 3
 
 

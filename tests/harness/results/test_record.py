@@ -185,7 +185,7 @@ def test_a_problems_files_are_of_three_kinds(tmp_path):
         (tmp_path / name).touch()
     assert [str(path.relative_to(tmp_path)) for path in record.files(tmp_path, "p")] == names
     assert [path.name for path in record.files(tmp_path, "p[a]*")] == ["p[a]*.jsonl"]
-    problems = {record.problem_of(path, tmp_path) for path in record.files(tmp_path)}
+    problems = {pages.problem_of(path, tmp_path) for path in record.files(tmp_path)}
     assert problems == {"p", "q", "pq", "p[a]*"}
 
 

@@ -29,7 +29,7 @@ QUICK_fmha_decode := batch=1 queries=1 heads=64 window=128 compressed=512
 QUICK_indexer := batch=1 queries=1 heads=64 entries=8192 topk=512 kind=mxfp4
 run: setup
 	$(if $(QUICK_$(PROBLEM)),-$(VENV_PYTHON) harness/run.py $(PROBLEM) --case "$(QUICK_$(PROBLEM))")
-	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all
+	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all || [ $$? = 6 ]  # 6: the machine was busy, and the board says so
 	@$(VENV_PYTHON) leaderboard/report.py $(PROBLEM) --here
 
 bench: setup

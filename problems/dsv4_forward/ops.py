@@ -361,7 +361,7 @@ def _unserved(provider: Provider, model: _Model) -> str:
 
 def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
     provider = asked or _first(op, model)
-    reason = "no problem for it" if provider is None else _unserved(provider, model) or _winnerless(provider, model)
+    reason = "no tuned kernel" if provider is None else _unserved(provider, model) or _winnerless(provider, model)
     if not reason:
         # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
         name = load.winner(load.PROBLEMS / provider.problem, model.target)

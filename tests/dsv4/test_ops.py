@@ -57,7 +57,7 @@ def test_winners_in_nvfp4(model):
         assert chosen.names[op] == f"linear_decode/{winner}"
         assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
     assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm
-    assert lines(chosen)["rms_norm"] == "reference (no problem for it)"
+    assert lines(chosen)["rms_norm"] == "reference (no tuned kernel)"
     assert f"linear_decode/{winner}, linears" in chosen.report[len(ops.NAMES)]
 
 
@@ -154,7 +154,7 @@ def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
     )
     monkeypatch.setattr(ops, "SPECS", specs)
     chosen = ops.choose("winners", "cpu", model["bf16"])
-    assert {op: line for op, line in lines(chosen).items() if "no problem" not in line} == {
+    assert {op: line for op, line in lines(chosen).items() if "no tuned" not in line} == {
         "rms_norm": "norms/plain (all of them)",
         "rotate": "reference (not for small in bf16)",
         "route": "reference (no adapter for norms yet)",

@@ -15,7 +15,7 @@ from harness.judge.phases import Counts
 from harness.judge.session import Session
 from harness.judge.verdict import SELF_TIMED, Recorder, Result, aggregate
 from harness.problem import folders
-from harness.results.datasheet import RATES
+from harness.results.environment import RATES
 from problems.common import load
 from tests.support import SUPPORT
 

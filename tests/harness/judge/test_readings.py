@@ -11,7 +11,7 @@ from harness.judge import readings
 from harness.judge.outcome import Outcome
 from harness.judge.readings import HOST, CaseReadings, ReferenceReadings, Timing
 from harness.problem.folders import Case
-from harness.results.datasheet import RATES
+from harness.results.environment import RATES
 
 US = {"bytes": 1.0, "flops": 1.0, "empty": 1.0}  # what each would take; one of them 100 times as long
 

@@ -110,7 +110,7 @@ def _board(
     for one in counted:
         if not ranking.is_repeat(one["variant"]):
             by_variant.setdefault(one["variant"], []).append(one)
-    rows, times, changed = [], [], []
+    rows, times, changed, other_clock = [], [], [], set[str]()
     for variant, its in by_variant.items():
         row, its_times, shown = _row(its, base, cases, ranking_by, promoted.get(variant), known)
         row |= {"source": provenance.worst(map(known.state, shown)), "attempts": ranking.attempt(records, variant)}
@@ -120,6 +120,8 @@ def _board(
         ):
             row["notes"].append("timed twice, the second time to confirm it; only that counts")
         by = {ranking.clock(one) for one in shown if one["kind"] == "benchmark"} - {clock}
+        if by:
+            other_clock.add(variant)
         if by and row["base"]:
             row["notes"].append(f"not ranked, timed by another clock: {', '.join(sorted(by))}")
         row["place"] = _place(row, list(promoted), apart=bool(by))
@@ -144,7 +146,7 @@ def _board(
         row["rank"] = rank
     standing, table = pd.DataFrame(rows, columns=STANDING), pd.DataFrame(times, columns=TIMES)
     standing["rank"] = standing["rank"].astype("Int64")
-    _against_baselines(standing, table)
+    _against_baselines(standing, table, other_clock)
     order = {name: place for place, name in enumerate(standing.variant)}
     table = table.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
     ran = [one for one in counted if one["kind"] in ranking.JUDGED and one["status"] != "UNSUPPORTED"]
@@ -288,12 +290,13 @@ def _time(row: dict, case: str, record: dict | None) -> dict:
     return time | {"median_us": median, "lo_us": lo, "hi_us": hi, "roofline_share": time["roofline_us"] / median}
 
 
-def _against_baselines(standing: pd.DataFrame, times: pd.DataFrame) -> None:
+def _against_baselines(standing: pd.DataFrame, times: pd.DataFrame, other_clock: set[str]) -> None:
     """Fill baseline_ratio for the base run: in times, by case, the fastest baseline's time / this time; in standing the
-    geomean of these, over the baseline_cases that a baseline serves, of variants that have a time in every case.
+    geomean of these, over the baseline_cases that a baseline serves, of variants that have a time in every case. Of
+    baselines that the board's clock timed: not of those in other_clock.
     """
     standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
-    right = set(standing.loc[standing.base & (standing.status == "PASSED"), "variant"])
+    right = set(standing.loc[standing.base & (standing.status == "PASSED"), "variant"]) - other_clock
     baselines = times[times.base & times.baseline & times.variant.isin(right)].groupby("case")["median_us"].min()
     times["baseline_ratio"] = (times.case.map(baselines).astype(float) / times.median_us).where(times.base)
     logs = times.baseline_ratio[times.base].astype(float).map(math.log).groupby(times.variant)

@@ -282,9 +282,6 @@ class Run:
         """Leaders that took part in a confirmation only."""
         return self.judging.opponents if self.judging else []
 
-    def _say_recorded(self) -> None:
-        console.say(f"saved. See your row: leaderboard/report.py {self.problem.name}")
-
     def _print(self, judged: list[Result]) -> None:
         args, everybody = self.args, [*judged, *self.opponents]
         places = {} if args.against else console.places(everybody)
@@ -304,11 +301,11 @@ class Run:
             for j in alone:
                 console.say(advice.place(j, self._leader))
             if self.lines:
-                self._say_recorded()
+                console.say(f"saved as run {self.recorder.run_id}")
             elif args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
         if judged:
-            console.say("next: {}   ({})".format(*advice.following(args, self.problem, judged, self._leader)))
+            console.say("next: {}   # {}".format(*advice.following(args, self.problem, judged, self._leader)))
 
     @functools.cached_property
     def _leader(self) -> Leader | None:

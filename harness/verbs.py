@@ -95,7 +95,7 @@ class Model(Run):
         code = verdict.exit_code([judged.verdict], False)
         if args.mode == "leaderboard":
             self._begin([judged], cases, []).finish(self.lines, code)
-            self._say_recorded()
+            console.say(f"saved as run {self.recorder.run_id}")
         self._write_json()
         self._tell([judged])
         return code
@@ -139,7 +139,7 @@ class Latency(Run):
             if self.lines and not self.args.case:
                 code = verdict.exit_code([line["status"] for line in self.lines], everything=True)
                 self._begin([judged], [], []).finish(self.lines, code)
-                self._say_recorded()
+                console.say(f"saved as run {self.recorder.run_id}")
         self._write_json()
         if fault:
             raise ProblemError(fault)

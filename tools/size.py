@@ -24,7 +24,7 @@ PARTS = {
     "other tests": (("tests",), 20613),
     "docs": (("docs",), 2157),
     "tools": (("tools",), 603),
-    "root": (("",), 304),
+    "root": (("",), 306),
 }
 
 

@@ -1,6 +1,7 @@
 """What to do next: the last line of a run, and the event `next` of --events."""
 
 import shlex
+from pathlib import Path
 
 from harness.judge import limits
 from harness.judge.options import Options
@@ -8,8 +9,11 @@ from harness.judge.verdict import Result
 from harness.problem.folders import Problem, Submission
 from harness.results import text
 from harness.results.ranking import Leader
+from harness.sandbox.process import ROOT
 
-RUN, REPORT = ".venv/bin/python harness/run.py", ".venv/bin/python leaderboard/report.py"
+HERE = "" if Path.cwd() == ROOT else f"{shlex.quote(str(ROOT))}/"  # so that the command can be pasted
+PYTHON = f"{HERE}.venv/bin/python"
+RUN, REPORT = f"{PYTHON} {HERE}harness/run.py", f"{PYTHON} {HERE}leaderboard/report.py"
 MODEL = "--device model --mode test"
 NEAR = 1.1  # times the leader's time: what only pairs can tell apart
 
@@ -24,11 +28,7 @@ def place(j: Result, leader: Leader | None) -> str:
     said = "rank: none yet, timed in a run of its own; "
     if leader and j.metric:
         said += f"{j.metric[0] / leader.value:.2f}x the time of {leader.variant} (from the records); "
-    return f"{said}{'rank it' if _is_variant(j) else 'move it to variants/, then rank it'} with --all"
-
-
-def _is_variant(j: Result) -> bool:
-    return j.submission.file.parent.name == "variants"
+    return f"{said}rank it with --all, a file beside others with a --submission for each"
 
 
 def following(args: Options, problem: Problem, judged: list[Result], leader: Leader | None) -> tuple[str, str]:
@@ -36,7 +36,8 @@ def following(args: Options, problem: Problem, judged: list[Result], leader: Lea
     fine = ("PASSED", "COMPILED", "MODEL_CHECKED", "UNSUPPORTED")
     failing = [j for j in judged if j.verdict not in fine]
     j = failing[0] if failing else judged[0]
-    name = ["--variant", j.submission.name] if _is_variant(j) else ["--submission", str(j.submission.file)]
+    is_variant = j.submission.file.parent.name == "variants"
+    name = ["--variant", j.submission.name] if is_variant else ["--submission", str(j.submission.file)]
     there = args.device not in (None, "model") and j.verdict not in ("UNSUPPORTED", "COMPILED")
     device = ["--device", str(args.device)] if there else []
 
@@ -56,11 +57,12 @@ def following(args: Options, problem: Problem, judged: list[Result], leader: Lea
     if j.verdict in ("UNSUPPORTED", "COMPILED") and not args.all:
         if modelled(j.submission):
             return run("executes its PTX on the CPU", *MODEL.split())
-        return f".venv/bin/python -m harness list {problem.name}", "which variants are for what"
+        return f"{PYTHON} {HERE}harness list {problem.name}", "which variants are for what"
     if args.mode == "test" or args.device == "model":
         return run("all test cases", "--mode", "test") if case else run("its times")
     if len(judged) > 1 and not args.against:
-        return run("all cases", chosen=["--all"]) if case else (f"{REPORT} {problem.name}", "the board")
+        chosen = [word for file in args.submission or () for word in ("--submission", file)] or ["--all"]
+        return run("all cases", chosen=chosen) if case else (f"{REPORT} {problem.name}", "the board")
     pair = j.against_all or {}
     if pair.get("word") == "UNDECIDED":
         count = str(min(4 * pair["processes"], limits.MOST_PROCESSES))

@@ -76,7 +76,7 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
     """Yield a function that passes a step on to `also`, and is shown: as a bar on a terminal, else as a line every ten
     seconds, also while one step takes long.
     """
-    present, over, began_s, bar = Step("starting", 0, 0, ""), threading.Event(), time.monotonic(), is_terminal()
+    present, over, began_s, bar = Step("starting", 0, 1, ""), threading.Event(), time.monotonic(), is_terminal()
 
     def show(step: Step) -> None:
         nonlocal present
@@ -173,7 +173,8 @@ def gist(reason: str) -> str:
     if rest and first.startswith("Traceback"):
         first = rest[-1]
     elif found := MISMATCH.search(text.clean(reason)):
-        first += f", at ({found[1]}) got {found[2]}, wanted {found[3]}"
+        got = "never written" if "never written" in reason and found[2] == "nan" else f"got {found[2]}"
+        first += f", at ({found[1]}) {got}, wanted {found[3]}"
     return text.line(first, REASON)
 
 

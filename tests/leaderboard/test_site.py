@@ -122,9 +122,8 @@ def test_cpus_and_what_was_compiled_come_behind_gpus():
 def test_board_has_footnotes_tags_and_cases_by_the_fields_that_differ():
     warned = full("mine", 1.0, clock={"name": "x", "warnings": ["self-timed: not protected"]})
     wrong = line("test", "wrong", status="INCORRECT", reason="mismatch")
-    records = [
-        one | {"case": one["case"] | {"order": "random"}} for one in [*warned, *full("peer", 2.0, baseline=True)]
-    ]
+    peer = full("peer", 2.0, baseline=True, clock={"name": "x"})
+    records = [one | {"case": one["case"] | {"order": "random"}} for one in [*warned, *peer]]
     (found,) = board.build([*records, wrong], "box", {})
     grid = grids.standing(found)
     assert "state" not in grid.header and [row[1] for row in grid.rows] == ["mine", "peer", "wrong"]

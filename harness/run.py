@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     words, p = sys.argv[1:] if argv is None else argv, parser()
     for option in (word.partition("=")[0] for word in words):
         if option in MOVED:
-            p.error(f"{option} is a command of its own now: python -m harness {MOVED[option]}")
+            p.error(f"{option} is now a command: python -m harness {MOVED[option]}")
     args = options.of(p.parse_args(words))
     venv.enter(NAME)
     return guarded(NAME, args, functools.partial(judging, args))

@@ -11,9 +11,6 @@ from harness.results import text
 from harness.results.ranking import Leader
 from harness.sandbox.process import ROOT
 
-HERE = "" if Path.cwd() == ROOT else f"{shlex.quote(str(ROOT))}/"  # so that the command can be pasted
-PYTHON = f"{HERE}.venv/bin/python"
-RUN, REPORT = f"{PYTHON} {HERE}harness/run.py", f"{PYTHON} {HERE}leaderboard/report.py"
 MODEL = "--device model --mode test"
 NEAR = 1.1  # times the leader's time: what only pairs can tell apart
 
@@ -33,8 +30,9 @@ def place(j: Result, leader: Leader | None) -> str:
 
 def following(args: Options, problem: Problem, judged: list[Result], leader: Leader | None) -> tuple[str, str]:
     """Return the command that helps most behind a run with these results, and what for. leader: of the board."""
-    fine = ("PASSED", "COMPILED", "MODEL_CHECKED", "UNSUPPORTED")
-    failing = [j for j in judged if j.verdict not in fine]
+    here = "" if Path().samefile(ROOT) else f"{shlex.quote(str(ROOT))}/"  # so that the command can be pasted
+    python = f"{here}.venv/bin/python {here}"
+    failing = [j for j in judged if j.verdict not in ("PASSED", "COMPILED", "MODEL_CHECKED", "UNSUPPORTED")]
     j = failing[0] if failing else judged[0]
     is_variant = j.submission.file.parent.name == "variants"
     name = ["--variant", j.submission.name] if is_variant else ["--submission", str(j.submission.file)]
@@ -42,7 +40,7 @@ def following(args: Options, problem: Problem, judged: list[Result], leader: Lea
     device = ["--device", str(args.device)] if there else []
 
     def run(why: str, *words: str, chosen: list[str] = name) -> tuple[str, str]:
-        return f"{RUN} {shlex.join([args.problem, *chosen, *device, *words])}", why
+        return f"{python}harness/run.py {shlex.join([args.problem, *chosen, *device, *words])}", why
 
     case = ["--case", args.case] if args.case else []
     if failing and j.verdict != "INVALID_MEASUREMENT":
@@ -57,12 +55,14 @@ def following(args: Options, problem: Problem, judged: list[Result], leader: Lea
     if j.verdict in ("UNSUPPORTED", "COMPILED") and not args.all:
         if modelled(j.submission):
             return run("executes its PTX on the CPU", *MODEL.split())
-        return f"{PYTHON} {HERE}harness list {problem.name}", "which variants are for what"
+        return f"{python}harness list {problem.name}", "which variants are for what"
     if args.mode == "test" or args.device == "model":
         return run("all test cases", "--mode", "test") if case else run("its times")
     if len(judged) > 1 and not args.against:
         chosen = [word for file in args.submission or () for word in ("--submission", file)] or ["--all"]
-        return run("all cases", chosen=chosen) if case else (f"{REPORT} {problem.name}", "the board")
+        return (
+            run("all cases", chosen=chosen) if case else (f"{python}leaderboard/report.py {problem.name}", "the board")
+        )
     pair = j.against_all or {}
     if pair.get("word") == "UNDECIDED":
         count = str(min(4 * pair["processes"], limits.MOST_PROCESSES))

@@ -107,7 +107,7 @@ def test_run_survives_dropped_connection_killed_client_and_ctrl_c(place, server,
     (place.tree / "wait").unlink()
     for client in both:
         code, out, err = ended(client)
-        assert code == 0 and err.count("saved. ") == 1, out + err
+        assert code == 0 and err.count("saved as run ") == 1, out + err
     records = [json.loads(line) for line in out.splitlines()]
     assert {(one["variant"], one["status"]) for one in records} == {("mine", "PASSED")} and len(records) == 4
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=place.checkout, capture_output=True, text=True).stdout

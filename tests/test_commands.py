@@ -11,8 +11,7 @@ import pytest
 
 from harness import __main__ as harness_command
 from harness import invocation, run
-from harness.judge import scanning
-from harness.problem import sources
+from harness.problem import scan, sources
 from harness.tools import cluster, listing, remote, scaffold
 from problems.common import load
 from tests.support import ROOT
@@ -116,7 +115,7 @@ def test_worked_example_obeys_the_rules_and_compiles(tmp_path):
     for language, suffix in (("python", ".py"), ("cuda", ".cu")):
         (code,) = re.findall(rf"```{language}\n(.*?)```", TEXTS["docs/adding_a_kernel.md"], re.DOTALL)
         file.with_suffix(suffix).write_text(code)
-    assert len(sources.closure(file)) == 2 and scanning.findings(sources.closure(file)) == []
+    assert len(sources.closure(file)) == 2 and scan.findings(sources.closure(file)) == []
     example = load.from_file(load.PROBLEMS / "nvfp4_gemv", file)
     assert all(
         kernel.spill_bytes == 0 for target in example.TARGETS for kernel in example.compile_for(target)[0].kernels()

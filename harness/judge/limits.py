@@ -3,7 +3,6 @@
 IMPORT_LIMIT_S = 120  # importing torch and the submission
 COMPILE_LIMIT_S = 120  # the first call of a process, which may compile; and compile checks, per artefact set
 PREPARE_LIMIT_S = 60
-SCAN_LIMIT_S = 60  # all texts of a submission; those of the whole model take two
 CALL_LIMIT_S = 30
 CHECKER_LIMIT_S = 600  # a reference is slow on purpose
 CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the kernel ends a hung one by then

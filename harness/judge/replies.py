@@ -1,4 +1,4 @@
-"""The form of every reply of a runner, and of the scan, field by field. A process that reads a submission writes them.
+"""The form of every reply of a runner, field by field. A process that holds a submission writes them.
 
 `read` checks type, range and length of each field, and cleans texts. A reply that does not fit is a RUNTIME_ERROR.
 """
@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from harness.problem import scan
 from harness.results import text
 from harness.runner.gate import RETURNED
 from harness.runner.wire import VARIABLE_BYTES
@@ -72,20 +71,6 @@ class Failed(Reply):
     type: Name
     memory: bool
     text: Text
-
-
-class Found(Reply):
-    """What the scan of a text found (harness/problem/scan.py)."""
-
-    line: Count
-    what: Text
-    warns: bool
-
-
-class Scanned(Reply):
-    """A text was scanned."""
-
-    findings: Annotated[list[Found], Field(max_length=scan.MOST)]
 
 
 class Prepared(Reply):

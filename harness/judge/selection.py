@@ -7,15 +7,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.judge import advice, console, scanning
+from harness.judge import advice, console
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
-from harness.problem import folders, sources
+from harness.problem import folders, scan, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
 from harness.results import text
 from harness.sandbox import workdir
-from harness.sandbox.process import Died
 from problems.common import load
 
 
@@ -113,7 +112,7 @@ class Selection:
         if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
         if not refused and not j.submission.ours:
-            for finding in scanning.findings(sources.closure(j.submission.file), ours=False):
+            for finding in scan.findings(sources.closure(j.submission.file), ours=False):
                 console.say(f"warning: {finding}")
         return not refused
 
@@ -167,15 +166,11 @@ def _shown(file: Path) -> str:
 
 
 def rule_broken(submission: Submission) -> Outcome | None:
-    """Return which rules the submission's text breaks, before any of it runs, or why that cannot be seen."""
+    """Return where the submission's text breaks rule 1, before any of it runs."""
     with reading(submission.file.name):
         with sources.rooted(submission.tree):
             files = sources.closure(submission.file, submission.folder)
-        try:
-            findings = scanning.findings(files, submission.baseline, submission.ours)
-        except Died as died:
-            return Outcome(died.status, f"its text cannot be scanned for the word of rule 1: {died.reason}")
-        findings = [finding for finding in findings if not finding.warns]
+        findings = [finding for finding in scan.findings(files, submission.ours) if not finding.warns]
     return Outcome("RULE_BROKEN", "\n".join(map(str, findings))) if findings else None
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from harness.problem.scan import hidden, imports
 from harness.results.hashes import content_hash
 from problems.common import build, load
 
@@ -27,6 +26,8 @@ SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}  # of sources beside a Python f
 _LATER = {"BENCHMARKS_SM100", "ONLY_BY_TARGET"}
 _LONGEST = 14_000  # bits of an integer that Python writes in decimal
 _NOTHING = object()
+# Of a problem folder, what no runner gets to see. A winner's variant is loaded, not imported.
+_HIDDEN = ("reference", "check", "wrong", "variants")
 _NAME_LIMIT = 4096  # characters of a module's dotted name
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -186,7 +187,7 @@ def modules(file: Path, folder: Path) -> list[Path]:
     """Return the modules of `folder` that `file` imports, at any distance: `problems.<folder>.<module>`, or deeper."""
 
     def used(path: Path) -> list[Path | None]:
-        names = [name for _, name in imported(path) if not hidden(name)]
+        names = [name for _, name in imported(path) if not _is_hidden(name)]
         return [_found(name, folder, f"problems.{folder.name}") for name in names]
 
     return [module for module in _reached([file.resolve()], used) if module != file.resolve()]
@@ -210,7 +211,29 @@ def imported(path: Path) -> tuple[tuple[int, str], ...]:
 
 @functools.lru_cache(maxsize=4096)  # a run reads the files of a composition for each hash
 def _imported(path: Path, _: str) -> tuple[tuple[int, str], ...]:
-    return tuple(imports(load.parse(path)))
+    return tuple(_imports(load.parse(path)))
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every absolute import, those in functions too; `from a import b` counts as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node.func) == "import_module":
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def _called(function: ast.expr) -> str:
+    """The last name of what is called, "" if it has none."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether the module of that dotted name is one of a problem's that no runner gets to see."""
+    parts = name.split(".")
+    return len(parts) > 2 and parts[0] == "problems" and parts[1] != "common" and parts[2] in _HIDDEN
 
 
 def defines(tree: ast.Module, name: str) -> bool:

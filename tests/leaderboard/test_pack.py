@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.judge import scanning
-from harness.problem import folders, sources
+from harness.problem import folders, scan, sources
 from leaderboard import gpu_mode_pack, pack
 from problems.common import build, load
 from tests.support import SUPPORT, forked, popcorn
@@ -105,7 +104,7 @@ def test_packed_winner_is_taken_by_service_and_scan(tmp_path, problem, name, tar
     file = packed(tmp_path, problem, "--variant", name)
     gpus = {"cpu": (), "sm90": ("H100",)}[target]
     assert popcorn.read(file) == popcorn.Request(problem, gpus)
-    assert "from problems" not in file.read_text() and scanning.findings([file]) == []
+    assert "from problems" not in file.read_text() and scan.findings([file]) == []
 
 
 @needs_nvcc

@@ -81,7 +81,7 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Selection:
-        return Selection(self.problem, self.args, self.device, self.target, self.stack)
+        return Selection(self.problem, self.args, self.device, self.target)
 
     @functools.cached_property
     def recorder(self) -> Recorder:

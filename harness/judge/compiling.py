@@ -20,13 +20,12 @@ COMPILING = ("triton", "cutlass", "torch.compile", "torch.utils.cpp_extension", 
 _COMPILE = re.compile(r"torch\.compile\b")
 
 
-def kind(file: Path, folder: Path | None = None, commit: Path | None = None) -> str:
-    """Return how `file` is compiled beforehand: by "compile_for", a "call", or "". commit: the tree it lies in."""
+def kind(file: Path, folder: Path | None = None) -> str:
+    """Return how `file` is compiled beforehand: by "compile_for", a "call", or ""."""
     tree = load.parse(file)
     if sources.defines(tree, "compile_for"):
         return "compile_for"
-    with sources.rooted(commit):
-        files = [path for path in sources.closure(file, folder) if path.suffix == ".py"]
+    files = [path for path in sources.closure(file, folder) if path.suffix == ".py"]
     imported = {name for path in files for _, name in sources.imported(path)}
     compiles = any(name.startswith(COMPILING) for name in imported) or any(_COMPILE.search(load.text(p)) for p in files)
     return "call" if compiles else ""
@@ -40,8 +39,8 @@ def todo(problem: Problem, handles: tuple[RunnerHandle, ...]) -> list[tuple[str,
             continue
         handle.built = True
         one, target = handle.submission, handle.target
-        how = kind(one.file, one.folder or problem.folder, one.tree)
-        if how and workdir.build_folder(one.file, problem, target, one.tree) is None:
+        how = kind(one.file, one.folder or problem.folder)
+        if how and workdir.build_folder(one.file, problem, target) is None:
             runner = f"{handle.name} (compile step)"
             found.append(
                 (how, handle, RunnerHandle(handle.name, one, target, built=True, printed=handle.printed, runner=runner))
@@ -53,17 +52,17 @@ def keep(problem: Problem, handle: RunnerHandle, folder: Workdir | None) -> str:
     """Keep what a process of `handle`, which has ended, compiled in its folder. Return why it is not kept, or ""."""
     if handle.submission is None or folder is None:
         return ""
-    key = workdir.key(handle.submission.file, problem, handle.target, handle.submission.tree)
+    key = workdir.key(handle.submission.file, problem, handle.target)
     try:
-        folder.publish(key, handle.submission.tree)
+        folder.publish(key)
     except workdir.CacheError as error:  # its runners compile for themselves
         return f"what {handle.runner} compiled is not kept: {error}"
     return ""
 
 
-def code_hash(problem: Problem, file: Path, target: str, tree: Path | None = None) -> str | None:
-    """Return the hash of the GPU code that the compile step of `file` has left, or None. tree: as of build_folder."""
-    built = workdir.build_folder(file, problem, target, tree) if target in build.ARCH else None
+def code_hash(problem: Problem, file: Path, target: str) -> str | None:
+    """Return the hash of the GPU code that the compile step of `file` has left, or None."""
+    built = workdir.build_folder(file, problem, target) if target in build.ARCH else None
     return hash_of(built) if built else None
 
 

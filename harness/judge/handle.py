@@ -302,9 +302,8 @@ class RunnerHandle:
         arch = {"CUTE_DSL_ARCH": build.ARCH[self.target]} if self.target in build.ARCH else {}
         box, file, folder, files = None, None, problem.folder, {}
         if self.submission:
-            tree = self.submission.tree
-            built = workdir.build_folder(self.submission.file, problem, self.target, tree)
-            box = Workdir.make(self.submission.file, problem, built, checker.device, tree=tree)
+            built = workdir.build_folder(self.submission.file, problem, self.target)
+            box = Workdir.make(self.submission.file, problem, built, checker.device)
             file, folder, files = str(box.file), box.folder, None if problem.ours else box.files
         stoppable = checker.device == "cpu" and not compile_only
         child = Child("harness.runner.runner", arch, box.jail if box else None, stoppable)
@@ -316,7 +315,6 @@ class RunnerHandle:
             "files": files,
             "compile": compile_only,
             "records": self.target if device == "cuda" and self.recorded else "",
-            "common": str(box.common) if box and box.common else None,
         }
         fds = ()
         if device == "cuda" and self.scratch:

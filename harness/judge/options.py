@@ -66,7 +66,7 @@ class Options:
         "cpu, cuda, cuda:N or model",
         lambda name: re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|model", name) is not None,
     )
-    against: str | None = _option("interleaved pairs with a variant, a file, or REV:VARIANT, that of a commit", "OTHER")
+    against: str | None = _option("interleaved pairs with a variant or a file", "OTHER")
     fail_on_regression: float | None = _value(
         "with --against: exit code 8 if surely slower by more",
         "PERCENT",
@@ -133,12 +133,7 @@ def see(args: Options) -> None:
     if args.variant:
         folders.variant_file(folder, args.variant, "--variant")
     if args.against and not args.against.endswith(".py"):
-        from harness.problem import commits
-
-        if other := commits.split(args.against):
-            commits.find(folder, *other)
-        else:
-            folders.variant_file(folder, args.against, "--against")
+        folders.variant_file(folder, args.against, "--against")
     _see_together(args)
     see_outputs(args.json, args.events)
 

@@ -1,6 +1,5 @@
 """The choices that the arguments of a run make: submissions and cases; and whether a submission may run here."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import shutil
@@ -14,7 +13,6 @@ from harness.judge.verdict import Result
 from harness.problem import folders, scan, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
 from harness.results import text
-from harness.sandbox import workdir
 from problems.common import load
 
 
@@ -26,7 +24,6 @@ class Selection:
     args: Options
     device: str
     target: str
-    stack: contextlib.ExitStack  # closed at the end of the run: copies of other commits' files go then
 
     def submissions(self) -> list[Submission]:
         """Return the submissions that this run judges. UsageError: options exclude each other, or a file is none."""
@@ -67,11 +64,7 @@ class Selection:
 
     def _opponent(self, first: Submission) -> Submission:
         """Return what --against names."""
-        from harness.problem import commits
-
         against = self.args.against or ""
-        if other := commits.split(against):
-            return self._of_commit(*other)
         if against.endswith(".py"):
             second = folders.submission(self.problem, Path(against), "--against")
         else:
@@ -79,17 +72,6 @@ class Selection:
         if second.name == first.name:
             second = dataclasses.replace(second, name=f"{second.name}#2")
             console.say(f"{first.name} is {_shown(first.file)}, {second.name} is {_shown(second.file)}")
-        return second
-
-    def _of_commit(self, rev: str, variant: str) -> Submission:
-        """Return the variant of another commit, and say what is compared."""
-        from harness.problem import commits
-
-        second = self.stack.enter_context(commits.opponent(self.problem, rev, variant, workdir.scratch().resolve()))
-        console.say(
-            f"{second.name} is the variant of {rev} ({second.commit}), built with that commit's problems/common; "
-            "judge, task and reference are those of this checkout, whatever they were then"
-        )
         return second
 
     def target_of(self, submission: Submission) -> str:
@@ -168,8 +150,7 @@ def _shown(file: Path) -> str:
 def rule_broken(submission: Submission) -> Outcome | None:
     """Return where the submission's text breaks rule 1, before any of it runs."""
     with reading(submission.file.name):
-        with sources.rooted(submission.tree):
-            files = sources.closure(submission.file, submission.folder)
+        files = sources.closure(submission.file, submission.folder)
         findings = [finding for finding in scan.findings(files, submission.ours) if not finding.warns]
     return Outcome("RULE_BROKEN", "\n".join(map(str, findings))) if findings else None
 

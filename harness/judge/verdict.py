@@ -108,8 +108,7 @@ class Result:
 
 def source_hash(submission: Submission) -> str:
     """Of the submission, what it is made of and what it uses of problems/common, as it is now."""
-    with sources.rooted(submission.tree):
-        return sources.source_hash(submission.file, submission.folder)
+    return sources.source_hash(submission.file, submission.folder)
 
 
 def exit_code(verdicts: list[str], everything: bool) -> int:
@@ -160,8 +159,6 @@ def _against(other: Result, ratio: stats.Ratio) -> dict:
     """Return `against` of a record."""
     fields = {"variant": other.submission.name, **dataclasses.asdict(ratio), "word": ratio.word()}
     fields["same_within"] = stats.SAME_WITHIN
-    if other.submission.commit:
-        fields["commit"] = other.submission.commit
     return fields
 
 
@@ -210,8 +207,7 @@ class Recorder:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
         key = (judged.source_hash, judged.target)
         if key not in self._code_hashes:
-            file, tree = judged.submission.file, judged.submission.tree
-            self._code_hashes[key] = compiling.code_hash(self.problem, file, judged.target, tree)
+            self._code_hashes[key] = compiling.code_hash(self.problem, judged.submission.file, judged.target)
         return self._code_hashes[key]
 
     def lines(self, judged: Result) -> list[dict]:
@@ -246,14 +242,12 @@ class Recorder:
         }
 
     def _of(self, judged: Result) -> dict:
-        commit = judged.submission.commit
         return {
             "variant": judged.submission.name,
             "target": judged.target,
             "baseline": judged.submission.baseline,
             "source_hash": judged.source_hash,
             "code_hash": self._code_hash(judged),
-            **({"commit": commit, "dirty": False} if commit else {}),
         }
 
     def of_call(self, judged: Result, kind: str, case: Case, outcome: Outcome) -> dict:

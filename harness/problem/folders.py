@@ -77,8 +77,7 @@ class Case:
 @dataclass(frozen=True)
 class Submission:
     """A submission file and its literals, read without running it. folder: its problem's. only: (field of the case,
-    values that it serves); () serves all. ours: its problem's folder is. tree, commit: of another commit's variant, a
-    copy of that commit's files, with `file` and `folder` in it, and its hash.
+    values that it serves); () serves all. ours: its problem's folder is.
     """
 
     name: str
@@ -90,8 +89,6 @@ class Submission:
     folder: Path | None = None
     only: tuple[tuple[str, tuple], ...] = ()
     ours: bool = True
-    tree: Path | None = None
-    commit: str = ""
 
     def serves(self, case: Case) -> bool:
         return all(case.params.get(field) in values for field, values in self.only)

@@ -6,12 +6,11 @@ modules of their folder and of the folders in it (`from problems.<folder>.cache 
 """
 
 import ast
-import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,6 @@ _NOTHING = object()
 _HIDDEN = ("reference", "check", "wrong", "variants")
 _NAME_LIMIT = 4096  # characters of a module's dotted name
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@contextlib.contextmanager
-def rooted(tree: Path | None) -> Iterator[None]:
-    """Within: what is shared or composed is that of `tree`, another commit's files; None: of this checkout."""
-    before = build.COMMON, load.PROBLEMS
-    if tree:
-        build.COMMON, load.PROBLEMS = tree / "problems" / "common", tree / "problems"
-    try:
-        yield
-    finally:
-        build.COMMON, load.PROBLEMS = before
 
 
 def closure(file: Path, folder: Path | None = None) -> list[Path]:

@@ -82,7 +82,6 @@ class Against(_Checked):
     word: str | None = _field("FASTER, SLOWER, SAME or UNDECIDED")
     processes: int | None = _field("of each of the two, that were compared")
     same_within: float | None = _field("how near to 1 the 95 % interval must be for SAME")
-    commit: str | None = _field("of the other variant, where it is that of another commit")
 
 
 class Confirms(_Checked):

@@ -8,7 +8,6 @@ it makes the judge's own calls on a CPU: the empty call and the plain readers.
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import io
 import operator
 import socket
@@ -73,8 +72,6 @@ class Runner:
                 self.task = load.from_file(self.folder, self.folder / "task.py")
             elif "task.py" in start["files"]:
                 self.task = load.bound("task")  # of whose classes the submission's own import is
-            if start.get("common"):
-                _replace_common(Path(start["common"]))
             self.module = load.from_file(self.folder, Path(start["file"]))
             if start["records"]:  # what it imported stays too; of its calls nothing is there yet
                 gc.freeze()
@@ -312,18 +309,6 @@ def _trace(profiler: torch.profiler.profile) -> str:
         profiler.export_chrome_trace(file.name)
         said = Path(file.name).read_text(errors="replace")
     return said if len(said) <= TRACE_LIMIT else ""
-
-
-def _replace_common(folder: Path) -> None:
-    """From now on problems.common is imported from `folder`, of another commit. What is held already stays."""
-    for name in [name for name in sys.modules if name.startswith("problems.common.")]:
-        del sys.modules[name]
-    init = folder / "__init__.py"
-    spec = importlib.util.spec_from_file_location("problems.common", init, submodule_search_locations=[str(folder)])
-    if spec is None:
-        raise ImportError(f"{init} is no Python source")
-    package = sys.modules["problems.common"] = importlib.util.module_from_spec(spec)
-    vars(sys.modules["problems"])["common"] = package  # an import looks for names there too
 
 
 class _FreshCall:

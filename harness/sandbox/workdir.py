@@ -40,7 +40,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, er
 HALF_FILLED_S = 24 * 3600  # after which a folder that is still being filled is one that a killed process left
 COMPILERS = {"cpu": ("g++",), "sm90": ("nvcc", "g++"), "sm100": ("nvcc", "g++")}
 OUTSIDE = "submission"  # folder of a submission that does not lie in its problem's
-THEN = "common_of_its_commit"  # folder of the problems/common of a submission of another commit
 # Whose caches are kept, or against which code is built.
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "humming-kernels")
 OURS = ("gate-", "capture-")  # how the judge's own machine code is called, which is never kept
@@ -53,7 +52,7 @@ class CacheError(RuntimeError):
 @dataclass
 class Workdir:
     """`jail`: for Child; `file`, `folder`, `files`: the submission, its problem's folder, GPU MODE's files by name, as
-    the runner receives; `common`: the problems/common of a submission of another commit. Remove it after the runner.
+    the runner receives. Remove it after the runner.
     """
 
     jail: policy.Jail
@@ -63,7 +62,6 @@ class Workdir:
     _place: Path
     _real: list[tuple[str, str]]  # private path, what it stands for; the longest first
     _stack: contextlib.ExitStack
-    common: Path | None = None
 
     @classmethod
     def make(
@@ -73,11 +71,10 @@ class Workdir:
         built: Path | None = None,
         device: str = "cpu",
         base: Path | None = None,
-        tree: Path | None = None,
     ) -> "Workdir":
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
-        is made; tree: a copy of another commit's files, in which `file` lies. BuildError: the judge's own code does not
-        compile here. ValueError: its closure cannot be read, or laid out. Died: a path is too long here, or the like.
+        is made. BuildError: the judge's own code does not compile here. ValueError: its closure cannot be read, or laid
+        out. Died: a path is too long here, or the like.
         """
         with contextlib.ExitStack() as stack:
             uid = stack.enter_context(policy.user())
@@ -87,17 +84,15 @@ class Workdir:
             for folder in (code, home, tmp, cache):
                 folder.mkdir()
             copied = {code / path.relative_to(ROOT): path for path in runner_modules()}
-            copied |= _common(build.COMMON, code / "problems" / "common")
+            copied |= {
+                code / "problems" / "common" / path.relative_to(build.COMMON): path.resolve() for path in _common()
+            }
             folder = code / "problems" / problem.folder.name
-            common = code / THEN if tree else None
-            if tree and common:
-                copied |= _common(tree / "problems" / "common", common)
             copied |= {folder / path.name: path.resolve() for path in _task(problem)}
             copied |= {folder / name: path.resolve() for name, path in problem.files.items()}
-            with sources.rooted(tree):
-                for private, path in _submission(file, _home(problem, tree), folder):
-                    if copied.setdefault(private, path) != path:
-                        raise ValueError(f"{path} would take the place of {copied[private]} in the runner's folder")
+            for private, path in _submission(file, problem.folder, folder):
+                if copied.setdefault(private, path) != path:
+                    raise ValueError(f"{path} would take the place of {copied[private]} in the runner's folder")
             for private, path in copied.items():
                 try:
                     private.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +124,7 @@ class Workdir:
             real += [(str(folder), str(problem.folder)), (str(code), str(ROOT)), (str(place), "<private>")]
             real.sort(key=lambda pair: -len(pair[0]))
             entry = next(private for private, path in copied.items() if path == file.resolve())
-            return cls(jail, entry, folder, files, place, real, stack.pop_all(), common)
+            return cls(jail, entry, folder, files, place, real, stack.pop_all())
 
     def restore(self, text: str) -> str:
         """`text` with the files that the runner saw named by where they really are."""
@@ -137,12 +132,12 @@ class Workdir:
             text = text.replace(private, path)
         return text
 
-    def publish(self, key: str, tree: Path | None = None) -> Path:
+    def publish(self, key: str) -> Path:
         """Keep cache/, less the judge's own code, for the next runners of this closure. -> the folder that holds it.
         Only once the runner has ended. What has this key already stays as it is. CacheError: see CACHE_LIMIT,
-        CACHE_FILES, CACHE_PATH. Links and special files are left out. tree: as for make.
+        CACHE_FILES, CACHE_PATH. Links and special files are left out.
         """
-        closures = _closures(tree)
+        closures = _closures()
         target = closures / key
         if target.is_dir():
             return target
@@ -166,27 +161,21 @@ class Workdir:
         self._stack.close()
 
 
-def build_folder(file: Path, problem: Problem, target: str, tree: Path | None = None) -> Path | None:
-    """What an earlier compile step of exactly this closure left, if there was one. tree: as for make."""
-    folder = _closures(tree) / key(file, problem, target, tree)
+def build_folder(file: Path, problem: Problem, target: str) -> Path | None:
+    """What an earlier compile step of exactly this closure left, if there was one."""
+    folder = _closures() / key(file, problem, target)
     return folder if folder.is_dir() else None
 
 
-def key(file: Path, problem: Problem, target: str, tree: Path | None = None) -> str:
+def key(file: Path, problem: Problem, target: str) -> str:
     """Of everything that a compile step of the submission `file` for `target` depends on. ValueError: as for make."""
     digest = hashlib.sha256(repr((target, _versions(target))).encode())
-    with sources.rooted(tree):
-        common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
-        files = [(path, build.read(path)) for path in sources.closure(file, _home(problem, tree))]
+    common = sorted(path for path in build.COMMON.iterdir() if path.is_file())
+    files = [(path, build.read(path)) for path in sources.closure(file, problem.folder)]
     ours = [*_task(problem), *problem.files.values(), *common]
     for path, content in files + [(path, path.read_bytes()) for path in ours]:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:32]
-
-
-def _home(problem: Problem, tree: Path | None) -> Path:
-    """The problem's folder, or that in the copy of another commit's files."""
-    return tree / "problems" / problem.folder.name if tree else problem.folder
 
 
 def _task(problem: Problem) -> list[Path]:
@@ -222,10 +211,8 @@ def copy_tree(source: Path, target: Path) -> None:
                     (there / entry.name).chmod(0o755 if status.st_mode & 0o100 else 0o644)
 
 
-def _common(common: Path, target: Path) -> dict[Path, Path]:
-    """The copy in `target` of each file of a problems/common: {copy: file}."""
-    files = [path for path in common.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return {target / path.relative_to(common): path.resolve() for path in files}
+def _common() -> list[Path]:
+    return [path for path in build.COMMON.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
 def _submission(file: Path, home: Path, folder: Path) -> list[tuple[Path, Path]]:
@@ -260,9 +247,9 @@ def _versions(target: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _closures(tree: Path | None) -> Path:
-    """Where builds are kept: of another commit beside its files, with which they go."""
-    return (tree / ".build" if tree else build.directory()) / "closures"
+def _closures() -> Path:
+    """Where builds are kept."""
+    return build.directory() / "closures"
 
 
 def scratch() -> Path:

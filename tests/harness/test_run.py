@@ -46,6 +46,7 @@ def lines_of(folder):
         (["nvfp4_gemv", "--variant", "nothing"], "--variant must be a variant of nvfp4_gemv"),
         (["nvfp4_gemv", "--variant", "sm90_dp4"], "did you mean sm90_dp4a?"),
         (["nvfp4_gemv", "--against", "cpu_avx3"], "did you mean cpu_avx2?"),
+        (["nvfp4_gemv", "--against", "HEAD~1:cpu_avx2"], "did you mean cpu_avx2?"),
         (["nvfp4_gemv", "--submission", "nothing.py"], "--submission must be a Python file, found none at nothing.py"),
         (["nvfp4_gemv", "--against", "cpu_avx2", "--mode", "test"], "--against is about times"),
         (["nvfp4_gemv", "--processes", "4", "--mode", "test"], "--processes is about times"),

@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.results import ranking, stats
+from harness.results import ranking, stats, text
 from harness.results.ranking import case_label, ranks
 from leaderboard import provenance
 from leaderboard.provenance import PROBLEM_CHANGED, Provenance
@@ -214,7 +214,7 @@ def _row(
         except (TypeError, ValueError) as error:
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
     if setup := sorted(time["setup_us"] for time in done if time["setup_us"] > 0):
-        span = " to ".join(dict.fromkeys(f"{us:.0f}" for us in (setup[0], setup[-1])))
+        span = " to ".join(dict.fromkeys(text.us(us) for us in (setup[0], setup[-1])))
         row["notes"].append(f"its set-up of {span} us a call is not in the time")
     row["notes"] += provenance.warnings(one for one in run if one["kind"] == "benchmark")
     return row, times, run

@@ -167,7 +167,7 @@ def _lines(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> lis
 
     def time(run: Run, case: str) -> str:
         one = run.get(case) or {"status": "-"}
-        return f"{one['median_us']:.2f}" if _samples(run, case) else one["status"]
+        return text.us(one["median_us"]) if _samples(run, case) else one["status"]
 
     firsts, lines = [next(iter(run.values())) for run in (a, b)], []
     said = [{**(one.get("environment") or {}), **one} for one in firsts]

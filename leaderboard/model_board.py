@@ -46,11 +46,11 @@ def table(records: list[dict], known: Provenance) -> Table:
     """A row per case, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
     said = [_remarks(one, known) for one in records]
     columns = {name: [_field(one, name) for one in records] for name in _fields(records)} | {
-        "eager us": [tables.us(number(one.get("eager_us"))) for one in records],
-        "graph us": [tables.us(graph_us(one)) for one in records],
-        "in a row us": [tables.us(number(one.get("row_us"))) for one in records],
+        "eager us": [text.us(number(one.get("eager_us"))) for one in records],
+        "graph us": [text.us(graph_us(one)) for one in records],
+        "in a row us": [text.us(number(one.get("row_us"))) for one in records],
         "tokens/s": [f"{rate:,.0f}" if (rate := tokens_a_second(one)) > 0 else "" for one in records],
-        "SOL us": [tables.us(number(one.get("sol_us"))) for one in records],
+        "SOL us": [text.us(number(one.get("sol_us"))) for one in records],
         "% of SOL": [tables.percent(share(one)) for one in records],
         "launches": [launches(one) for one in records],
         "source": [known.state(one) for one in records],
@@ -93,7 +93,7 @@ def leaders(steps: Steps, known: Provenance | None = None) -> list[list[str]]:
         problem, _, machine = title.partition(", on ")
         for one in filter(is_step, records):
             what = ", ".join(str(value) for name, value in one["case"].items() if name not in ("batch", "context"))
-            time, of_sol = f"{tables.us(number(one.get('median_us')))} us", f"{tables.percent(share(one))} of SOL"
+            time, of_sol = f"{text.us(number(one.get('median_us')))} us", f"{tables.percent(share(one))} of SOL"
             if f"{title} {what}" not in rows:
                 source = known.state(one) if known else ""
                 line = [f"{problem}, {what}, a token", one["variant"], time, of_sol, "", machine, source]
@@ -133,7 +133,7 @@ def breakdown(records: list[dict]) -> Table:
         span = number(found.get("span_us"))
         for op, part in (found.get("ops") or {}).items():
             us = number(part.get("us"))
-            figures = [tables.us(us), str(part.get("launches") or ""), tables.percent(us / span) if span > 0 else ""]
+            figures = [text.us(us), str(part.get("launches") or ""), tables.percent(us / span) if span > 0 else ""]
             named = text.line(op, tables.REASON) or OUTSIDE
             rows.append([*(_field(one, name) for name in names), named, *figures])
     return Table([*names, "op", "us", "launches", "% of step"], rows, WORDS)

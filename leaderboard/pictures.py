@@ -43,7 +43,7 @@ def by_variant(board: Board) -> Rows | None:
         label = one.variant if pd.isna(one.rank) else f"{one.rank}. {one.variant}"
         rooflines = [one.geomean_us * one.roofline_share] if one.roofline_share > 0 else []
         point = Point(one.geomean_us, one.lo_us, one.hi_us, kind)
-        rows.append(Row(label, [point], rooflines, f"{tables.us(one.geomean_us)} us"))
+        rows.append(Row(label, [point], rooflines, f"{text.us(one.geomean_us)} us"))
     names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds, default=0) + 1]
     cases = text.counted(len(board.cases), "case")
     axis = f"{board.metric} of the times of a call over {cases}, us, with 95 % interval"
@@ -97,7 +97,7 @@ def samples(records: Iterable[dict]) -> Rows | None:
             for us in group[::every]
             if us > 0
         ]
-        said = f"median {tables.us(one['median_us'])} us"
+        said = f"median {text.us(one['median_us'])} us"
         rows.append(Row(own[ranking.case_label(one["case"])], points, said=said))
     axis = "time of a call / the case's median; a line of ticks is a process"
     return Rows(rows, (), axis, "ticks") if any(row.points for row in rows) else None
@@ -110,7 +110,7 @@ def steps(records: Sequence[dict]) -> Rows | None:
         times = [model_board.number(one.get(key)) for key in ("median_us", "eager_us")]
         sol = model_board.number(one.get("sol_us"))
         points = [Point(us, series=number) for number, us in enumerate(times) if us > 0]
-        said = f"{tables.us(times[0])} us" if times[0] > 0 else ""
+        said = f"{text.us(times[0])} us" if times[0] > 0 else ""
         rows.append(Row(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
     axis = "time of a decode step, us, median by the host's clock; at the right: as a CUDA graph"
     return Rows(rows, ("CUDA graph", "eager"), axis, mark="speed of light")
@@ -132,7 +132,7 @@ def components(records: Sequence[dict]) -> Rows | None:
         others = sum(parts.get(name, 0.0) for name in names.difference(longest))
         values = [*(parts.get(name, 0.0) for name in longest), others, *(parts.get(name, 0.0) for name in rest)]
         sol, points = model_board.number(one.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
-        rows.append(Row(label, points, [sol] if sol > 0 else [], f"{tables.us(sum(values))} us"))
+        rows.append(Row(label, points, [sol] if sol > 0 else [], f"{text.us(sum(values))} us"))
     axis = "time of a decode step on the GPU by op, us, by the driver's records"
     return Rows(rows, [*longest, "other ops", *rest], axis, "bars", "speed of light") if rows else None
 

@@ -82,7 +82,7 @@ def standing(board: Board) -> Table:
     columns = {
         "rank": ["baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank) for row in found],
         "variant": [row.variant for row in found],
-        f"{board.metric} us": [us(row.geomean_us) for row in found],
+        f"{board.metric} us": [text.us(row.geomean_us) for row in found],
         "95 % interval": [interval(row.lo_us, row.hi_us) for row in found],
         "% of roofline": [percent(row.roofline_share) for row in found],
         "x baseline": [times_baseline(row) for row in found],
@@ -132,7 +132,7 @@ def leaders(boards: list[Board]) -> Table:
     rows = []
     for board in boards:
         if first := first_of(board):
-            name, time = f"{board.problem}, {board.target}", f"{us(first.geomean_us)} us"
+            name, time = f"{board.problem}, {board.target}", f"{text.us(first.geomean_us)} us"
             line = [name, first.variant, time, percent(first.roofline_share), times_baseline(first)]
             rows.append([*line, board.machine, first.source])
     return Table(header, rows, {"problem", "leader", "machine", "source"})
@@ -242,13 +242,6 @@ def as_csv(rows: pd.DataFrame) -> str:
     return rows.map(cell).to_csv(index=False, lineterminator="\n")
 
 
-def us(value: float) -> str:
-    """Microseconds with about four digits, "" for NaN."""
-    if not math.isfinite(value):
-        return ""
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-
-
 def percent(share: float) -> str:
     """A share as a percentage, "" for NaN."""
     if not math.isfinite(share):
@@ -257,7 +250,7 @@ def percent(share: float) -> str:
 
 
 def interval(lo: float, hi: float) -> str:
-    return f"{us(lo)} to {us(hi)}" if math.isfinite(lo) else ""
+    return f"{text.us(lo)} to {text.us(hi)}" if math.isfinite(lo) else ""
 
 
 def escape(said: object) -> str:
@@ -277,7 +270,7 @@ def _cell(time: Any) -> str:
         return time.status
     about = [percent(time.roofline_share)] if time.roofline_share > 0 else []
     about += [f"{time.flops / time.median_us / 1e6:.3g} TFLOP/s"] if time.flops > 0 else []
-    return us(time.median_us) + (f" ({', '.join(about)})" if about else "")
+    return text.us(time.median_us) + (f" ({', '.join(about)})" if about else "")
 
 
 def worst_error(times: pd.DataFrame, row: Any) -> str:
@@ -292,4 +285,4 @@ def worst_error(times: pd.DataFrame, row: Any) -> str:
 
 def _span(values: pd.Series) -> str:
     """As "18.30", or as "18.30 to 18.52" where the run's variants had different ones."""
-    return " to ".join(dict.fromkeys(us(value) for value in (values.min(), values.max()) if value > 0)) or "-"
+    return " to ".join(dict.fromkeys(text.us(value) for value in (values.min(), values.max()) if value > 0)) or "-"

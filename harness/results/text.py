@@ -81,6 +81,13 @@ def counted(many: int, what: str) -> str:
     return f"{many} {what}{'' if many == 1 else 's'}"
 
 
+def us(value: float) -> str:
+    """Return a time in us for people: two decimals below 100, one below 1,000, none from there on; "" if not finite."""
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.{2 if value < 99.995 else 1 if value < 999.95 else 0}f}"
+
+
 def _printable(found: re.Match) -> str:
     char = found[0]
     if char.isprintable():

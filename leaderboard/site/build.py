@@ -72,7 +72,7 @@ class Site:
         self.environment.filters |= {"shell": shlex.quote, "line": text.line}
         given: dict[str, Any] = {"grids": grids, "model_board": model_board, "tables": tables, "known": shown.known}
         given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
-        given |= {"model_key": model_key, "stale": provenance.stale}
+        given |= {"model_key": model_key, "stale": provenance.stale, "us": text.us}
         self.environment.globals |= given
         self.rows = tables.frame(shown.boards)
         self.profiles = variant.profiles(self.variants)

@@ -103,12 +103,12 @@ def by_case(board: Board) -> tuple[Grid, str]:
     rows = []
     for case in board.cases:
         times = [cells.get((name, case)) for name in variants]
-        said = ["" if one is None else tables.us(one.median_us) or one.status for one in times]
+        said = ["" if one is None else text.us(one.median_us) or one.status for one in times]
         best = cells.get((leader.variant, case)) if leader else None
         share, ratio = (best.roofline_share, best.baseline_ratio) if best else (math.nan, math.nan)
         its = of_base[of_base.case == case]
         row = [*values[case], *said, tables.percent(share), f"{ratio:.2f}x" if ratio > 0 else ""]
-        rows.append([*row, tables.us(its.roofline_us.median())])
+        rows.append([*row, text.us(its.roofline_us.median())])
     about = ["leader: % of roofline", "leader: x baseline", "roofline"]
     return Grid([*own, *variants, *about], rows), common
 
@@ -120,7 +120,7 @@ def times(timed: Sequence[dict]) -> Grid:
     for one in timed:
         us, roofline = (model_board.number(one.get(key)) for key in ("median_us", "roofline_us"))
         share = roofline / us if us > 0 else math.nan
-        rows.append([own[ranking.case_label(one["case"])], tables.us(us), tables.percent(share)])
+        rows.append([own[ranking.case_label(one["case"])], text.us(us), tables.percent(share)])
     header = ["case", "time, us", "% of roofline"]
     return Grid(header, rows, {"case"}, header)
 
@@ -134,7 +134,7 @@ def cases_of(judged: Sequence[dict]) -> Grid:
         error = one.get("error") or {}
         off, allowed = error.get("rel" if one.get("baseline") else "max"), error.get("tol")
         known = isinstance(off, int | float) and isinstance(allowed, int | float)
-        row = [one["kind"], *values[ranking.case_label(one["case"])], one["status"], tables.us(median)]
+        row = [one["kind"], *values[ranking.case_label(one["case"])], one["status"], text.us(median)]
         row += [tables.interval(lo, hi), str(one.get("n") or "")]
         rows.append([*row, f"{off:.1e} / {allowed:.1e}" if known else ""])
     header = ["kind", *own, "verdict", "time, us", "95 % interval", "samples", "error / tolerance"]

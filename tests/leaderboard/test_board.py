@@ -223,7 +223,7 @@ def test_baselines_are_unranked_and_the_fastest_in_each_case_measures_the_others
     records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, baseline=True)
     found = one(records + full("peer_fast", 2.0, baseline=True, setup_us=812.0))
     baseline = rows(found)["peer_fast"]
-    assert unranked(baseline) and baseline.notes == ["its set-up of 812 us a call is not in the time"]
+    assert unranked(baseline) and baseline.notes == ["its set-up of 812.0 us a call is not in the time"]
     assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
     assert [rows(found)[name].baseline_ratio for name in "ab"] == pytest.approx([2.0, 2 / 3])
     assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)

@@ -59,16 +59,8 @@ SHOWN = (
     *("gpu-box", "cpu-box", "Imaginary GPU", "driver 1.2", "CUDA 13.0", "torch 2.13", "by the judge", "r1"),
     *("2026-01-02 03:00:00 UTC", "0123456789ab", "measured roofline", "empty call", "18.00", "2.10", "2.00x"),
     *("sm90_v1", "sm90_v2", "peer_p", "sm90_bad", "sm90_new", "sm90_old", "sm100_v1", "cpu_v1", "cpu_v2"),
-    *(
-        "INCORRECT",
-        "compiled, not run",
-        "set-up of 700 us",
-        "40 registers",
-        "spills 16 B",
-        board.OTHER_RUN,
-        provenance.ELSEWHERE,
-        "[1]",
-    ),
+    *("INCORRECT", "compiled, not run", "set-up of 700.0 us", "40 registers", "spills 16 B", "[1]"),
+    *(board.OTHER_RUN, provenance.ELSEWHERE),
 )
 
 

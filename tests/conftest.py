@@ -8,7 +8,7 @@ import torch
 
 from harness.judge import device_lock
 from harness.results import environment
-from harness.runner import native
+from harness.runner import gate
 from harness.tools import modes
 from tests.support import warm
 
@@ -80,7 +80,7 @@ def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 def small_caches() -> Iterator[None]:
     """Caches are made cold by reading 24 MB, not several times what the machine has: here nobody goes by the times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "last_level_cache", lambda: 2**23)
+        patch.setattr(gate, "last_level_cache", lambda: 2**23)
         yield
 
 

@@ -16,10 +16,10 @@ import torch
 
 from harness.checker import foreign, forms, inputs, matmul, memory
 from harness.checker.guards import Guards
-from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
+from harness.runner import claims, failure, gate, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
-from harness.sandbox.freezer import RUNS_ON, Freezer
+from harness.sandbox.process import RUNS_ON, Freezer
 from problems.common import load
 
 PAGE = 2 << 20  # by which memory of a GPU is made read-only (harness/player/player.py)
@@ -298,9 +298,9 @@ class Checker:
         baseline's setup, what the judge's readers read) only a read of much more evicts.
         """
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
-        if own_memory or not native.forget(buffer.memory):
+        if own_memory or not gate.forget(buffer.memory):
             self.flush = torch.ones(self.flush_bytes, dtype=torch.uint8) if self.flush is None else self.flush
-            native.evict(self.flush)
+            gate.evict(self.flush)
 
     def _written(self, buffer: Shared) -> list[tuple[int, int]]:
         """Return (address, bytes) of what a call on the present content writes; address 0: in the runner's memory."""

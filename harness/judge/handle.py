@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from harness.judge import limits, replies
 from harness.judge.outcome import Audit, Outcome
 from harness.problem.folders import Case, Problem, ProblemError, Submission
-from harness.runner import failure, gate, native
-from harness.sandbox import freezer, workdir
+from harness.runner import failure, gate
+from harness.sandbox import process, workdir
 from harness.sandbox.process import Child, Died
 from harness.sandbox.workdir import Workdir
 from problems.common import build
@@ -71,7 +71,7 @@ class CheckerHandle:
         self.problem, self.device = problem, device
         # Threads of its pool that spin for long when their work is done would slow the calls that follow.
         self.child = Child(module, {"GOMP_SPINCOUNT": "1000"})
-        flush_bytes = native.flush_bytes() if device == "cpu" else 0
+        flush_bytes = gate.flush_bytes() if device == "cpu" else 0
         self.child.lend(flush_bytes)
         files = {name: str(path) for name, path in problem.files.items()}
         start = {"folder": str(problem.folder), "ours": problem.ours, "device": device, "files": files}
@@ -224,16 +224,16 @@ class RunnerProcess:
         """Return the report on a call on a CPU: the clock's reading, pids of what the runner had not ended before it
         and after it, and what it noted of what came back. Died: it is gone, unready, late, or does not stop.
         """
-        if timed["code"] == freezer.GONE:
+        if timed["code"] == process.GONE:
             self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
             raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
         self.child.stopped()
         if not timed.pop("waiting"):
             raise Died("RUNTIME_ERROR", 'its process said that it was ready and did not wait for the "go"')
-        if timed["code"] == freezer.RUNS_ON:
+        if timed["code"] == process.RUNS_ON:
             raise Died("RUNTIME_ERROR", "its processes could not be stopped when its call was over")
         before, after, note = timed.pop("before"), timed.pop("after"), timed.pop("said")
-        if timed["code"] == freezer.LATE:
+        if timed["code"] == process.LATE:
             self.child.kill()
             raise Died("TIMEOUT", f"no answer within {limit_s:g} s; it and all it had started were killed")
         return gate.Reading(**timed), before, after, note

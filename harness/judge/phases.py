@@ -19,7 +19,7 @@ from harness.judge.step import Progress, Step
 from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.player import player
 from harness.problem.folders import Case, ProblemError
-from harness.runner import gate, native
+from harness.runner import gate
 
 # Calls of a process on a case whose runner was told too late to stop, which are repeated. More are no measurement: else
 # a submission could spoil the calls that it would rather not have.
@@ -156,7 +156,7 @@ class Benchmark:
     def __post_init__(self) -> None:
         count = self.counts.processes
         self.judge = RunnerHandle(JUDGE, None, self.session.device)
-        self.reads = {f"read {i}": i for i in range(native.read_configs())}
+        self.reads = {f"read {i}": i for i in range(gate.read_configs())}
         self.timings = {e.name: [Timing(case, [[] for _ in range(count)]) for case in self.cases] for e in self.handles}
         self.readings = [CaseReadings(case, case.bytes) for case in self.cases]
         self.group: Group

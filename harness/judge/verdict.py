@@ -16,7 +16,7 @@ from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, hashes, ranking, record, schema, stats, text
 from harness.results.status import EXIT_CODES, STATUSES
-from harness.sandbox import freezer, policy
+from harness.sandbox import policy, process
 
 SELF_TIMED = "events in the submission's process"  # the clock of what cannot be recorded
 REGRESSION_EXIT = 8  # of --fail-on-regression, where no verdict has another code
@@ -293,7 +293,7 @@ class Recorder:
 
     def clock(self, self_timed: bool = False) -> dict:
         """Return how times are taken. self_timed: in the submission's process."""
-        return {"name": SELF_TIMED if self_timed else player.CLOCK if self.device == "cuda" else freezer.CLOCK}
+        return {"name": SELF_TIMED if self_timed else player.CLOCK if self.device == "cuda" else process.CLOCK}
 
     def warnings_of(self, time: CaseTime) -> list[str]:
         """Return the limits of the times of a case, in words."""

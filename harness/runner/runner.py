@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from harness.runner import claims, failure, gate, native, objects, recorder, tree, wire
+from harness.runner import claims, failure, gate, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page
 from problems.common import build, cubins, load
 
@@ -57,7 +57,7 @@ class Runner:
         if start["records"]:
             recorder.prepare(start["records"])
             recorder.use_scratch(**start["scratch"], fd=fds.pop(0))
-        native.read_configs()  # loads the judge's code before the submission can replace it
+        gate.read_configs()  # loads the judge's code before the submission can replace it
         # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
         # submission's yet.
         gc.freeze()
@@ -287,7 +287,7 @@ class Runner:
                 self.room = None  # before the next one is made
                 self.room = torch.zeros(-(-nbytes // 16) * 16, dtype=torch.uint8)
             part = self.room
-        return lambda: native.read(part, nbytes, config)
+        return lambda: gate.read(part, nbytes, config)
 
     def _sync(self) -> None:
         if self.device == "cuda":

@@ -16,12 +16,11 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from harness.results import text
-from harness.runner import wire
+from harness.runner import gate, wire
 from harness.sandbox import confine, reaper
-from harness.sandbox.freezer import Freezer, StopError
 from harness.sandbox.policy import Jail, SandboxError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +29,8 @@ OUTPUT_KEPT = 4000  # bytes of its first and of its last output that are kept fo
 PRINTED = "; it printed: "  # in a reason, ahead of the end of what it printed
 WATCH_S = 0.25  # between looks at what a child takes while a call is timed: each takes a processor for a moment
 TREE_S = 0.5  # how often a child's own processes are looked up, which takes longer than to read their memory
+WELL, LATE, GONE, RUNS_ON = range(4)  # what harness/runner/gate.cpp answers
+CLOCK = "the judge's clock; runners stopped by signals"
 REAPER_LIMIT_S = 30  # until the reaper has started the child; and beyond its own limit until it has ended
 SEND_LIMIT_S = 30  # for a child to take a message off its socket; reading has limits of its own
 CLOSE_S = 0.1  # for a child to end by itself; what a torch process does beyond that is of no use to anybody
@@ -44,6 +45,32 @@ class Died(RuntimeError):
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+class StopError(RuntimeError):
+    """The processes of a runner could not be stopped, or are gone."""
+
+
+class Freezer(NamedTuple):
+    """Stops every process below the reaper of the runner `pid`, and continues them (harness/runner/gate.cpp). It does
+    so by signals: the filter of system calls refuses SIGCONT and all that brings it.
+    """
+
+    reaper: int
+    pid: int
+
+    def stop(self) -> None:
+        """Return when nothing of the runner can run. StopError: it still runs, or its process is gone."""
+        if code := gate.bindings().stop(*self):
+            why = "its process is gone" if code == GONE else f"processes still ran after {gate.STOP_LIMIT_S:g} s"
+            raise StopError(f"the runner could not be stopped: {why}")
+
+    def resume(self) -> None:
+        gate.bindings().resume(*self)
+
+    def processes(self) -> list[int]:
+        """Return the pids of what the runner started and did not end: an exact list if it is stopped."""
+        return [pid for pid in reaper.descendants(self.reaper) if pid != self.pid]
 
 
 def harden() -> None:

@@ -22,7 +22,7 @@ from harness import run  # noqa: E402
 from harness.judge import phases  # noqa: E402
 from harness.results import record  # noqa: E402
 from harness.results.run_file import RunFile  # noqa: E402
-from harness.runner import native  # noqa: E402
+from harness.runner import gate  # noqa: E402
 from harness.sandbox import process  # noqa: E402
 
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     for key, counts in phases.COUNTS.items():
         if not counts.paired:
             phases.COUNTS[key] = dataclasses.replace(counts, processes=int(sys.argv[2]), samples=2)
-    native.last_level_cache = lambda: 2**23
+    gate.last_level_cache = lambda: 2**23
     process.harden()
     with warm.installed():
         sys.exit(run.main(sys.argv[3:]))

@@ -16,7 +16,7 @@ from harness.problem import sources
 from harness.problem.folders import UsageError
 from harness.results import environment, ranking, record
 from harness.results.run_file import RunFile
-from harness.sandbox import freezer
+from harness.sandbox import process
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, FakeSession, Stop, files, first, judge, records, unfinished
 from tests.support.records import run_line
@@ -39,7 +39,7 @@ def test_a_whole_run_is_one_file(world, folder, monkeypatch, capsys):
     assert file.ended and file.records == records() and len(records()) == 2 * (3 + 2)
     assert [line["kind"] for line in file.work] == ["outcome"] * 6 + ["group"] * 6
     assert {r["attempt"] for r in records() if r["kind"] == "benchmark"} == {1}
-    assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {freezer.CLOCK}
+    assert {r["clock"]["name"] for r in records() if r["kind"] == "benchmark"} == {process.CLOCK}
     assert {"mode", "variant", "shard"} <= set(file.run["arguments"]) and len(file.run["tests"]) == 3
     assert [one["variant"] for one in file.run["submissions"]] == ["good", "other"]
     assert {r["reason"] for r in records()} == {"can be stored"}
@@ -64,7 +64,7 @@ def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsy
         assert len(records()) == 10 and len({r["run_id"] for r in records()}) == 1
         assert all(len(r["samples_us"]) == 3 and r["n"] == 9 for r in timed)
         assert all("interrupted and resumed 1 time" in r["clock"]["warnings"] for r in timed)
-        assert all(r["clock"]["name"] == freezer.CLOCK and r["attempt"] == 1 for r in timed)
+        assert all(r["clock"]["name"] == process.CLOCK and r["attempt"] == 1 for r in timed)
     assert unfinished() == []
 
 

@@ -18,7 +18,7 @@ from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.problem import folders
-from harness.runner import native
+from harness.runner import gate
 from harness.sandbox.process import Died
 from tests.support import SUPPORT, warm
 
@@ -57,8 +57,6 @@ RIGHT = {
     replies.Done: {},
     replies.Ready: {"ready": True},
     replies.Failed: {"failed": "call", "type": "ValueError", "memory": False, "text": "Traceback"},
-    replies.Found: {"line": 3, "what": "calls exec()", "warns": False},
-    replies.Scanned: {"findings": [{"line": 3, "what": "calls exec()", "warns": False}]},
     replies.Prepared: {"prepared": True},
     replies.Claim: CLAIM,
     replies.Called: {"claims": [CLAIM, {"type": "NoneType"}]},
@@ -309,7 +307,7 @@ def on_tests(folder: Path, problem: Path, sources: dict[str, str]) -> dict[str, 
 
 
 def test_real_runners_that_break_their_word_touch_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "flush_bytes", lambda: 2**20)
+    monkeypatch.setattr(gate, "flush_bytes", lambda: 2**20)
     later = f"{HEAD}time.sleep(2)\n\n\ndef custom_kernel(data):\n{ADD}    return data.z\n"
     sources = {"later": later} | {name: source for name, (source, _) in BROKEN.items()}
     got = on_tests(tmp_path, SUPPORT / "problems" / "vector_add", sources)
@@ -321,7 +319,7 @@ def test_real_runners_that_break_their_word_touch_no_other(tmp_path, monkeypatch
 
 
 def test_false_shape_of_a_real_runner_is_incorrect(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "flush_bytes", lambda: 2**20)
+    monkeypatch.setattr(gate, "flush_bytes", lambda: 2**20)
     form = '{"type": "Tensor", "dtype": "float32", "shape": [2**48] * 4, "stride": [0] * 4, "device": "cpu"}'
     body = "import sys, torch\n\n\ndef custom_kernel(data):\n    a, b, scale = data\n"
     lie = f"    sys.modules['harness.runner.claims'].form = lambda *_: {form}\n"

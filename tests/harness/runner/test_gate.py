@@ -1,4 +1,4 @@
-"""The judge's clock on a CPU (harness/runner/gate.cpp, freezer.py): what it stops, what it reads, what it notices."""
+"""The clock on a CPU (harness/runner/gate.cpp) and its Freezer: what is stopped, what is read, what is noticed."""
 
 import contextlib
 import mmap
@@ -14,7 +14,7 @@ import torch
 from harness.runner import gate
 from harness.runner.buffers import Page
 from harness.sandbox import process
-from harness.sandbox.freezer import GONE, LATE, WELL, Freezer, StopError
+from harness.sandbox.process import GONE, LATE, WELL, Freezer, StopError
 from problems.common import build
 from tests.support import SUPPORT
 

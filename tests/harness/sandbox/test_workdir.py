@@ -155,14 +155,14 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
         import os
         from pathlib import Path
         import torch
-        from harness.runner import native
+        from harness.runner import gate
         from problems.common import build
         def compile_for(target):
             made = build.cpp(Path(__file__).with_suffix(".cpp"))
             assert made.function("seven")() == 7
             assert torch.equal(torch.ones(600, 600) @ torch.ones(600, 600), torch.full((600, 600), 600.0))
             assert str(made.path).startswith(os.environ["KERNEL_BUILD_DIR"])
-            native.read_configs()
+            gate.read_configs()
             return [made]
     """)
     )

@@ -296,7 +296,7 @@ def _checks(case: Case, chosen: ops.Chosen, attribute: bool, count: Count) -> bo
     tables = {"the reference kernels": ops.REFERENCE, "the composition": chosen.ops}
     alone, free = [], []
     for name, table in tables.items():
-        alone.append(_follow(case, Follower(table, recorder.decisions, recorder.copies), forced))
+        alone.append(_follow(case, Follower(table, recorder.decisions, recorder.residuals), forced))
         count.done(f"each layer on the oracle's copies, with {name}")
     composed = Follower(chosen.ops, recorder.decisions)
     for name, follower in zip(tables, (Follower(ops.REFERENCE, recorder.decisions), composed), strict=True):

@@ -23,8 +23,10 @@ from problems.dsv4_forward.weights.tree import BlockWeights, ModelWeights, Site
 class Probe(Protocol):
     """Receives the place of the pass: how a check knows for which layer an op is called."""
 
-    def enter(self, layer: str, copies: torch.Tensor) -> None:
-        """Called before a block ("layers.3", "mtp.0") and before "head"; copies (N, n, d)."""
+    def enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
+        """Called before a block ("layers.3", "mtp.0") and before "head", with what that is about to get: the hc copies
+        (N, n, d), or what is still to be written to them.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,7 @@ class Model:
         residual: torch.Tensor | Pending = embedded
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
             residual = self.block(f"layers.{number}", residual, w, layer, tables[layer.ratio], ctx)
-        if self.probe:
-            residual = _copies(residual, ctx)
-            self._enter("head", residual)
+        self._enter("head", residual)
         if every or len(batch.tokens) == len(batch.sequences):
             return Output(*self.logits(residual, self._head, self.weights.norm, ctx))
         last = residual.rows(batch.last) if isinstance(residual, Pending) else residual[batch.last]
@@ -132,11 +132,9 @@ class Model:
         self, name: str, residual: torch.Tensor | Pending, w: BlockWeights, layer: LayerState, table: Rope, ctx: Context
     ) -> Pending:
         """Run the layer `name`. residual: copies (N, n, d), or what is still to be written to them, as what comes back
-        is. A probe sees copies, so that where there is one they are written before the layer and not within it.
+        is.
         """
-        if self.probe:
-            residual = _copies(residual, ctx)
-            self._enter(name, residual)
+        self._enter(name, residual)
         return layers.block(residual, w, layer, table, ctx)
 
     def logits(
@@ -145,9 +143,9 @@ class Model:
         """Run the head on copies (M, n, d), or what is still to be written to them. -> fp32 (M, vocab), the copies."""
         return layers.head(residual, site, norm, self.weights.head, ctx)
 
-    def _enter(self, layer: str, copies: torch.Tensor) -> None:
+    def _enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
         if self.probe:
-            self.probe.enter(layer, copies)
+            self.probe.enter(layer, residual)
 
 
 def _copies(residual: torch.Tensor | Pending, ctx: Context) -> torch.Tensor:

@@ -22,8 +22,9 @@ from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters.common import Joined, joined
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.edges import edges, together
+from problems.dsv4_forward.layers import Pending
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.torch_ops import router
+from problems.dsv4_forward.torch_ops import mhc, norm, router
 from problems.dsv4_forward.weights.linear import Linear
 
 
@@ -34,7 +35,7 @@ class OpCheck:
     activations, outputs: names of its arguments; working: outputs of the model's dtype.
     budget: admitted relative error of a row (its last axis). A row is measured against its norm, but not below a
     thousandth of the call's typical row. quantised: the same, and that of all rows as one, where the kernel quantises
-    to NVFP4 what it has summed itself.
+    to NVFP4 what it has summed itself. exact: fp32 outputs that nothing has rounded; their budget is EXACT.
     """
 
     activations: tuple[str, ...]
@@ -42,6 +43,7 @@ class OpCheck:
     working: tuple[str, ...]
     budget: float
     quantised: tuple[float, float] | None = None
+    exact: tuple[str, ...] = ()
 
     def budgets(self, given: dict) -> tuple[float, float | None]:
         """Of a row of a call with these arguments, and of all as one where that has a separate budget."""
@@ -59,6 +61,7 @@ class OpCheck:
 # bf16 rounds by at most 2^-9 of a value, so a kernel that computes in fp32 and rounds once is off by at most that.
 ONE = 2.0**-8  # one rounding at the end and one of a product's terms that were rounded before
 SUM = 1e-5  # fp32 sums in another order
+EXACT = 1e-5  # those, and 40 normalisations of three roundings each
 # An op that another problem's variants fill is judged as that problem judges.
 _fmha, _moe = (load.module(load.PROBLEMS / name, "task") for name in ("fmha_decode", "moe_gemm"))
 ATTENTION = _fmha.ROW_RTOL  # bf16 probabilities and one rounding of the output
@@ -77,10 +80,16 @@ CHECKS = {
     "embed": OpCheck((), ("copies", "cos", "sin"), ("copies",), SUM),
     "start": OpCheck((), ("numbers", "lists", "copies", "cos", "sin"), ("copies",), SUM),
     "rms_norm": OpCheck(("x",), ("out",), ("out",), ONE),
-    "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE),
+    "mhc_pre": OpCheck(("copies",), ("out", "post", "comb"), ("out",), ONE, exact=("post", "comb")),
     "mhc_post": OpCheck(("y", "copies"), ("out",), ("out",), ONE),
     "mhc_post_sum": OpCheck(("copies",), ("out",), ("out",), 2 * ONE),  # rounds the sum as well
-    "mhc_site": OpCheck(("y", "copies"), ("new_copies", "out", "new_post", "new_comb"), ("new_copies", "out"), 2 * ONE),
+    "mhc_site": OpCheck(
+        ("y", "copies"),
+        ("new_copies", "out", "new_post", "new_comb"),
+        ("new_copies", "out"),
+        2 * ONE,
+        exact=("new_post", "new_comb"),
+    ),
     "matmul": OpCheck(("x",), ("out",), (), SUM),
     "matmuls": OpCheck(("x",), ("outs",), (), SUM),
     "linear": OpCheck(("x",), ("out",), ("out",), ONE),
@@ -177,13 +186,15 @@ class Recorder:
     edges: bool = False
     layer: str = ""
     copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    residuals: list[torch.Tensor | Pending] = field(default_factory=list)  # those that the copies were written of
     decisions: list[Decision] = field(default_factory=list)
     worst: dict[tuple[str, str], Worst] = field(default_factory=dict)  # by layer, and by op or op + WHOLE
     _seen: set[tuple[str, str, torch.Size]] = field(default_factory=set)  # calls that were compared with other inputs
 
-    def enter(self, layer: str, copies: torch.Tensor) -> None:
+    def enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
         self.layer = layer
-        self.copies.append((layer, copies.float().clone()))
+        self.copies.append((layer, _written_to(residual)))
+        self.residuals.append(_kept(residual))
 
     def ops(self) -> Ops:
         table = Ops(**{name: self._wrapped(name, vars(ops.REFERENCE)[name]) for name in CHECKS})
@@ -236,6 +247,8 @@ class Recorder:
         want = _rerun(vars(ops.REFERENCE)[name], check, given, self.dtype, torch.float32)
         with _blamed(layer, name):
             got = _rerun(vars(self.composed)[name], check, given, self.dtype, self.dtype)
+        if name == "mhc_site":
+            want |= _behind(got["new_copies"], given)
         if name == "index_scores":  # keys that no token wrote may be NaN, and what a kernel makes of these is not read
             got["out"] = got["out"].where(~want["out"].isnan(), want["out"])
         if ids := DECIDING.get(name):
@@ -285,6 +298,10 @@ class Recorder:
         worst = self.worst.setdefault((layer, name), Worst(layer, name, budget))
         for output, value in want.items():
             where = f"{output} (with {said})" if said else output
+            if name in CHECKS and output in CHECKS[name].exact:
+                key = layer, f"{name}, {output}"
+                self.worst.setdefault(key, Worst(*key, EXACT)).take(*_apart(got[output], value), where)
+                continue
             worst.take(*_apart(got[output], value), where)
             if budget_of_all is not None:
                 key = layer, name + WHOLE
@@ -296,23 +313,23 @@ class Recorder:
 class Follower:
     """Wraps composed ops so that their decisions are those that a Recorder saw; records this pass's hc copies.
 
-    again: the Recorder's copies. With them each layer starts from these, so that the copies after it show what this one
-    layer makes of them. Without them errors go on from layer to layer.
+    again: the Recorder's residuals. With them each layer starts from these, so that the copies after it show what this
+    one layer makes of them. Without them errors go on from layer to layer.
     """
 
     composed: Ops
     decisions: list[Decision]
-    again: list[tuple[str, torch.Tensor]] | None = None
+    again: list[torch.Tensor | Pending] | None = None
     layer: str = ""
     copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     other: list[tuple[str, str, float]] = field(default_factory=list)  # layer, op, margin of another choice
     done: int = 0
 
-    def enter(self, layer: str, copies: torch.Tensor) -> None:
+    def enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
         self.layer = layer
-        self.copies.append((layer, copies.float().clone()))
+        self.copies.append((layer, _written_to(residual)))
         if self.again is not None:
-            copies.copy_(self.again[len(self.copies) - 1][1])
+            _start_again(residual, self.again[len(self.copies) - 1])
 
     def ops(self) -> Ops:
         return dataclasses.replace(self.composed, route=self._route, choose=self._choose)
@@ -348,6 +365,37 @@ class Follower:
         margin = margins(decision.ids, ids, decision.scores)
         if margin:
             self.other.append((self.layer, op, margin))
+
+
+def _written_to(residual: torch.Tensor | Pending) -> torch.Tensor:
+    """The hc copies with what is pending written to them, by the reference, in fp32 (N, n, d). Nothing is changed."""
+    if not isinstance(residual, Pending):
+        return residual.float().clone()
+    y = residual.y.float() if residual.second is None else residual.y.float() + residual.second.float()
+    out = torch.empty_like(residual.copies)
+    mhc.post(y.to(residual.copies.dtype), residual.copies, residual.post, residual.comb, out)
+    return out.float()
+
+
+def _kept(residual: torch.Tensor | Pending) -> torch.Tensor | Pending:
+    """A copy of it."""
+    if not isinstance(residual, Pending):
+        return residual.clone()
+    return Pending(*(None if part is None else part.clone() for part in vars(residual).values()))
+
+
+def _start_again(mine: torch.Tensor | Pending, theirs: torch.Tensor | Pending) -> None:
+    """Give `mine` the values of `theirs`, which another table of ops may have left as one addend or as two."""
+    if not isinstance(mine, Pending):
+        mine.copy_(theirs)
+        return
+    for name in ("copies", "post", "comb"):
+        getattr(mine, name).copy_(getattr(theirs, name))
+    if mine.second is not None:
+        mine.second.copy_(torch.zeros_like(theirs.y) if theirs.second is None else theirs.second)
+        mine.y.copy_(theirs.y)
+    else:
+        mine.y.copy_(theirs.y if theirs.second is None else theirs.y + theirs.second)
 
 
 @contextlib.contextmanager
@@ -403,6 +451,16 @@ def margins(want: torch.Tensor, got: torch.Tensor, scores: torch.Tensor) -> floa
     return max(worst, 1e-30)
 
 
+def _behind(copies: torch.Tensor, given: dict) -> dict:
+    """What mhc_site, called with these arguments, makes of the copies that it wrote, so that a value on the other side
+    of a rounding does not count twice.
+    """
+    u, post, comb = (torch.empty_like(given[name], dtype=torch.float32) for name in ("out", "new_post", "new_comb"))
+    mhc.pre(copies, given["fn"], given["base"], given["scale"], given["cfg"], u, post, comb)
+    norm.rms_norm(u, given["weight"], given["cfg"].rms_norm_eps, u)
+    return {"out": u, "new_post": post, "new_comb": comb}
+
+
 def _decided_by(name: str, given: dict) -> torch.Tensor:
     """What decides, larger wins: fp32 (..., candidates). A hash layer has no choice, nothing is near."""
     if name != "route":
@@ -453,7 +511,9 @@ def _copies(check: OpCheck, given: dict, dtype: torch.dtype, out_dtype: torch.dt
     """The arguments of a call with activations rounded to `dtype`, and fresh outputs."""
     mine = dict(given)
     for name in check.activations:
-        mine[name] = given[name].to(dtype, copy=True)
+        # Of two addends both come as fp32 sums.
+        wide = name == "y" and given.get("second") is not None
+        mine[name] = given[name].to(given[name].dtype if wide else dtype, copy=True)
     for name in check.outputs:
         if name == "pages":
             mine[name] = _unwritten(given[name])

@@ -31,16 +31,16 @@ CHOICE = ("variant", "submission", "all", "case")
 VERBS = {
     "run": ("check, time and rank kernels; the same as harness/run.py", ALL),
     "list": ("list the problems, or the variants of one", ("problem",)),
-    "new": ("write a new problem, or a new variant of one, that works as it is", ("problem",)),
+    "new": ("write a problem, or a variant of one, that works as it is", ("problem",)),
     "lint": ("test the check of a problem: wrong kernels must be rejected", RESULTS),
     "sanitize": ("run the small test cases under compute-sanitizer, on a GPU", (*RESULTS, *CHOICE)),
-    "check": ("the end-to-end check of a whole model; further options go to its check.py", RESULTS),
+    "check": ("check a whole model end to end; further options go to check.py", RESULTS),
     "remote": ("do on another machine what the words behind HOST do here", ()),
     "cluster": (
-        "judge on a Ray cluster: a job for each problem (names with commas between) and variant",
+        "judge on a Ray cluster: a job for each problem and variant",
         tuple(name for name in ALL if name not in ("resume", "shard", "events")),
     ),
-    "completion": ('print a script that completes words: eval "$(dsv4-judge completion bash)"', ()),
+    "completion": ('complete words in a shell: eval "$(dsv4-judge completion bash)"', ()),
 }
 THERE = ("run", "lint", "sanitize", "check")  # verbs behind `remote HOST`
 
@@ -58,7 +58,11 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
                 "words", metavar="...", nargs=argparse.REMAINDER, help=f"[{'|'.join(THERE)}] PROBLEM ..., or --stop"
             )
         elif verb == "cluster":
-            p.add_argument("address", metavar="ADDRESS", help="auto is this node's cluster, local starts one")
+            p.add_argument(
+                "address",
+                metavar="ADDRESS",
+                help="auto is this node's, local starts one; PROBLEM may be several, with commas",
+            )
         elif verb == "completion":
             p.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
         options.add(p, names)
@@ -73,6 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["run"]:
         return run.main(words[1:])
     whole, below = parsers()
+    if not words:
+        listed = "\n".join(f"  {verb:11} {about}" for verb, (about, _) in VERBS.items())
+        output.complain(f"usage: {NAME} VERB ...   (VERB --help says more of each)\n{listed}")
+        return output.USAGE_EXIT
     found, further = whole.parse_known_args(words)
     verb, args, prog = found.verb, options.of(found), below[found.verb].prog
     if verb == "remote" and found.words != STOP:
@@ -123,7 +131,7 @@ def _begin(found: argparse.Namespace, args: Options, further: list[str], stdout:
     options.see(args)
     from harness import verbs
 
-    return verbs.VERBS[found.verb](args, stdout, events, further)
+    return getattr(verbs, found.verb.title())(args, stdout, events, further)
 
 
 def command() -> int:

@@ -162,8 +162,11 @@ class Run:
             self._begin(judged, *(self.selection.cases() if runnable else ([], [])))
         if runnable:
             self._judge(runnable)
-        self._compile([j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets])
         self._see_unchanged(judged)
+        others = [j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets]
+        if args.all:  # the ranks come before what takes minutes and has none
+            self._print([j for j in judged if not any(j is other for other in others)])
+        self._compile(others)
         percent = args.fail_on_regression
         slower = [] if percent is None else [where for j in judged for where in verdict.regressions(j, percent)]
         code = verdict.exit_code([j.word for j in judged], args.all) or (verdict.REGRESSION_EXIT if slower else 0)
@@ -171,7 +174,9 @@ class Run:
         try:
             self._write_json()
         finally:
-            self._print(judged)
+            if not args.all:
+                self._print(judged)
+            self._print_rest(judged)
         with console.quiet(False):
             for where in slower:
                 console.say(f"regression of more than {percent:g} %: {where}")
@@ -247,12 +252,16 @@ class Run:
 
     def _compile(self, judged: list[Result]) -> None:
         """Compile submissions for other targets, without their device, if their compiler is installed."""
-        if self.args.mode != "leaderboard" or not judged:
-            return
-        from harness.tools import modes
+        if self.args.mode == "leaderboard" and judged:
+            from harness.tools import modes
 
-        with console.progress(self.events.step) as progress:
-            modes.compile_only(self.problem, self.device, judged, progress)
+            with console.progress(self.events.step) as progress:
+                modes.compile_only(self.problem, self.device, judged, progress)
+        if self.args.all and judged:
+            compiled = sum(j.status == "COMPILED" for j in judged)
+            with console.quiet(False):
+                console.say(f"{text.counted(len(judged), 'variant')} for other targets, {compiled} of them compiled")
+                console.verdicts([j for j in judged if j.status == "COMPILE_ERROR"], {}, self.args.quiet)
 
     def _see_unchanged(self, judged: list[Result]) -> None:
         """Fail submissions whose files changed during the run: each process took a copy when it started."""
@@ -300,12 +309,16 @@ class Run:
             alone = [j for j in judged if j.metric and not args.against and not places]
             for j in alone:
                 console.say(advice.place(j, self._leader))
+
+    def _print_rest(self, judged: list[Result]) -> None:
+        """Print what a run ends with: where it was saved, and what to do next."""
+        with console.quiet(False):
             if self.lines:
                 console.say(f"saved as run {self.recorder.run_id}")
-            elif args.mode == "leaderboard":
+            elif self.args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
         if judged:
-            console.say("next: {}   # {}".format(*advice.following(args, self.problem, judged, self._leader)))
+            console.say("next: {}   # {}".format(*advice.following(self.args, self.problem, judged, self._leader)))
 
     @functools.cached_property
     def _leader(self) -> Leader | None:

@@ -80,10 +80,11 @@ def judging(args: Options, stdout: TextIO, events: Events) -> Run:
     options.see(args)
     from harness import invocation
 
-    if args.device == "model" or args.mode in ("profile", "latency"):
+    mode = "model" if args.device == "model" else args.mode
+    if mode in ("model", "profile", "latency"):
         from harness import verbs
 
-        return verbs.MODES["model" if args.device == "model" else args.mode](args, stdout, events)
+        return getattr(verbs, mode.title())(args, stdout, events)
     return invocation.Run(args, stdout, events)
 
 

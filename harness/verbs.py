@@ -1,5 +1,5 @@
 """What is done with a problem besides judging: the verbs lint, sanitize and check of `python -m harness`, and the modes
-profile and latency and the device model of harness/run.py. Each is a run that works otherwise.
+profile and latency and the device model of harness/run.py. Each is a run that works otherwise, a class of its name.
 """
 
 from typing import TextIO
@@ -144,7 +144,3 @@ class Latency(Run):
         if fault:
             raise ProblemError(fault)
         return verdict.exit_code([line["status"] for line in self.lines], everything=True)
-
-
-VERBS = {"lint": Lint, "sanitize": Sanitize, "check": Check}
-MODES = {"model": Model, "profile": Profile, "latency": Latency}

@@ -37,6 +37,14 @@ _COUNT = re.compile(
 _FIGURES = re.compile(r"0x[0-9a-f]+|(?<![\w.:])\d[\d.e+-]*")  # in which equal failures differ; not "my.py:12"
 _TIMES = "Times in us: median and 95 % interval. Roofline: the time of reading the same bytes"
 _TIMES += " (or of the same arithmetic) on this machine."
+OVER = (
+    "over 100 %: the roofline is a plain read of the same bytes that was measured in this run, and no bound: another "
+    "order of reads, or what stays in a cache, can beat it"
+)
+OVER_ALL = (
+    "over 100 %: the problem does not say how many bytes a call must move, so the roofline is a plain read of all "
+    "inputs and outputs, measured in this run: a call that needs fewer can beat it"
+)
 _COLUMNS = ("", "time", "95 % interval", "GB/s", "roofline", "% of roofline", "rank", "error / allowed", " ")
 _ONLY_WIDE = ("error / allowed", "GB/s", "roofline")  # the first is the first to go
 
@@ -140,7 +148,9 @@ class Failures:
         known, counts = key in self._more, first.endswith("elements differ")
         self._more[key] = self._more.get(key, -1) + (not known or not counts)
         if not known or counts:
-            say(f"{name}  {text.line(case)}  {outcome.status}: {first}")
+            # A compiler's report, which says all, is of no case.
+            report = outcome.status == "COMPILE_ERROR" and rest
+            say(f"{name}  {outcome.status}:" if report else f"{name}  {text.line(case)}  {outcome.status}: {first}")
         if not known and rest:
             say(textwrap.indent("\n".join(rest), "    "))
 
@@ -148,7 +158,8 @@ class Failures:
         """Print how often each failure came again."""
         for (name, status, said), more in self._more.items():
             if more:
-                say(f"{name}  and {text.counted(more, 'more case')}: {status}: {text.line(said, REASON)}")
+                again = "" if status == "COMPILE_ERROR" else f": {text.line(said, REASON)}"
+                say(f"{name}  and {text.counted(more, 'more case')}: {status}{again}")
         self._more.clear()
 
 
@@ -211,7 +222,7 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
     cases = [f"Case: {labels[0]}"] if len(labels) == 1 else [f"All cases: {shared}"] if shared else []
     said = [_TIMES, *cases, *(f"[{number}] {note}" for number, note in enumerate(notes, 1))]
     above, below = said[: 1 + len(cases)], said[1 + len(cases) :]
-    costs = dict.fromkeys(f"{us:.2f}" for us in sorted(t.readings.empty_us for t in judged[0].times))
+    costs = dict.fromkeys(map(text.us, sorted(t.readings.empty_us for t in judged[0].times)))
     off = ", already taken off" if judged[0].times[0].readings.resolution_us else ""
     below.append(f"The clock itself costs {' to '.join([*costs][:: len(costs) - 1 or 1])} us{off}.")
     say("\n".join(textwrap.fill(line, width()) for line in above))
@@ -230,16 +241,19 @@ def _figures(
     """
     if us is None:
         return {"time": next((t.failure.status for t in cases if t.failure), "not timed")}
+    share = roofline_share(cases)
     said = dict.fromkeys(one for t in cases for one in warnings(t))
+    if share and share > 1:
+        said[OVER if all(t.readings.stated for t in cases) else OVER_ALL] = None
     notes += [one for one in said if one not in notes]
-    figures = {"time": f"{us[0]:.2f}", "95 % interval": f"{us[1]:.2f}..{us[2]:.2f}"}
+    figures = {"time": text.us(us[0]), "95 % interval": f"{text.us(us[1])}..{text.us(us[2])}"}
     figures[" "] = "".join(f"[{notes.index(one) + 1}]" for one in said)
-    if share := roofline_share(cases):
+    if share:
         figures["% of roofline"] = f"{share:.0%}"
     if len(cases) == 1:
         readings, error = cases[0].readings, cases[0].timing.worst_error
         figures["GB/s"] = f"{readings.bytes / us[0] / 1e3:.0f}"
-        figures["roofline"] = f"{readings.roofline_us:.2f} {readings.roofline_kind}" if share else ""
+        figures["roofline"] = f"{text.us(readings.roofline_us)} {readings.roofline_kind}" if share else ""
         figures["error / allowed"] = f"{error['max']:.1e} / {error['tol']:.1e}" if error else ""
     return figures
 
@@ -274,11 +288,13 @@ def verdicts(judged: list[Result], placed: dict[str, str], brief: bool) -> None:
 
 def _verdict(j: Result, place: str, brief: bool) -> str:
     if j.verdict != "PASSED":
-        return why(j) if brief else why(j).partition(PRINTED)[0]
+        said = why(j) if brief else why(j).partition(PRINTED)[0]
+        at = re.match(r".*?\.\w+:\d+(?=: )", said) if j.verdict == "COMPILE_ERROR" and not brief else None
+        return f"{at[0]}, see above" if at else said  # where the compiler's report was printed
     right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
     if j.metric:
         value, lo, hi = j.metric
-        parts = [f"{ranking.name(j.ranking_by)} {value:.2f} us ({lo:.2f}..{hi:.2f})"]
+        parts = [f"{ranking.name(j.ranking_by)} {text.us(value)} us ({text.us(lo)}..{text.us(hi)})"]
         if share := roofline_share(j.times):
             parts.append(f"{share:.0%} of roofline")
     else:

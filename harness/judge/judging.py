@@ -159,9 +159,9 @@ class Judging:
                     raise UsageError(f"--resume: {leader['variant']} changed since run {self.recorder.run_id} began")
                 timed.append(opponent)
             paired, us = len(timed) == 2, challenger.metric[0] if challenger.metric else math.nan
-            present = f"{leader['variant']} {leader['value']:.2f} us in run {leader['run_id']}"
+            present = f"{leader['variant']} {text.us(leader['value'])} us in run {leader['run_id']}"
             how = f"in fresh processes, {'paired with it' if paired else 'alone'}"
-            console.say(f"{name} would lead: {us:.2f} us, {present}. Confirming {how}")
+            console.say(f"{name} would lead: {text.us(us)} us, {present}. Confirming {how}")
             asked = [(j, j.against, j.against_all) for j in timed if j.against_all] if self.args.against else []
             for j in timed:
                 if j.times:

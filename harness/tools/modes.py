@@ -60,7 +60,8 @@ def _compile(session: Session, j: Result) -> None:
         session.stop(handle)
         if isinstance(reply, Outcome):
             j.status, j.reason = "COMPILE_ERROR", reply.reason
-            console.say(f"{j.submission.name}: COMPILE_ERROR for {target}\n{reply.reason}")
+            first, *report = console.readable(reply.reason)
+            console.say("\n".join([f"{j.submission.name}: COMPILE_ERROR for {target}", *(report or [first])]))
             return
         # One row per kernel; only the size, if the compiler reports no resources.
         for a in reply.artefacts:

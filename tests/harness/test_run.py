@@ -202,7 +202,8 @@ def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, res
     )
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "broken.py"), "--device", "cpu"]) == 4
     out = capsys.readouterr().out
-    assert "broken.cu(1): error" in out and "\nbroken.cu:1: error: " in out
+    assert "broken.cu(1): error: " in out and "broken.cu:1: error: " not in out
+    assert "\nbroken  COMPILE_ERROR  broken.cu:1, see above\n" in out
     assert [line["status"] for line in lines_of(results)] == ["COMPILE_ERROR"]
 
 

@@ -61,9 +61,9 @@ def test_no_number_is_cut_and_every_row_fits(capsys, columns, device, count):
     cases = list(MOE.benchmarks[device])
     lines = shown(capsys, [result("cpu_avx512", cases=cases), result("torch_grouped", 2469.12, cases)])
     said = "\n".join(lines)
-    assert said.count("1234.56..1234.56") == said.count(" 1234.56 ") == (1 if count == 80 else 1 + len(cases))
-    assert said.count("65%") == said.count(" 1234.56 ") and "2 (2.00x)" in said and "\u2026" not in said
-    assert ("800.25 flops" in said) == (count > 80)
+    assert said.count("1,235..1,235") == said.count(" 1,235 ") == (1 if count == 80 else 1 + len(cases))
+    assert said.count("65%") == said.count(" 1,235 ") and "2 (2.00x)" in said and "\u2026" not in said
+    assert ("800.2 flops" in said) == (count > 80)
     figures = [line.partition("  tokens=")[0] for line in lines]
     assert max(map(len, figures)) <= count
 
@@ -98,12 +98,23 @@ def test_warnings_are_footnotes_and_an_unresolved_roofline_has_no_share(capsys, 
     assert any(line.startswith("[2] roofline below the clock's resolution") for line in lines)
 
 
+@pytest.mark.parametrize(("stated", "why"), [(True, "stays in a cache"), (False, "all inputs and outputs")])
+def test_a_share_over_the_roofline_has_a_footnote(capsys, columns, stated, why):
+    columns(160)
+    readings = dataclasses.replace(ROOFLINE, stated=stated)
+    lines = shown(capsys, [result("cpu_avx512", 700.0, CASES[:1], readings=readings)])
+    assert next(line for line in lines if line.startswith("cpu_avx512")).split()[-1] == "[1]" and "114%" in "".join(
+        lines
+    )
+    assert why in next(line for line in lines if line.startswith("[1] over 100 %"))
+
+
 def test_times_of_a_busy_machine_are_busy_and_no_success(capsys):
     for busy, word, code in ((3, "PASSED", 0), (4, "BUSY", 6)):
         judged = result("cpu_avx512", busy=busy)
         console.verdicts([judged], {}, brief=True)
         assert judged.verdict == "PASSED" and verdict.exit_code([judged.word], everything=False) == code
-        assert capsys.readouterr().out.startswith(f"cpu_avx512  {word}  geomean 1234.56 us")
+        assert capsys.readouterr().out.startswith(f"cpu_avx512  {word}  geomean 1,235 us")
 
 
 # --- failures
@@ -119,6 +130,21 @@ def test_each_failure_is_printed_once_and_counted(capsys):
     failures.close()
     out = capsys.readouterr().out
     assert out.count("Traceback") == 2 and out.count("mine.py:3") == 2 and "mine  and 4 more cases" in out
+
+
+def test_a_compilers_report_is_printed_once(capsys):
+    outcome = Outcome("COMPILE_ERROR", "mine.cu:7: error: no such\nnvcc mine.cu\nmine.cu(7): error: no such\n  7 | x")
+    failures, judged = console.Failures(), result("cpu_avx512", cases=CASES[:2], failure=outcome)
+    for case in CASES[:2]:
+        failures.add("mine", case, outcome)
+    failures.close()
+    console.verdicts([judged], {}, brief=False)
+    out = capsys.readouterr().out
+    assert (
+        out.count("no such") == 1 and "mine  and 1 more case: COMPILE_ERROR\n" in out and "mine.cu:7, see above" in out
+    )
+    console.verdicts([judged], {}, brief=True)
+    assert "mine.cu:7: error: no such" in capsys.readouterr().out
 
 
 def test_a_wrong_answer_has_a_line_for_each_case_and_its_elements_once(capsys):

@@ -22,6 +22,11 @@ def test_clean_text_holds_nothing_that_a_terminal_obeys(said):
     assert "\n" not in text.line(said) and "\t" not in text.line(said)
 
 
+def test_microseconds_for_people_have_about_four_digits():
+    said = {1.234: "1.23", 99.99: "99.99", 100: "100.0", 999.94: "999.9", 1000: "1,000", 781712.4: "781,712"}
+    assert {us: text.us(us) for us in said} == said
+
+
 @pytest.mark.parametrize(
     ("said", "left"),
     [

@@ -5,7 +5,7 @@ import functools
 import json
 from typing import TextIO
 
-from harness.judge import advice, console, device_lock, resume, verdict, work
+from harness.judge import console, machine, outcome, resume, verdict
 from harness.judge.events import Events
 from harness.judge.judging import Judging
 from harness.judge.options import Options
@@ -101,7 +101,7 @@ class Run:
     @functools.cached_property
     def files(self) -> list[Contents]:
         """What the files of earlier runs of the problem on this machine hold, oldest first."""
-        return record.contents(self.machine, self.problem.name, check=work.check)
+        return record.contents(self.machine, self.problem.name, check=outcome.check)
 
     @functools.cached_property
     def records(self) -> list[dict]:
@@ -226,15 +226,15 @@ class Run:
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
         if self.device == "cuda":
-            return device_lock.hold(environment.gpu_uuid(), console.note)
-        return device_lock.hold("cpu", console.note) if timed else contextlib.nullcontext()
+            return machine.hold(environment.gpu_uuid(), console.note)
+        return machine.hold("cpu", console.note) if timed else contextlib.nullcontext()
 
     def _judged(self, submission: Submission) -> Result:
         with reading(submission.file.name):
             judged = Result(submission, self.selection.target_of(submission), ranking_by=self.problem.ranking_by)
         if self.recorded:
             runs = ranking.attempts(record.records_of(self.files), submission.name)
-            judged.attempt = len(runs | work.attempts(self.files, submission.name) | {self.recorder.run_id})
+            judged.attempt = len(runs | outcome.attempts(self.files, submission.name) | {self.recorder.run_id})
         return judged
 
     def _judge(self, judged: list[Result]) -> None:
@@ -308,7 +308,7 @@ class Run:
             console.verdicts(everybody, places, args.quiet)
             alone = [j for j in judged if j.metric and not args.against and not places]
             for j in alone:
-                console.say(advice.place(j, self._leader))
+                console.say(console.unranked(j, self._leader))
 
     def _print_rest(self, judged: list[Result]) -> None:
         """Print what a run ends with: where it was saved, and what to do next."""
@@ -318,7 +318,7 @@ class Run:
             elif self.args.mode == "leaderboard":
                 console.say("selected cases only: nothing recorded")
         if judged:
-            console.say("next: {}   # {}".format(*advice.following(self.args, self.problem, judged, self._leader)))
+            console.say("next: {}   # {}".format(*console.following(self.args, self.problem, judged, self._leader)))
 
     @functools.cached_property
     def _leader(self) -> Leader | None:
@@ -335,7 +335,7 @@ class Run:
                 reason = console.undecided(j.against_all)
             times = {"time_us": us, "ci95_us": [lo, hi] if us else None, "against": j.against_all}
             self.events.write("verdict", variant=j.submission.name, status=j.word, reason=reason, **times)
-        command, why = advice.following(self.args, self.problem, judged, self._leader)
+        command, why = console.following(self.args, self.problem, judged, self._leader)
         self.events.write("next", command=command, why=why)
 
     def _write_json(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from harness.judge import device_lock
+from harness.judge import machine
 from harness.results import environment
 from harness.runner import gate
 from harness.tools import modes
@@ -72,7 +72,7 @@ def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if not (request.node.get_closest_marker("gpu") and request.module.__name__.startswith(JUDGED)):
         yield
         return
-    with device_lock.hold(f"tests on {environment.gpu_uuid()}", lambda _: None):
+    with machine.hold(f"tests on {environment.gpu_uuid()}", lambda _: None):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What a run prints: its progress, each distinct failure once, a table of times, the verdicts.
+"""What a run prints: its progress, each distinct failure once, a table of times, the verdicts, what to do next.
 
 Names, cases and reasons come from submissions and foreign problems: harness/results/text.py cleans them. Every function
 raises ClosedError (harness/results/output.py) once the reader is gone.
@@ -7,21 +7,23 @@ raises ClosedError (harness/results/output.py) once the reader is gone.
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from harness.judge import limits
-from harness.judge.events import MISMATCH
+from harness.judge.events import MISMATCH, Progress, Step
+from harness.judge.options import MOST_PROCESSES, Options
 from harness.judge.outcome import Outcome
-from harness.judge.step import Progress, Step
 from harness.judge.verdict import CaseTime, Result, roofline_share
-from harness.problem.folders import Case
+from harness.problem.folders import Case, Problem, Submission
 from harness.results import output, ranking, text
-from harness.sandbox.process import PRINTED
+from harness.results.ranking import Leader
+from harness.sandbox.process import PRINTED, ROOT
 
 EVERY_S, BAR_S = 10.0, 0.5  # between two lines of progress, and on a terminal between two changes of the bar
 BAR = 12  # columns
@@ -29,6 +31,8 @@ PLAIN_WIDTH = 160  # columns where the output is no terminal
 WIDE = 100  # columns from which a table of times has all it can have
 SAID = 200_000  # characters that are printed at once
 REASON = 160  # characters of a reason in a summary
+MODEL = "--device model --mode test"
+NEAR = 1.1  # times the leader's time: what only pairs can tell apart
 
 # What GPU MODE's checkers, and ours, say ahead of the elements.
 _COUNT = re.compile(
@@ -327,8 +331,12 @@ def _ratio(j: Result, pair: dict) -> str:
 
 def undecided(pair: dict) -> str:
     """Return what to do about a comparison that is UNDECIDED."""
-    count = min(4 * pair["processes"], limits.MOST_PROCESSES)
-    return f"too noisy. Try --processes {count} (halves the interval) on a quiet machine"
+    return f"too noisy. Try --processes {_more(pair)} (halves the interval) on a quiet machine"
+
+
+def _more(pair: dict) -> int:
+    """Return how many processes halve the interval."""
+    return min(4 * pair["processes"], MOST_PROCESSES)
 
 
 def why(j: Result) -> str:
@@ -347,3 +355,60 @@ def why(j: Result) -> str:
 
 def _order(j: Result) -> tuple:
     return (j.metric is None, j.submission.baseline, j.metric[0] if j.metric else 0.0, j.submission.name)
+
+
+def modelled(submission: Submission) -> bool:
+    """Whether `--device model` can execute it: a variant for GPUs in CUDA C++ or CuTe DSL."""
+    return submission.ours and "cpu" not in submission.targets and "triton" not in submission.requires
+
+
+def unranked(j: Result, leader: Leader | None) -> str:
+    """Return the line about the rank of a submission that was timed in a run of its own."""
+    said = "rank: none yet, timed in a run of its own; "
+    if leader and j.metric:
+        said += f"{j.metric[0] / leader.value:.2f}x the time of {leader.variant} (from the records); "
+    return f"{said}rank it with --all, a file beside others with a --submission for each"
+
+
+def following(args: Options, problem: Problem, judged: list[Result], leader: Leader | None) -> tuple[str, str]:
+    """Return the command that helps most behind a run with these results, and what for. leader: of the board."""
+    here = "" if Path().samefile(ROOT) else f"{shlex.quote(str(ROOT))}/"  # so that the command can be pasted
+    python = f"{here}.venv/bin/python {here}"
+    failing = [j for j in judged if j.verdict not in ("PASSED", "COMPILED", "MODEL_CHECKED", "UNSUPPORTED")]
+    j = failing[0] if failing else judged[0]
+    is_variant = j.submission.file.parent.name == "variants"
+    name = ["--variant", j.submission.name] if is_variant else ["--submission", str(j.submission.file)]
+    there = args.device not in (None, "model") and j.verdict not in ("UNSUPPORTED", "COMPILED")
+    device = ["--device", str(args.device)] if there else []
+
+    def run(why: str, *words: str, chosen: list[str] = name) -> tuple[str, str]:
+        return f"{python}harness/run.py {shlex.join([args.problem, *chosen, *device, *words])}", why
+
+    case = ["--case", args.case] if args.case else []
+    if failing and j.verdict != "INVALID_MEASUREMENT":
+        bad = next((c for c, o in j.tests if o.status == j.verdict), None)
+        first = [] if j.verdict in ("COMPILE_ERROR", "RULE_BROKEN") or not bad else ["--case", text.label(bad.params)]
+        return run("when it is mended", "--mode", "test", *(first or case))
+    if failing or any(j.word == "BUSY" for j in judged):
+        chosen = ["--all"] if args.all else name
+        mode = ["--mode", args.mode] if args.mode != "leaderboard" else []
+        other = ["--against", str(args.against)] if args.against else []
+        return run("when the machine is idle", *mode, *other, *case, chosen=chosen)
+    if j.verdict in ("UNSUPPORTED", "COMPILED") and not args.all:
+        if modelled(j.submission):
+            return run("executes its PTX on the CPU", *MODEL.split())
+        return f"{python}harness list {problem.name}", "which variants are for what"
+    if args.mode == "test" or args.device == "model":
+        return run("all test cases", "--mode", "test") if case else run("its times")
+    if len(judged) > 1 and not args.against:
+        chosen = [word for file in args.submission or () for word in ("--submission", file)] or ["--all"]
+        return (
+            run("all cases", chosen=chosen) if case else (f"{python}leaderboard/report.py {problem.name}", "the board")
+        )
+    pair = j.against_all or {}
+    if pair.get("word") == "UNDECIDED":
+        count = str(_more(pair))
+        return run("narrows the interval", "--against", str(args.against), "--processes", count, *case)
+    if not pair and leader and j.metric and j.metric[0] < NEAR * leader.value and leader.variant != j.submission.name:
+        return run("which of the two is faster", "--against", leader.variant, *case)
+    return run("where the time goes", "--mode", "profile", *case)

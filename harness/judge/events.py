@@ -6,14 +6,28 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from harness.judge.step import Step
 from harness.problem.folders import UsageError
 from harness.results import output, text
 
 PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
 MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run is doing. n of total parts of the phase are done; said: the present part, in words."""
+
+    phase: str
+    n: int
+    total: int
+    said: str
+
+
+Progress = Callable[[Step], None]
 
 
 class Events:

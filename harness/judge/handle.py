@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from harness.judge import limits, replies
+from harness.judge import replies
 from harness.judge.outcome import Audit, Outcome
 from harness.problem.folders import Case, Problem, ProblemError, Submission
 from harness.runner import failure, gate
@@ -94,7 +94,7 @@ class CheckerHandle:
         works meanwhile. fds: closed here. Died: that runner took too much, and is gone.
         """
         try:
-            reply, given = self._answer(message, limit_s or limits.CHECKER_LIMIT_S, watch, fds)
+            reply, given = self._answer(message, limit_s or replies.CHECKER_LIMIT_S, watch, fds)
         except Died as died:
             raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
         finally:
@@ -111,7 +111,7 @@ class CheckerHandle:
     def _answer(self, message: dict, limit_s: float, watch: Child | None, fds: Sequence[int]) -> tuple[dict, list[int]]:
         """Return the reply to a message; what failed at the start stays the reply to all. Died: the checker is gone."""
         if self._started is None:
-            self._started = self.child.receive(limits.CHECKER_LIMIT_S)[0]
+            self._started = self.child.receive(replies.CHECKER_LIMIT_S)[0]
         if "failed" in self._started:
             return self._started, []
         self.child.send(message, tuple(fds))
@@ -121,7 +121,7 @@ class CheckerHandle:
         """Raise DeviceError if a GPU does not compute any more, in the checker's context, since `lost` was lost."""
         well = self.device == "cpu"
         with contextlib.suppress(Died):
-            well = well or self._answer({"op": "canary"}, limits.CANARY_LIMIT_S, None, ())[0].get("well") is True
+            well = well or self._answer({"op": "canary"}, replies.CANARY_LIMIT_S, None, ())[0].get("well") is True
         if not well:
             raise DeviceError(f"the device does not compute any more since {lost} was lost: {reason}")
 
@@ -189,7 +189,7 @@ class RunnerProcess:
         message = {"op": "open", "bytes": content.host, "count": buffers, **content.layout}
         if reads is not None:
             message["reads"] = reads
-        self.hand_over(replies.Done, message, fds, "map its buffers", self.limit_s + limits.COMPILE_LIMIT_S)
+        self.hand_over(replies.Done, message, fds, "map its buffers", self.limit_s + replies.COMPILE_LIMIT_S)
         self.opened, self.calls_on_buffers = wanted, 0
 
     def hand_over(
@@ -225,7 +225,7 @@ class RunnerProcess:
         and after it, and what it noted of what came back. Died: it is gone, unready, late, or does not stop.
         """
         if timed["code"] == process.GONE:
-            self.child.receive(limits.CANARY_LIMIT_S)  # raises what became of it
+            self.child.receive(replies.CANARY_LIMIT_S)  # raises what became of it
             raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
         self.child.stopped()
         if not timed.pop("waiting"):
@@ -291,7 +291,7 @@ class RunnerHandle:
     @property
     def given_up(self) -> Outcome | None:
         """Why no process of it is started any more in this phase."""
-        return self.broken or (self.loss if self.lost >= limits.GIVE_UP_AFTER else None)
+        return self.broken or (self.loss if self.lost >= replies.GIVE_UP_AFTER else None)
 
     def serves(self, case: Case) -> bool:
         return self.submission is None or self.submission.serves(case)
@@ -344,12 +344,12 @@ class RunnerHandle:
             return None
         self.process.end_series()  # it runs meanwhile, which it must not between two calls of a series
         child = self.process.child
-        for _ in range(limits.SETTLES):
+        for _ in range(replies.SETTLES):
             child.pause()
             if not (pids := child.processes()):
                 return None
             child.resume()
-            time.sleep(limits.SETTLE_S)
+            time.sleep(replies.SETTLE_S)
         child.pause()
         what = "end all that a call starts before it returns (docs/rules.md, rule 4)"
         return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {what}")

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from harness.judge import console, device_lock, phases, verdict, work
+from harness.judge import console, machine, phases, verdict
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import NOTHING, Group, Outcome, finished, of_group, of_outcome
 from harness.judge.selection import Selection
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result
@@ -96,13 +96,13 @@ class Judging:
 
     def _test(self, session: Session, cases: list[Case]) -> None:
         by_name = {j.submission.name: j for j in self.judged}
-        have = work.finished(self.file.contents.work) if self.file else work.NOTHING
+        have = finished(self.file.contents.work) if self.file else NOTHING
         handles = [self._handle(j) for j in self.judged]
 
         def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
             tests = by_name[handle.name].tests
             if self.file and have.test(handle.name, len(tests)) is None:
-                fields = work.of_outcome(outcome)
+                fields = of_outcome(outcome)
                 self.file.write("outcome", submission=handle.name, case=len(tests), outcome=fields)
             tests.append((case, outcome))
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
@@ -126,12 +126,12 @@ class Judging:
 
     def _time(self, session: Session, judged: list[Result], counts: phases.Counts, phase: str) -> None:
         """Time these, and pair the first with the second. Finished groups of `phase` come from the run's file."""
-        done, have = None, work.NOTHING
+        done, have = None, NOTHING
         if file := self.file:
-            have = work.finished(file.contents.work, phase)
+            have = finished(file.contents.work, phase)
 
-            def done(group: work.Group) -> None:
-                file.write("group", phase=phase, **work.of_group(group))
+            def done(group: Group) -> None:
+                file.write("group", phase=phase, **of_group(group))
 
         handles = [self._handle(j) for j in judged]
         run, cases = phases_of(self.device).run_benchmarks, self.cases
@@ -215,7 +215,7 @@ class Judging:
         if self.device == "cpu":
             return
         try:
-            warnings = [f"device shared with {user}" for user in device_lock.users(environment.gpu_uuid())]
+            warnings = [f"device shared with {user}" for user in machine.users(environment.gpu_uuid())]
         except RuntimeError as error:
             warnings = [f"other users of the device unknown: {error}"]
         for said in warnings:

@@ -1,31 +1,73 @@
-"""Failures of the machine, such as a full disk, no compiler or no memory, as a message. No submission caused them.
+"""The machine that a run is on: one judge at a time on a device, which other processes use it, and failures that no
+submission caused, such as a full disk, no compiler or no memory, as a message.
 
-An exception that this module does not know is a bug of the judge, and keeps its traceback.
+The lock is the kernel's, on a file of this user's: it ends with its process, however that ends, and children do not
+inherit it. Only `users` sees judges of other users. An exception that `said_of` does not know is a bug of the judge,
+and keeps its traceback.
 """
 
 import contextlib
 import errno
+import fcntl
+import os
+import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from harness.judge.handle import DeviceError
-from harness.results import record, text
-from harness.sandbox.policy import SandboxError
+from harness.results import gpu, record, text
+from harness.sandbox import policy
 from problems.common import build
 
 # What only a bug of the judge brings. A missing file may be the user's, see below.
 _BUGS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.EISDIR, errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST}
 _SAID = 500  # characters
 LEAST_FREE = 2**20  # bytes: a disk with less is full
+_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
+
+
+@contextlib.contextmanager
+def hold(device: str, say: Callable[[str], object] = print) -> Iterator[None]:
+    """Within, no other judge of this user is on `device`, "cpu" or a GPU's uuid. If one is, `say` receives once which
+    process that is, and this waits until it ends. SandboxError: the lock's folder belongs to another user.
+    """
+    file = policy.runtime_folder("devices") / re.sub(r"[^A-Za-z0-9-]", "_", device)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            say(f"waiting for process {holder or '(unknown)'}, which is timing on {device}")
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def users(gpu_uuid: str) -> list[str]:
+    """Return the compute processes on a GPU, each as one line. A driver shows a container only what the container may
+    see. RuntimeError: nvidia-smi does not answer.
+    """
+    lines = []
+    for row in gpu.asked("compute-apps", _FIELDS):
+        # A process name may hold commas; the other fields do not.
+        if len(row) >= len(_FIELDS) and row[0] == gpu_uuid and row[1].isdigit():
+            memory = f", {row[-1]} MiB" if row[-1].isdigit() else ""
+            lines.append(f"process {row[1]} ({','.join(row[2:-1])}){memory}")
+    return lines
 
 
 def said_of(error: Exception) -> str | None:
     """Return one line that says what failed, where, and what to do; None if the machine did not fail."""
-    if isinstance(error, record.StorageError | DeviceError | SandboxError):
+    if isinstance(error, record.StorageError | DeviceError | policy.SandboxError):
         return text.line(error, _SAID)
     if isinstance(error, build.BuildError):
         return f"the judge's own code, or a submission's header, could not be compiled: {text.line(error, _SAID)}"

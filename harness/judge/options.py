@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.judge import limits
 from problems.common.terminal import Parser, Value
 
 GROUPS = {  # of --help
@@ -23,6 +22,7 @@ GROUPS = {  # of --help
     "continuing": ("resume",),
 }
 MODES = ("test", "benchmark", "leaderboard", "profile", "latency")
+MOST_PROCESSES = 1000  # of each of two that are compared
 TIMED = ("benchmark", "leaderboard")  # modes whose times may be compared
 
 
@@ -41,7 +41,7 @@ def _is_part(text: str) -> bool:
     return part is not None and 1 <= int(part[1]) <= int(part[2])
 
 
-_MANY = f"2 to {limits.MOST_PROCESSES}"
+_MANY = f"2 to {MOST_PROCESSES}"
 _MODES_SAID = "test, benchmark, profile, latency (a model's step), or leaderboard, the default: test, time, record"
 _RESUMED = "continue a run that was killed, by default the newest, with its options"
 
@@ -75,7 +75,7 @@ class Options:
         lambda x: 0 <= x < math.inf,
     )
     processes: int | None = _value(
-        f"{_MANY}: more give a narrower interval", "N", int, _MANY, lambda n: 2 <= n <= limits.MOST_PROCESSES
+        f"{_MANY}: more give a narrower interval", "N", int, _MANY, lambda n: 2 <= n <= MOST_PROCESSES
     )
     seed: int | None = _value("seed of the test cases", "N", int, "0 to 2^63 - 1", lambda n: 0 <= n < 2**63)
     timeout: float | None = _value(

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from harness.checker import matmul
 from harness.judge import readings
+from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
+from harness.judge.outcome import NOTHING, STOP_LIMIT_US, Finished, Group, GroupDone, Outcome, measured
 from harness.judge.readings import CaseReadings, ReferenceReadings, Timing
 from harness.judge.session import CallRequest, Session
-from harness.judge.step import Progress, Step
-from harness.judge.work import NOTHING, Finished, Group, GroupDone
 from harness.player import player
 from harness.problem.folders import Case, ProblemError
 from harness.runner import gate

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from harness.judge import limits, replies
+from harness.judge import replies
 from harness.player import player
 from harness.problem.folders import ProblemError
 from harness.sandbox.process import Child, Died
@@ -30,13 +30,13 @@ class Player:
         """How many plain "readers" it has, and of how many "device_bytes" the device is."""
         if self._about is None:
             try:
-                self._about = self._taken(self.child.receive(limits.CHECKER_LIMIT_S))[0]
+                self._about = self._taken(self.child.receive(replies.CHECKER_LIMIT_S))[0]
             except Died as died:
                 raise ProblemError(f"no player can be started: {died.reason}") from None
         return self._about
 
     def _request(
-        self, message: dict, fds: tuple[int, ...] = (), limit_s: float = limits.CHECKER_LIMIT_S
+        self, message: dict, fds: tuple[int, ...] = (), limit_s: float = replies.CHECKER_LIMIT_S
     ) -> tuple[dict, list[int]]:
         self.about  # noqa: B018  it has started
         return self._taken(self.child.request(message, limit_s, fds))
@@ -88,7 +88,7 @@ class Player:
     ) -> tuple[float, float]:
         """Make the call on the contents of one of its copies. Return (us of the event pair, us of the host's clock)."""
         message = {"op": "play", "copy": copy, "what": what, "bytes": nbytes, "limit_s": limit_s, "takes": takes or []}
-        reply, _ = self._request(message, limit_s=3 * limit_s + limits.CHECKER_LIMIT_S)
+        reply, _ = self._request(message, limit_s=3 * limit_s + replies.CHECKER_LIMIT_S)
         return reply["us"], reply["host_us"]
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ counts is what a recorded call finds in use of its scratch memory.
 
 import time
 
-from harness.judge import limits, replies
+from harness.judge import replies
 from harness.judge.handle import RunnerHandle, remarked
 from harness.judge.outcome import Outcome
 from harness.sandbox.process import Died
@@ -54,7 +54,7 @@ def hold(handle: RunnerHandle, number: int) -> Outcome | None:
     message = {"op": "hold", "nbytes": made["nbytes"], "spec": made["spec"]}
     start = time.perf_counter()
     try:
-        reply = process.hand_over(replies.Prepared, message, fds, "prepare the weights", limits.PREPARE_LIMIT_S)
+        reply = process.hand_over(replies.Prepared, message, fds, "prepare the weights", replies.PREPARE_LIMIT_S)
     except Died as died:
         raise Died(died.status, remarked(died.reason, "in prepare")) from None
     took_us = (time.perf_counter() - start) * 1e6

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.checker import matmul
-from harness.judge.outcome import Outcome, measured
-from harness.judge.work import Group
+from harness.judge.outcome import Group, Outcome, measured
 from harness.problem.folders import Case
 from harness.results import environment, stats
 from harness.results.environment import UNKNOWN, GpuState

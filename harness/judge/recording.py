@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from harness.judge import limits, prepared, replies
+from harness.judge import prepared, replies
+from harness.judge.events import Step
 from harness.judge.handle import Content, RunnerHandle, admitted
 from harness.judge.outcome import Outcome
 from harness.judge.player import Player
 from harness.judge.session import CLOSED_AT_ONCE, Session
-from harness.judge.step import Step
 from harness.player import player
 from harness.problem.folders import Case
 from harness.sandbox.process import Died
@@ -267,7 +267,7 @@ class Replays:
         elif handle.broken:
             recording.failure = handle.broken
         elif handle.process is None or one.player is None:
-            if handle.lost < limits.GIVE_UP_AFTER:
+            if handle.lost < replies.GIVE_UP_AFTER:
                 return None
             recording.failure = handle.loss
         else:
@@ -284,7 +284,7 @@ class Replays:
         recording.fds = recording.make(session, made, handle.baseline)
         session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
-        limit_s = session.first_call_limit_s + limits.PREPARE_LIMIT_S
+        limit_s = session.first_call_limit_s + replies.PREPARE_LIMIT_S
         reply, images = process.child.receive(limit_s, descriptors=True)
         recording.images = [self._image(handle.name, fd) for fd in images]
         recorded = admitted(replies.read(replies.Recorded, reply))

@@ -7,15 +7,14 @@ from collections.abc import Callable
 
 from harness.checker import matmul
 from harness.judge import phases, replies
+from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import NOTHING, Finished, Outcome
 from harness.judge.phases import Benchmark
 from harness.judge.player import EMPTY, READER, Player
 from harness.judge.readings import HOST
 from harness.judge.recording import PREPARED, READ_BYTES, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
 from harness.judge.session import Session
-from harness.judge.step import Progress, Step
-from harness.judge.work import NOTHING, Finished
 from harness.player import player
 from harness.problem.folders import Case
 from harness.results import environment

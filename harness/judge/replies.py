@@ -1,4 +1,5 @@
-"""The form of every reply of a runner, field by field. A process that holds a submission writes them.
+"""The form of every reply of a runner, field by field, and how long the judge waits for one. A process that holds a
+submission writes them.
 
 `read` checks type, range and length of each field, and cleans texts. A reply that does not fit is a RUNTIME_ERROR.
 """
@@ -13,6 +14,17 @@ from harness.results import text
 from harness.runner.gate import RETURNED
 from harness.runner.wire import VARIABLE_BYTES
 from harness.sandbox.process import Died
+
+# Seconds, and how often the judge tries again.
+IMPORT_LIMIT_S = 120  # importing torch and the submission
+COMPILE_LIMIT_S = 120  # the first call of a process, which may compile; and compile checks, per artefact set
+PREPARE_LIMIT_S = 60
+CALL_LIMIT_S = 30
+CHECKER_LIMIT_S = 600  # a reference is slow on purpose
+CANARY_LIMIT_S = 60  # for the device to answer after a runner was lost; the kernel ends a hung one by then
+GIVE_UP_AFTER = 3  # processes that a submission may lose in one phase
+SETTLE_S = 0.05  # between looks at processes that are about to end
+SETTLES = 5  # such looks before a process counts as left behind
 
 TEXT_LIMIT = 20_000  # characters; a runner cuts its own texts at 16,000
 NAME_LIMIT = 200

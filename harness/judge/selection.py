@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.judge import advice, console
+from harness.judge import console
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
@@ -89,8 +89,8 @@ class Selection:
                 variants = self.problem.submissions()
                 able = [variant.name for variant in variants if not refusal(variant, self.device, self.target)]
                 j.reason += f", where {self.problem.name} has {', '.join(able) or 'no variant'}"
-                if advice.modelled(j.submission):
-                    j.reason += f"; {advice.MODEL} executes it on the CPU"
+                if console.modelled(j.submission):
+                    j.reason += f"; {console.MODEL} executes it on the CPU"
         if j.status == "RULE_BROKEN":
             console.say(f"{j.submission.name}: RULE_BROKEN\n{j.reason}")
         if not refused and not j.submission.ours:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from harness.judge import compiling, limits, outcome, prepared, replies
+from harness.judge import compiling, outcome, prepared, replies
+from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
-from harness.judge.step import Progress, Step
 from harness.problem.folders import Case, Problem, ProblemError
 from harness.sandbox import process
 from harness.sandbox.process import Died
@@ -52,9 +52,9 @@ class Session:
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
         self.problem, self.device = problem, device
-        self.call_limit_s = timeout_s or limits.CALL_LIMIT_S
-        self.first_call_limit_s = timeout_s or limits.COMPILE_LIMIT_S
-        self.import_limit_s = max(timeout_s or 0, limits.IMPORT_LIMIT_S)
+        self.call_limit_s = timeout_s or replies.CALL_LIMIT_S
+        self.first_call_limit_s = timeout_s or replies.COMPILE_LIMIT_S
+        self.import_limit_s = max(timeout_s or 0, replies.IMPORT_LIMIT_S)
         self.handles: list[RunnerHandle] = []
         self.notes: list[str] = []
         self.progress: Progress = lambda _: None
@@ -229,7 +229,7 @@ class Session:
             self.progress(Step("compile", number, len(todo), handle.name))
             if how == "compile_for":
                 message = {"op": "compile", "target": handle.target}
-                result = self.ask_runner(helper, replies.Compiled, message, 2 * limits.COMPILE_LIMIT_S)
+                result = self.ask_runner(helper, replies.Compiled, message, 2 * replies.COMPILE_LIMIT_S)
                 handle.broken = result if isinstance(result, Outcome) else None
             else:
                 every = (*self.problem.tests, *self.problem.timed(helper.target))
@@ -320,7 +320,7 @@ def cpu_call(
         **about,
         **address,
     }
-    timed, _ = checker.request(message, limit_s=limit_s + limits.CHECKER_LIMIT_S, watch=process.child)
+    timed, _ = checker.request(message, limit_s=limit_s + replies.CHECKER_LIMIT_S, watch=process.child)
     reading, before, after, note = process.report_of(timed, limit_s)
     # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
     process.series, claims = calls, None

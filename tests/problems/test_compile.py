@@ -12,8 +12,8 @@ import pytest
 
 from harness.judge import replies
 from harness.judge.handle import RunnerHandle
-from harness.judge.limits import COMPILE_LIMIT_S
 from harness.judge.outcome import Outcome
+from harness.judge.replies import COMPILE_LIMIT_S
 from harness.judge.session import Session
 from harness.problem import folders
 from problems.common import build, load

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 
-from harness.judge import advice, compiling, console, verdict
+from harness.judge import compiling, console, verdict
+from harness.judge.events import Step
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
-from harness.judge.step import Step
 from harness.problem import folders, sources
 from harness.problem.folders import Case
 from harness.results import output, record, text
@@ -195,9 +195,9 @@ def test_a_run_ends_with_a_command_that_helps(name, change, arguments, wanted):
     judged = result(name, **change) if not status else verdict.Result(MOE.variant(name), "cpu", status, "why")
     judged.tests += [(CASES[0], Outcome("PASSED"))] if change.get("cases") == [] else []
     leader = Leader("cpu_plain", "a", "run", 1200.0, 1190.0, 1210.0)
-    command, why = advice.following(Options(problem="moe_gemm", **arguments), MOE, [judged], leader)
+    command, why = console.following(Options(problem="moe_gemm", **arguments), MOE, [judged], leader)
     assert command.endswith(wanted) and f"--variant {name}" in command and why
-    assert "1.03x the time of cpu_plain" in advice.place(result("cpu_avx512"), leader)
+    assert "1.03x the time of cpu_plain" in console.unranked(result("cpu_avx512"), leader)
 
 
 # --- text of a submission is data

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from harness.judge import device_lock
+from harness.judge import machine
 from harness.sandbox.process import ROOT
 
 HOLD = (
-    "import sys, time, subprocess\nfrom harness.judge import device_lock\n"
-    "with device_lock.hold({device!r}):\n    {then}\n    print('held', flush=True)\n    sys.stdin.read()"
+    "import sys, time, subprocess\nfrom harness.judge import machine\n"
+    "with machine.hold({device!r}):\n    {then}\n    print('held', flush=True)\n    sys.stdin.read()"
 )
 
 
@@ -49,7 +49,7 @@ def test_a_second_one_waits_and_is_told_once_for_whom(device):
         said.append(text)
         first.stdin.close()  # it ends now: whoever waits goes on
 
-    with device_lock.hold(device, say):
+    with machine.hold(device, say):
         assert first.wait(timeout=60) == 0
     first.stdout.close()
     assert said == [f"waiting for process {first.pid}, which is timing on {device}"]
@@ -58,7 +58,7 @@ def test_a_second_one_waits_and_is_told_once_for_whom(device):
 def test_other_devices_are_free(device):
     first = holder(device)
     said = []
-    with device_lock.hold("cpu", said.append):
+    with machine.hold("cpu", said.append):
         pass
     end(first)
     assert said == []
@@ -70,7 +70,7 @@ def test_it_goes_with_its_holder_however_that_ends(device):
     first.wait()
     end(first)
     said = []
-    with device_lock.hold(device, said.append):
+    with machine.hold(device, said.append):
         pass
     assert said == []
 
@@ -80,7 +80,7 @@ def test_children_do_not_inherit_it(device):
     first = holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)")
     end(first)
     said = []
-    with device_lock.hold(device, said.append):
+    with machine.hold(device, said.append):
         pass
     assert said == []
 
@@ -90,7 +90,7 @@ def test_a_folder_of_somebody_elses_is_refused(device, tmp_path):
     folder = tmp_path / f"kernel-locks-{os.geteuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(RuntimeError, match="not this user's own"), device_lock.hold(device):
+    with pytest.raises(RuntimeError, match="not this user's own"), machine.hold(device):
         pass
 
 
@@ -107,10 +107,10 @@ def test_other_users_of_a_gpu_are_named(monkeypatch, tmp_path):
     smi.write_text(f"#!/bin/sh\ncat <<'EOF'\n{SMI}EOF\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert device_lock.users("GPU-aaaa") == [
+    assert machine.users("GPU-aaaa") == [
         "process 4242 (/usr/bin/python3), 512 MiB",
         "process 4243 (/opt/a,strange,name)",
     ]
     smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
     with pytest.raises(RuntimeError, match="nvidia-smi failed with 9: no driver"):
-        device_lock.users("GPU-aaaa")
+        machine.users("GPU-aaaa")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.checker import matmul
-from harness.judge import limits, replay
+from harness.judge import replay, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Counts
@@ -250,7 +250,7 @@ def outcomes(group: str, folder: Path) -> dict[str, list[Outcome]]:
     """What the submissions of a group get on 1024 and on 1025 elements."""
     handles = [handle(folder, name, text) for name, (text, *_) in GROUPS[group].items()]
     with pytest.MonkeyPatch.context() as patch, Session(VECTOR_ADD, "cuda", timeout_s=15) as session:
-        patch.setattr(limits, "PREPARE_LIMIT_S", 5)
+        patch.setattr(replies, "PREPARE_LIMIT_S", 5)
         return replay.run_tests(session, handles, list(VECTOR_ADD.tests[:3:2]), lambda *_: None, lambda _: None)
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from harness.checker import matmul
-from harness.judge import limits, phases, prepared, recording, replay, replies
+from harness.judge import phases, prepared, recording, replay, replies
 from harness.judge import player as judges_player
 from harness.judge.handle import Content, RunnerHandle
 from harness.judge.outcome import Outcome
@@ -247,7 +247,7 @@ def test_a_lost_player_costs_one_case(world):
 def test_a_runner_that_is_lost_costs_its_case_and_after_some_the_rest(world):
     world.replies = {("a", n): Died("RUNTIME_ERROR", f"killed at {n}") for n in (1, 3, 4)}
     found = outcomes(world, submissions("a", "b"), 7)["a"]
-    assert limits.GIVE_UP_AFTER == 3
+    assert replies.GIVE_UP_AFTER == 3
     assert statuses(found) == ["PASSED", "RUNTIME_ERROR", "PASSED", "RUNTIME_ERROR", "RUNTIME_ERROR"], "and no more"
     assert [o.reason for o in found[3:]] == ["killed at 3", "killed at 4"]
     assert world.events.count("start b") == 1

@@ -8,7 +8,7 @@ import torch
 
 from harness.checker import foreign
 from harness.checker.checker import Caught, Checker
-from harness.judge import judging, limits, phases, replies
+from harness.judge import judging, phases, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
@@ -179,7 +179,7 @@ def test_a_check_that_gives_no_reason_gets_one(tmp_path):
 
 
 def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "IMPORT_LIMIT_S", 0.2)
+    monkeypatch.setattr(replies, "IMPORT_LIMIT_S", 0.2)
     status, said = first(tmp_path, Folder("while True:\n    pass\n\ndef custom_kernel(data):\n    return data"))
     assert status == "TIMEOUT" and said.startswith("on import: no answer within 0.") and "try --timeout 0.4" in said
     assert Session(folders.find(str(tmp_path)), "cpu", 0.5).import_limit_s == 0.5

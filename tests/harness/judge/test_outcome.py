@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from harness.judge import work
-from harness.judge.outcome import Outcome
-from harness.judge.work import Group
+from harness.judge.outcome import Group, Outcome, attempts, check, finished, of_group, of_outcome
 from harness.results import record
 from harness.results.environment import GpuState
 from tests.support.hostile import brief
@@ -28,28 +26,28 @@ GROUP = Group(
 
 def lines() -> list[dict]:
     """Two tests, one group of a benchmark and one of a confirmation, as a file gives them back."""
-    tests = [{"submission": "a", "case": n, "outcome": work.of_outcome(one)} for n, one in enumerate((RIGHT, WRONG))]
+    tests = [{"submission": "a", "case": n, "outcome": of_outcome(one)} for n, one in enumerate((RIGHT, WRONG))]
     found = [{"kind": "outcome", **one} for one in tests]
-    found += [{"kind": "group", "phase": phase, **work.of_group(GROUP)} for phase in ("benchmark", "confirm a")]
+    found += [{"kind": "group", "phase": phase, **of_group(GROUP)} for phase in ("benchmark", "confirm a")]
     return [json.loads(json.dumps(line)) for line in found]
 
 
 def test_work_comes_back_as_it_was():
-    have, confirmed = work.finished(lines()), work.finished(lines(), "confirm a")
+    have, confirmed = finished(lines()), finished(lines(), "confirm a")
     assert have.test("a", 0) == RIGHT and have.test("b", 0) is None and have.test("a", 2) is None
     assert repr(have.test("a", 1)) == repr(WRONG) and repr(have.group(0, 1)) == repr(GROUP)
     assert have.group(0, 0) is None and have.group(1, 1) is None and have.group(0, 1, part=1) is None
-    assert repr(confirmed.group(0, 1)) == repr(GROUP) and work.finished(lines(), "confirm b").groups == {}
+    assert repr(confirmed.group(0, 1)) == repr(GROUP) and finished(lines(), "confirm b").groups == {}
     assert lines()[2]["state"] == [{"sm": 1}, ["hot"]], "as in the files of runs that are there"
     for line in lines():
-        work.check(line)
+        check(line)
 
 
 def test_every_field_of_an_outcome_comes_back():
     """Also a new one: it must be something that JSON brings back."""
     outcome = Outcome(**{field.name: 1.5 for field in dataclasses.fields(Outcome)})
-    assert Outcome(**json.loads(json.dumps(work.of_outcome(outcome)))) == outcome
-    assert work.of_outcome(Outcome("PASSED")) == {"status": "PASSED"}
+    assert Outcome(**json.loads(json.dumps(of_outcome(outcome)))) == outcome
+    assert of_outcome(Outcome("PASSED")) == {"status": "PASSED"}
 
 
 @pytest.mark.parametrize(
@@ -71,8 +69,8 @@ def test_a_malformed_line_is_work_that_is_done_again(tmp_path, broken):
     (folder / "20260101T000000-00000001.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in [run_line(), *lines(), broken])
     )
-    (found,) = record.contents("box", "p", tmp_path, work.check)
-    assert found.unfinished and work.attempts([found], "a") == {"r1"} and not work.attempts([found], "c")
+    (found,) = record.contents("box", "p", tmp_path, check)
+    assert found.unfinished and attempts([found], "a") == {"r1"} and not attempts([found], "c")
     (complaint,) = found.complaints
     assert complaint.startswith("box/p/20260101T000000-00000001.jsonl:6: skipped: ") and len(complaint) < 400
-    assert repr(work.finished(found.work)) == repr(work.finished(lines()))
+    assert repr(finished(found.work)) == repr(finished(lines()))

@@ -58,11 +58,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
                 "words", metavar="...", nargs=argparse.REMAINDER, help=f"[{'|'.join(THERE)}] PROBLEM ..., or --stop"
             )
         elif verb == "cluster":
-            p.add_argument(
-                "address",
-                metavar="ADDRESS",
-                help="auto is this node's, local starts one; PROBLEM may be several, with commas",
-            )
+            p.add_argument("address", metavar="ADDRESS", help="auto, or local to start one; PROBLEM may be A,B")
         elif verb == "completion":
             p.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
         options.add(p, names)
@@ -92,26 +88,15 @@ def main(argv: list[str] | None = None) -> int:
     if verb in ("lint", "sanitize", "check"):
         args.mode = "test"
     venv.enter(prog)
-    if found.verb == "remote":  # where the run there writes its events is no file of this command
-        told, begin = dataclasses.replace(args, events=None), functools.partial(_remote, found, verb, args, further)
-    else:
-        told, begin = args, functools.partial(_begin, found, args, further)
-    return run.guarded(prog, told, begin)
+    # Where a run on another machine writes its events is no file of this command.
+    told = dataclasses.replace(args, events=None) if found.verb == "remote" else args
+    return run.guarded(prog, told, functools.partial(_begin, found, verb, args, further))
 
 
-def _remote(
+def _begin(
     found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO, events: Events
-) -> int:
-    from harness.tools import remote
-
-    if verb == "remote":
-        return remote.stop(found.host)
-    options.see(args)
-    return remote.start(found.host, verb, args, further, stdout)
-
-
-def _begin(found: argparse.Namespace, args: Options, further: list[str], stdout: TextIO, events: Events) -> Run | int:
-    """Return what `run.guarded` wants of the verb. Each imports what it needs itself."""
+) -> Run | int:
+    """Return what `run.guarded` wants of the verb. Each imports what it needs itself. verb: that behind `remote`."""
     if found.verb in ("list", "completion"):
         from harness.tools import listing
 
@@ -128,6 +113,10 @@ def _begin(found: argparse.Namespace, args: Options, further: list[str], stdout:
         from harness.tools import cluster
 
         return cluster.run(found.address, args, stdout)
+    if found.verb == "remote":
+        from harness.tools import remote
+
+        return remote.run(found.host, "" if verb == "remote" else verb, args, further, stdout)
     options.see(args)
     from harness import verbs
 

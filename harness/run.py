@@ -32,18 +32,6 @@ EXAMPLES = """examples:
   harness/run.py nvfp4_gemv                        check and time the winner
   harness/run.py nvfp4_gemv --submission a.py --submission b.py
   harness/run.py nvfp4_gemv --variant cpu_avx2 --against cpu_portable"""
-# What options became, as verbs of `python -m harness`.
-MOVED = {
-    "--list": "list [PROBLEM]",
-    "--new": "new PROBLEM",
-    "--new-variant": "new PROBLEM VARIANT",
-    "--lint": "lint PROBLEM",
-    "--sanitize": "sanitize PROBLEM",
-    "--check-only": "check PROBLEM",
-    "--on": "remote HOST PROBLEM",
-    "--ray": "cluster ADDRESS PROBLEM",
-    "--print-completion": "completion SHELL",
-}
 
 
 def form(prog: str) -> argparse.HelpFormatter:
@@ -66,11 +54,7 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return the exit code, of which README.md has a table."""
-    words, p = sys.argv[1:] if argv is None else argv, parser()
-    for option in (word.partition("=")[0] for word in words):
-        if option in MOVED:
-            p.error(f"{option} is now a command: python -m harness {MOVED[option]}")
-    args = options.of(p.parse_args(words))
+    args = options.of(parser().parse_args(argv))
     venv.enter(NAME)
     return guarded(NAME, args, functools.partial(judging, args))
 

@@ -59,7 +59,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     calls: list[object] = []
 
     monkeypatch.setattr(invocation.Run, "main", lambda run: calls.append(run) or 0)
-    for module, name in ((cluster, "run"), (remote, "start"), (remote, "stop"), (scaffold, "run"), (listing, "run")):
+    for module, name in ((cluster, "run"), (remote, "run"), (scaffold, "run"), (listing, "run")):
         monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or 0)
     return calls
 

@@ -22,8 +22,8 @@ from harness.judge.options import Options
 from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import output, text
-from harness.tools import checkout
-from harness.tools.checkout import ROOT, RUNS, TREE, Request
+from harness.tools import remote
+from harness.tools.remote import ROOT, RUNS, TREE, Request
 
 RETRIES = 4  # of a job whose node, or whose process there, is lost
 GRAVEST = (2, 3, 4, 5, 1, 6, 7, 0)  # exit codes, as harness/judge/verdict.py ranks verdicts
@@ -54,12 +54,12 @@ def run(address: str, args: Options, stdout: TextIO) -> int:
         jobs = _jobs(args, device)
         if not jobs:
             raise UsageError(f"--all: {args.problem} has no variant for {device}")
-        with checkout.copied(path for request in jobs.values() for path in request.files) as copy:
+        with remote.copied(path for request in jobs.values() for path in request.files) as copy:
             packed = subprocess.run(["tar", "-C", copy, "-cz", "."], check=True, capture_output=True).stdout
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no such module
         # A lost node or process is tried again; what the job itself raises is not.
         judge = ray.remote(_judge).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **resources)
-        files, env = ray.put(packed), checkout.commit()
+        files, env = ray.put(packed), remote.commit()
         pending = {judge.remote(files, request.arguments, env): name for name, request in jobs.items()}
         output.say(f"{len(jobs)} jobs on {len(nodes)} nodes")
         while pending:
@@ -94,7 +94,7 @@ def _jobs(args: Options, device: str) -> dict[str, Request]:
         for variant in variants:
             name = f"{problem} {variant or ' '.join(args.submission or ['winner'])}"
             chosen = dataclasses.replace(args, problem=problem, variant=variant, all=False, device=device)
-            jobs[name] = checkout.request(chosen)
+            jobs[name] = remote.request(chosen)
     return jobs
 
 

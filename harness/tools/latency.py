@@ -7,13 +7,14 @@ harness.tools.latency FOLDER CASES FILE`, CASES a JSON list, FILE for what it me
 wait for the GPU, and that a replay gives the eager logits, bit for bit.
 """
 
+import contextlib
 import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Problem, UsageError, has_words
 from harness.results import environment, schema, text
 from harness.sandbox import process
-from harness.tools import device_trace
-from harness.tools.device_trace import Launch
 from problems.common import load
 
 MODULE = "timed_steps"
@@ -34,6 +33,9 @@ WARMUPS, STEPS = 5, 50
 ROWS, ROW = 5, 20  # rows of steps that the host does not wait between, and steps of each
 TRACED = 5  # replays whose kernels are timed
 PER_THREAD = 2  # cudaStreamPerThread: the default one of code that problems.common.build makes
+OP = "op "  # begins the name of a range, torch.profiler.record_function, that is an op's
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+BY_HOST = ("cuda_runtime", "cuda_driver")
 CLOCK = {
     "name": "host clock, from the launch of a step until the GPU has done it",
     "cold": "no: each step follows another",
@@ -95,9 +97,9 @@ def main() -> None:
             fields = measured(hook, case)
             file.write(json.dumps({"case": case, **fields}) + "\n")
             file.flush()
-            launches = fields.get("launches", {})
-            graph_us = fields["median_us"] if "graph" in launches else None
-            count = launches.get("graph", launches.get("eager"))
+            counts = fields.get("launches", {})
+            graph_us = fields["median_us"] if "graph" in counts else None
+            count = counts.get("graph", counts.get("eager"))
             shown = (fields.get("eager_us"), graph_us, fields.get("row_us"), count)
             columns = "".join(f"{'-' if number is None else f'{number:.0f}':>10}" for number in shown)
             state = "UNSUPPORTED: " if fields["status"] == "UNSUPPORTED" else ""
@@ -113,6 +115,18 @@ def measured(hook: Any, case: dict) -> dict:
     gc.collect()
     torch.cuda.empty_cache()
     return {"status": "UNSUPPORTED", "reason": reason}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, copy or fill that a GPU has run. start_us: on its clock; op: the innermost range around its launch, or
+    "".
+    """
+
+    name: str
+    start_us: float
+    us: float
+    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,7 @@ def replayed(decode: Any) -> Graph:
         graph.replay()
         torch.cuda.synchronize()
         logits = step.logits.clone()
-        replays = [device_trace.launches(graph.replay) for _ in range(TRACED)]
+        replays = [launches(graph.replay) for _ in range(TRACED)]
         samples = _times_us(graph.replay, WARMUPS + STEPS)[WARMUPS:]
         return Graph(logits, replays, samples, statistics.median(_times_us(graph.replay, ROWS, ROW)))
 
@@ -151,7 +165,7 @@ def measure(decode: Any) -> dict:
     same = not graph or torch.equal(step.logits, graph.logits)
     eager_us = _times_us(step, WARMUPS + STEPS)[WARMUPS:]
     named = decode.step(chosen, named=True)
-    traces = [device_trace.launches(named) for _ in range(1 if graph else TRACED)]
+    traces = [launches(named) for _ in range(1 if graph else TRACED)]
     eager, samples = max(traces, key=len), graph.samples if graph else eager_us
     fields = {
         "status": "PASSED",
@@ -164,7 +178,7 @@ def measure(decode: Any) -> dict:
         "eager_us": statistics.median(eager_us),
         "kernels": chosen.names,
         "launches": {"eager": len(eager)},
-        "breakdown": device_trace.breakdown(eager, graph.replays if graph else traces),
+        "breakdown": breakdown(eager, graph.replays if graph else traces),
         "checks": {},
     }
     return fields | _compared(graph, eager, wait, same) if graph else fields
@@ -215,6 +229,76 @@ def _times_us(call: Callable[[], None], rows: int, calls: int = 1) -> list[float
         torch.cuda.synchronize()
         taken.append(round(1e6 * (time.perf_counter() - start) / calls, 3))
     return taken
+
+
+# --- what a call runs on the GPU, by the driver's records: each kernel, copy and fill, its time and its op
+
+
+def launches(call: Callable[[], object]) -> list[Launch]:
+    """Return what one call runs on the GPU, in the order in which it began."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    for _ in range(2):  # the first profile of a process may miss records
+        torch.cuda.synchronize()
+        with contextlib.redirect_stdout(sys.stderr), torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(file))
+        return read(json.loads(file.read_text())["traceEvents"])
+
+
+def read(events: Sequence[dict]) -> list[Launch]:
+    """Return the launches among the events of a Chrome trace that torch.profiler made."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    ranges = [
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(OP))
+        for event in spans
+        if event.get("cat") == "user_annotation" and event["name"].startswith(OP)
+    ]
+    launched = {event["args"]["correlation"]: event["ts"] for event in spans if event.get("cat") in BY_HOST}
+    found = []
+    for event in spans:
+        if event.get("cat") in ON_GPU:
+            at = launched.get(event["args"].get("correlation"))
+            around = [one for one in ranges if at is not None and one[0] <= at <= one[1]]
+            op = min(around, key=lambda one: one[1] - one[0])[2] if around else ""
+            found.append(Launch(event["name"], event["ts"], event["dur"], op))
+    return sorted(found, key=lambda launch: launch.start_us)
+
+
+def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> dict:
+    """Return where the time of a replayed graph goes, in us: {"ops": {op: {"us", "launches"}}, "kernels": the same by
+    name, "span_us": from first start to last end, "gaps_us": of it, while nothing ran}. Times are medians over the
+    replays. A graph's launches have the ops of the eager step's, one by one, or "" if the numbers differ.
+    """
+    most = max(replays, key=len)
+    whole = [one for one in replays if len(one) == len(most)]
+    times = [statistics.median(launch.us for launch in same) for same in zip(*whole, strict=True)]
+    known = [launch.op for launch in eager] if len(eager) == len(most) else [""] * len(most)
+    ops: dict[str, dict] = {}
+    kernels: dict[str, dict] = {}
+    for launch, us, op in zip(most, times, known, strict=True):
+        for table, key in ((ops, op), (kernels, launch.name)):
+            part = table.setdefault(key, {"us": 0.0, "launches": 0})
+            part["us"] = round(part["us"] + us, 3)
+            part["launches"] += 1
+    spans = [(one[-1].start_us + one[-1].us - one[0].start_us, _idle(one)) for one in whole if one]
+    span, gaps = (statistics.median(values) for values in zip(*spans, strict=True)) if spans else (0.0, 0.0)
+    return {"ops": _longest(ops), "kernels": _longest(kernels), "span_us": round(span, 3), "gaps_us": round(gaps, 3)}
+
+
+def _idle(launches: Sequence[Launch]) -> float:
+    """Return for how many us nothing ran, from the first start on."""
+    idle, end = 0.0, launches[0].start_us
+    for launch in launches:
+        idle += max(0.0, launch.start_us - end)
+        end = max(end, launch.start_us + launch.us)
+    return idle
+
+
+def _longest(table: dict[str, dict]) -> dict[str, dict]:
+    return dict(sorted(table.items(), key=lambda item: -item[1]["us"]))
 
 
 if __name__ == "__main__":

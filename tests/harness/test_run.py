@@ -81,8 +81,6 @@ def test_bad_use_is_one_clear_line_and_status_2(arguments, message, capsys, resu
         (["--verbose"], "unknown option --verbose"),
         (["--mod", "test"], "did you mean --mode?"),
         (["b.py"], "unexpected argument b.py"),
-        (["--lint"], "python -m harness lint PROBLEM"),
-        (["--new-variant=cpu_mine"], "python -m harness new PROBLEM VARIANT"),
     ],
 )
 def test_an_unknown_word_names_what_was_meant(words, message, capsys):

@@ -9,7 +9,7 @@ from harness import run
 from harness.judge import options
 from harness.judge.options import Options
 from harness.problem.folders import UsageError
-from harness.tools import checkout, remote
+from harness.tools import remote
 from tests.support import ROOT, SUPPORT
 
 
@@ -18,7 +18,7 @@ def parsed(argv) -> Options:
 
 
 def request(*argv):
-    return checkout.request(parsed(argv))
+    return remote.request(parsed(argv))
 
 
 def test_arguments_are_sent_as_they_were_given():
@@ -40,7 +40,7 @@ def test_arguments_are_sent_as_they_were_given():
 
 def test_arguments_of_a_problems_own_check_are_kept():
     argv = ["--config", "tiny", "--steps", "-1"]
-    assert checkout.request(parsed(["dsv4_forward"]), argv).arguments == ["dsv4_forward", *argv]
+    assert remote.request(parsed(["dsv4_forward"]), argv).arguments == ["dsv4_forward", *argv]
 
 
 def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
@@ -54,8 +54,8 @@ def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
     (awkward / "part.h").write_text("\n")
     sent = request("nvfp4_gemv", "--submission", str(inside), "--submission", str(awkward / "mine.py"))
     _, path = (word.partition("=")[2] for word in sent.arguments if word.startswith("--submission="))
-    with checkout.copied(sent.files) as copy:
-        tree = copy / checkout.TREE
+    with remote.copied(sent.files) as copy:
+        tree = copy / remote.TREE
         assert sorted(file.name for file in (tree / path).resolve().parent.iterdir()) == [
             "mine.cpp",
             "mine.py",

@@ -1,6 +1,6 @@
 """Launches of a profiler's trace, and where the time of a replayed graph goes."""
 
-from harness.tools.device_trace import Launch, breakdown, read
+from harness.tools.latency import Launch, breakdown, read
 
 
 def span(cat: str, name: str, ts: float, dur: float, **args) -> dict:

@@ -18,8 +18,8 @@ from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import record, schema
 from harness.results.run_file import RunFile
-from harness.tools import device_trace, latency
-from harness.tools.device_trace import Launch
+from harness.tools import latency
+from harness.tools.latency import Launch
 from problems.dsv4_forward.timed_steps import Decode as Steps
 from problems.dsv4_forward.timed_steps import prepare
 from tests.support import SUPPORT
@@ -101,7 +101,7 @@ def without_gpu(monkeypatch):
     def launches(call) -> list[Launch]:
         ranges.clear()
         call()
-        op = ranges[0].removeprefix(device_trace.OP) if ranges else ""
+        op = ranges[0].removeprefix(latency.OP) if ranges else ""
         return [Launch("k", 0.0, 2.0, op), Launch("Memcpy DtoD", 3.0, 2.0, op)]
 
     def range_of(name: str) -> contextlib.AbstractContextManager:
@@ -117,7 +117,7 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(latency, "_capture", lambda step: SimpleNamespace(replay=step))
     monkeypatch.setattr(latency, "_waits", lambda step: step() or "")
-    monkeypatch.setattr(device_trace, "launches", launches)
+    monkeypatch.setattr(latency, "launches", launches)
     monkeypatch.setattr(latency, "STEPS", 3)
 
 

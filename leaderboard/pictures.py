@@ -4,18 +4,20 @@ Each function returns a chart for leaderboard/plot.py, or None where there is no
 for who cannot see it.
 """
 
+import collections
 import math
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
 from harness.results import ranking, text
-from leaderboard import model_board, plot, tables, trend
+from leaderboard import model_board, plot, tables
 from leaderboard.board import Board, rows_of
 from leaderboard.plot import Lines, Point, Row, Rows
 
 MOST_ROWS = 60  # variants in one picture; the table has all
 BASELINES = 2  # series kept for baselines, where there are more variants than series
+SHORT = 7  # characters of a commit; records of old runs have no more
 MOST_TICKS = 300  # samples of a case; more are thinned evenly
 
 
@@ -76,13 +78,39 @@ def series(board: Board) -> list[str]:
     return [variant for variant in shown.variant if variant in {*others, *baselines}]
 
 
-def history(board: Board, points: Sequence[trend.Timing]) -> Lines | None:
-    """The metric of the drawn variants over the commits at which they were timed."""
-    places = trend.commits(points)
-    shown = [variant for variant in series(board) if any(point.variant == variant for point in points)]
-    found = [(one, [(places[p.commit][0], p.us) for p in points if p.variant == one]) for one in shown]
-    labels, axis = [label for _, label in places.values()], f"{board.metric} of the times, us, by commit"
-    return Lines(labels, found, axis) if found else None
+def history(board: Board, records: Iterable[dict]) -> Lines | None:
+    """The metric of the drawn variants in each run in which one was right and timed on all cases of the board, over
+    the commits. records: of the board's machine.
+    """
+    mine = [one for one in records if (one["problem"], one["target"]) == (board.problem, board.target)]
+    judged = [one for one in mine if one["kind"] in ranking.JUDGED and not one.get("superseded")]
+    wrong = {(one["variant"], one["run_id"]) for one in judged if one["status"] not in ("PASSED", "UNSUPPORTED")}
+    runs: dict[tuple[str, str], dict[str, dict]] = {}
+    for one in ranking.timed(mine):
+        key = one["variant"], one["run_id"]
+        if one["status"] == "PASSED" and (one.get("median_us") or 0) > 0 and key not in wrong:
+            runs.setdefault(key, {})[ranking.case_label(one["case"])] = one
+    points = []
+    for (variant, _), found in runs.items():
+        if board.cases and set(board.cases) <= set(found):
+            us = ranking.metric(board.metric, [found[case]["median_us"] for case in board.cases])
+            points.append((variant, found[board.cases[0]], us))
+    return _over_commits(points, series(board), f"{board.metric} of the times, us, by commit")
+
+
+def _over_commits(points: Iterable[tuple[str, dict, float]], names: Iterable[str], axis: str) -> Lines | None:
+    """A line for each of the series `names`. points: of each its series, a record of it and us, the oldest first. A
+    commit has the day of its first run. Times of different runs are not paired, so large changes show only.
+    """
+    commits: dict[str, str] = {}
+    lines: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    for name, one, us in points:
+        commit = (one.get("commit") or "unknown")[:SHORT]
+        commits.setdefault(commit, f"{commit}\n{one['time'][:10]}")
+        if name in lines:
+            lines[name].append((list(commits).index(commit), us))
+    shown = [(name, found) for name, found in lines.items() if found]
+    return Lines(list(commits.values()), shown, axis) if shown else None
 
 
 def samples(records: Iterable[dict]) -> Rows | None:
@@ -143,20 +171,14 @@ def _own(records: Sequence[dict]) -> dict[str, str]:
 
 
 def model_history(records: Iterable[dict]) -> Lines | None:
-    """The time of a step as a graph over the commits, for each case of a model on one machine."""
-    found: dict[str, list[tuple[str, float]]] = {}
-    labels: dict[str, str] = {}
-    for one in sorted(records, key=lambda one: one["time"]):
-        us = model_board.number(one.get("median_us"))
-        if us > 0:
-            commit = (one.get("commit") or "unknown")[: trend.SHORT]
-            labels.setdefault(commit, f"{commit}\n{one['time'][:10]}")
-            found.setdefault(ranking.case_label(one["case"]), []).append((commit, us))
-    places = {commit: place for place, commit in enumerate(labels)}
-    own = ranking.apart(list(found))[0] if found else {}
-    most = sorted(found, key=lambda case: -len(found[case]))[: plot.MOST_SERIES]
-    lines = [(own[case], [(places[commit], us) for commit, us in found[case]]) for case in most]
-    return Lines(list(labels.values()), lines, "time of a decode step as a CUDA graph, us, by commit")
+    """The time of a step as a graph over the commits, of the cases of a model that were timed most often."""
+    timed = [
+        one for one in sorted(records, key=lambda one: one["time"]) if model_board.number(one.get("median_us")) > 0
+    ]
+    own = _own(timed)
+    points = [(own[ranking.case_label(one["case"])], one, one["median_us"]) for one in timed]
+    most = [name for name, _ in collections.Counter(name for name, *_ in points).most_common(plot.MOST_SERIES)]
+    return _over_commits(points, most, "time of a decode step as a CUDA graph, us, by commit")
 
 
 def pairs(found: Sequence[tuple[str, Sequence[float]]]) -> Rows:

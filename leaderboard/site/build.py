@@ -22,7 +22,7 @@ from markupsafe import Markup
 from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, text
-from leaderboard import model_board, pictures, plot, provenance, quality, tables, trend
+from leaderboard import model_board, pictures, plot, provenance, quality, tables
 from leaderboard.board import Board
 from leaderboard.pages import Shown
 from leaderboard.screen import track
@@ -133,7 +133,8 @@ class Site:
         self.page(problem_page(name), "problem.html", text.line(name), sections=sections, **given)
 
     def _section(self, board: Board) -> dict[str, Any]:
-        root, key, points = "../", grids.key_of(board), trend.timings(board, self.shown.records[board.machine])
+        root, key = "../", grids.key_of(board)
+        history = pictures.history(board, self.shown.records[board.machine])
         by_case, common = grids.by_case(board)
         output.write_whole(self.folder / "pictures" / f"{key}.csv", tables.csv([board]))
         return {
@@ -144,7 +145,7 @@ class Site:
             "common": common,
             "by_variant": self.picture(pictures.by_variant(board), f"{key}-variant", "By variant.", root, file=True),
             "by_case": self.picture(pictures.by_case(board), f"{key}-case", "By case.", root, file=True),
-            "history": self.picture(pictures.history(board, points), f"{key}-history", HISTORY, root),
+            "history": self.picture(history, f"{key}-history", HISTORY, root),
         }
 
     def variant(self, problem: str, name: str) -> None:

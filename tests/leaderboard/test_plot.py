@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from leaderboard import board, pictures, plot
 from leaderboard.plot import Lines, Point, Row, Rows
-from tests.support.records import CASES, bench, full
+from tests.support.records import CASES, bench, full, line
 
 NAMES = ["a", "sm90_a_name_that_is_long_" * 8, "<script>alert(1)</script>", "$x^2$ and $y$", "漢字 الحرب", "v" * 200]
 WIDTHS = (plot.WIDE, plot.NARROW)
@@ -48,8 +48,8 @@ def test_charts_of_odd_names_have_no_overlapping_text(width):
     one = boards(NAMES)
     cases = [f"{name}={name} n={n}" for n, name in enumerate(NAMES)]
     rows = [Row(case, [Point(1.0), Point(1.1), Point(0.9, series=1)], said="median 12.34 us") for case in cases]
-    lines = Lines([f"{n:07x}\n2026-01-02" for n in range(300)], [(name, [(0, 1.0), (299, 1e6)]) for name in NAMES], "y")
-    for drawn in (pictures.by_variant(one), pictures.by_case(one), Rows(rows, (), "time " * 30, "ticks"), lines):
+    over = Lines([f"{n:07x}\n2026-01-02" for n in range(300)], [(name, [(0, 1.0), (299, 1e6)]) for name in NAMES], "y")
+    for drawn in (pictures.by_variant(one), pictures.by_case(one), Rows(rows, (), "time " * 30, "ticks"), over):
         assert drawn and overlaps(plot.draw(drawn, width)) == []
 
 
@@ -92,3 +92,16 @@ def test_samples_are_relative_to_the_median():
     one = bench("a", 0, 10.0) | {"samples_us": [[9.0, 10.0, 11.0]] * 20}
     assert [point.x for point in pictures.samples([one]).rows[0].points[:3]] == [0.9, 1.0, 1.1]
     assert pictures.samples([one | {"samples_us": None}]) is None and pictures.samples([]) is None
+
+
+def test_only_whole_right_runs_are_points_of_a_history():
+    later = {"run": "r2", "minute": 2}
+    failed = [*full("wrong", 0.5, **later), line("test", "wrong", status="INCORRECT", **later)]
+    again = [one | {"superseded": True} for one in full("a", 0.1, **later)]
+    records = [*full("a", 1.0), *failed, *full("half", 0.5, **later)[:2], *again, *full("a#2", 0.1, **later)]
+    records += full("a", 0.9, **later, commit="f" * 40)
+    (found,) = board.build(records, "box", {("nvfp4_gemv", "sm90"): CASES})
+    drawn = pictures.history(found, records)
+    ((name, points),) = drawn.series
+    assert name == "a" and drawn.x == ["0123456\n2026-01-02", "fffffff\n2026-01-02"]
+    assert [place for place, _ in points] == [0, 1] and points[1][1] == pytest.approx(points[0][1] * 0.9)

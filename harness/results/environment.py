@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from harness.results import gpu
 
 
@@ -35,6 +33,8 @@ def flops_rate(gpu: str, activation: object = None) -> float:
 @functools.cache
 def describe() -> dict[str, str | None]:
     """gpu, cpu, driver, cuda, torch, python, platform, cutlass_dsl; None where there is none."""
+    import torch  # takes 2 s, and who asks for a machine's name needs none
+
     used = gpu.current()
     return {
         "gpu": used.name if used else None,
@@ -57,8 +57,9 @@ def line() -> str:
 
 def machine(device: str) -> str:
     """Slug of the machine whose results these are: the GPU's name, or "cpu-" and the processor's and its cores."""
-    name = describe()["gpu"] if device == "cuda" else f"cpu {_cpu_name()} {os.cpu_count()}c"
-    name = re.sub(r"\(r\)|\(tm\)|processor|cpu @", "", (name or "unknown gpu").lower())
+    used = gpu.current()
+    name = f"cpu {_cpu_name()} {os.cpu_count()}c" if device != "cuda" else used.name if used else "unknown gpu"
+    name = re.sub(r"\(r\)|\(tm\)|processor|cpu @", "", name.lower())
     return re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
 
 

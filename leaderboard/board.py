@@ -79,23 +79,27 @@ def build(
     machine: str,
     expected: Mapping[tuple[str, str], list[dict]],
     known: Provenance | None = None,
+    brief: bool = False,
 ) -> list[Board]:
     """The boards of one machine, sorted by problem and target.
 
     records: as harness/results/record.py reads them; those of kind latency are in leaderboard/model_board.py's tables.
     expected: for (problem, target) the cases that a complete variant must have; where absent, those of the base run.
     known: what the records of all machines say of variants and sources; by default, what these say.
+    brief: only who leads, and how fast: without sources and intervals, which take longer than all else.
     """
     records = list(records)
     known = known or Provenance(records)
     found: dict[tuple[str, str], list[dict]] = {}
     for one in _by_run(split for record in records if record["kind"] in KINDS for split in _by_target(record)):
         found.setdefault((one["problem"], one["target"]), []).append(one)
-    return [_board(its, machine, key, expected.get(key), known) for key, its in sorted(found.items())]
+    return [
+        _board(its, machine, key, expected.get(key), None if brief else known) for key, its in sorted(found.items())
+    ]
 
 
 def _board(
-    records: list[dict], machine: str, key: tuple[str, str], expected: list[dict] | None, known: Provenance
+    records: list[dict], machine: str, key: tuple[str, str], expected: list[dict] | None, known: Provenance | None
 ) -> Board:
     counted = [one for one in records if not one.get("superseded")]
     wanted = None if expected is None else [case_label(case) for case in expected]
@@ -104,7 +108,10 @@ def _board(
     of_base_cases = list(dict.fromkeys(case_label(one["case"]) for one in of_base))
     cases = of_base_cases if wanted is None else wanted
     ranking_by = (of_base[-1].get("ranking_by") if of_base else None) or "geom"
-    promoted = {one.variant: one for one in ranking.leaders(counted, cases, ranking_by) if one.over}
+    later = counted[[one["run_id"] for one in counted].index(base) :] if base else []
+    confirmed = any(one.get("confirms") and one["run_id"] != base for one in later)
+    chain = ranking.leaders(counted, cases, ranking_by) if confirmed else []
+    promoted = {one.variant: one for one in chain if one.over}
     clock = ranking.board_clock(of_base)
     by_variant: dict[str, list[dict]] = {}
     for one in counted:
@@ -113,8 +120,10 @@ def _board(
     rows, times, changed, other_clock = [], [], [], set[str]()
     for variant, its in by_variant.items():
         row, its_times, shown = _row(its, base, cases, ranking_by, promoted.get(variant), known)
-        row |= {"source": provenance.worst(map(known.state, shown)), "attempts": ranking.attempt(records, variant)}
-        changed += [row] * any(map(known.problem_changed, shown))
+        row["attempts"] = ranking.attempt(records, variant)
+        if known:
+            row["source"] = provenance.worst(map(known.state, shown))
+            changed += [row] * any(map(known.problem_changed, shown))
         if any(
             one.get("superseded") and (one["variant"], one["run_id"]) == (variant, row["run_id"]) for one in records
         ):
@@ -160,7 +169,7 @@ def _row(
     cases: list[str],
     ranking_by: str,
     lead: ranking.Leader | None,
-    known: Provenance,
+    known: Provenance | None,
 ) -> tuple[dict, list[dict], list[dict]]:
     """-> (row of standing, rows of times, records that they show) of the variant that all records are of. The caller
     fills in rank, attempts, source and baseline_ratio. lead: how it took the lead after the base run, if it did.
@@ -174,7 +183,7 @@ def _row(
     if not ran:
         last = ([one for one in records if one["kind"] == "compile"] or records)[-1]
         row |= {"status": last["status"], "run_id": last["run_id"], "reason": last.get("reason") or ""}
-        if last["status"] in UNRUN or last["kind"] == "model":
+        if known and (last["status"] in UNRUN or last["kind"] == "model"):
             row["status"], row["reason"], note = known.modelled(last)
             row["notes"] += [note] * bool(note)
         return row, [], [last]
@@ -210,7 +219,11 @@ def _row(
             row["roofline_share"] = stats.geomean([time["roofline_share"] for time in done])
         try:
             samples = [bench[case].get("samples_us") or [] for case in cases]
-            row["lo_us"], row["hi_us"] = ranking.interval(ranking_by, samples)
+            if known:
+                row["lo_us"], row["hi_us"] = ranking.interval(ranking_by, samples)
+            else:  # what is no time is found out
+                means = [stats.geomean([stats.geomean(group) for group in groups]) for groups in samples]
+                row["lo_us"] = row["hi_us"] = stats.geomean(means)
         except (TypeError, ValueError) as error:
             row["notes"].append(f"no interval, hence no rank: samples_us: {error}")
     if setup := sorted(time["setup_us"] for time in done if time["setup_us"] > 0):

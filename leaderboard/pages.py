@@ -7,9 +7,13 @@ record is left out with a warning, and what is shown of a record is text, never 
 import argparse
 import dataclasses
 import difflib
+import gc
+import multiprocessing
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 from harness.problem import sources
 from harness.results import output, record, text
@@ -43,9 +47,11 @@ def problem_of(path: Path, folder: Path) -> str:
     return path.relative_to(folder).parts[0].removesuffix(".jsonl")
 
 
-def read(results: Path, machines: list[str], problems: list[str], others: Iterable[str] = ()) -> Shown:
+def read(
+    results: Path, machines: list[str], problems: list[str], others: Iterable[str] = (), brief: bool = False
+) -> Shown:
     """The boards of these machines. problems: the names wanted; empty means all. others: machines whose records say
-    what is known of variants that these have only compiled.
+    what is known of variants that these have only compiled. brief: as of board.build.
 
     ValueError: a problem's task.py cannot be loaded.
     """
@@ -53,10 +59,10 @@ def read(results: Path, machines: list[str], problems: list[str], others: Iterab
     elsewhere, _ = records_of(results, [machine for machine in others if machine not in by_machine], problems)
     known = Provenance(one for records in (by_machine | elsewhere).values() for one in records)
     shown = Shown(known, complaints=complaints, records=by_machine)
+    every = (one for records in by_machine.values() for one in records if one["kind"] in board.KINDS)
+    cases = expected({(one["problem"], one["target"]) for one in every})
     for machine, records in by_machine.items():
-        kinds = {(one["problem"], one["target"]) for one in records}
-        cases = {kind: found for kind in sorted(kinds) if (found := expected(*kind))}
-        shown.boards += board.build(records, machine, cases, known)
+        shown.boards += board.build(records, machine, cases, known, brief)
         shown.steps |= model_board.steps(records, machine)
     return shown
 
@@ -65,13 +71,16 @@ def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple
     """-> (by machine its records, complaints about lines and files that are none)."""
     by_machine: dict[str, list[dict]] = {}
     complaints = []
+    gc.disable()  # there are a million objects, all of which stay: to look for garbage takes as long as to read them
     for machine in machines:
-        found = [record.contents_of(path, results) for path in record.files(results / machine)]
+        named = [path for name in problems for path in record.files(results / machine, name)]
+        found = [record.contents_of(path, results) for path in named or record.files(results / machine)]
         complaints += [said for one in found for said in one.complaints]
         records = record.records_of(found)
         # Without a name only our own problems': those of other people's folders have an @ in theirs.
         wanted = [one for one in records if (one["problem"] in problems if problems else "@" not in one["problem"])]
         by_machine[machine] = wanted
+    gc.enable()
     return by_machine, complaints
 
 
@@ -81,20 +90,32 @@ def see_folder(results: Path) -> None:
         raise ValueError(f"--results: {'not a folder:' if results.exists() else 'no folder'} {results}")
 
 
-def expected(problem: str, target: str) -> list[dict] | None:
-    """The cases that a complete variant of one of our problems has; None for a problem that is no folder of ours.
+def expected(kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], list[dict]]:
+    """The cases that a complete variant has, by (problem, target): of our problems, not of those from elsewhere.
 
-    ValueError: its task.py fails.
+    ValueError: a task.py fails.
     """
-    folder = load.PROBLEMS / problem
-    if not (folder / "task.py").is_file():
-        return None
+    ours = sorted(kind for kind in kinds if (load.PROBLEMS / kind[0] / "task.py").is_file())
+    if not ours:
+        return {}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _leave_torch_out) as process:
+        return dict(zip(ours, process.map(_cases, ours), strict=True))
+
+
+def _leave_torch_out() -> None:
+    """Of a process that asks for cases only: these hold nothing of torch, which takes 2 s to import."""
+    if "torch" not in sys.modules:
+        sys.modules.update({name: MagicMock() for name in ("torch", "torch.nn", "torch.nn.functional")})
+
+
+def _cases(kind: tuple[str, str]) -> list[dict]:
+    problem, target = kind
     try:
-        task = load.module(folder, "task")
+        task = load.module(load.PROBLEMS / problem, "task")
         cases = vars(task).get(f"BENCHMARKS_{target.upper()}")
         return [dataclasses.asdict(case) for case in cases or task.BENCHMARKS]
     except Exception as error:
-        raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from error
+        raise ValueError(f"{problem}/task.py cannot be loaded: {error!r}") from None
 
 
 def committed(machines: Path) -> list[str]:
@@ -153,7 +174,9 @@ def report(options: argparse.Namespace) -> int:
     machines = folders if options.machine is None else [options.machine]
     if options.here:
         machines = [machine for machine in folders if machine in terminal.here()]
-    shown = read(options.results, machines, options.problems, folders)
+    whole = options.all or bool(options.machine and options.problems)
+    brief = options.format == "terminal" and not (options.html or options.here or options.problems or whole)
+    shown = read(options.results, machines, options.problems, folders, brief)
     for complaint in shown.complaints:
         output.complain(f"warning: {text.line(complaint)}")
     if not shown and not options.here:
@@ -173,7 +196,6 @@ def report(options: argparse.Namespace) -> int:
     elif options.here:
         terminal.brief(shown.boards, shown.steps, shown.known, given[0])
     elif shown:
-        whole = options.all or bool(options.machine and options.problems)
         terminal.show(shown.boards, shown.steps, shown.known, options.problems, whole, options.cases)
     return 0
 

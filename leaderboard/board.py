@@ -24,7 +24,7 @@ import pandas as pd
 from harness.results import ranking, stats, text
 from harness.results.ranking import case_label, ranks
 from leaderboard import provenance
-from leaderboard.provenance import PROBLEM_CHANGED, Provenance
+from leaderboard.provenance import Provenance
 
 OTHER_RUN = "not ranked: timed in a run of its own; rank it with --all"
 KINDS = ("test", "benchmark", "compile", "model")
@@ -117,13 +117,11 @@ def _board(
     for one in counted:
         if not ranking.is_repeat(one["variant"]):
             by_variant.setdefault(one["variant"], []).append(one)
-    rows, times, changed, other_clock = [], [], [], set[str]()
+    rows, times, other_clock = [], [], set[str]()
     for variant, its in by_variant.items():
         row, its_times, shown = _row(its, base, cases, ranking_by, promoted.get(variant), known)
         row["attempts"] = ranking.attempt(records, variant)
-        if known:
-            row["source"] = provenance.worst(map(known.state, shown))
-            changed += [row] * any(map(known.problem_changed, shown))
+        row["source"] = provenance.worst(map(known.state, shown)) if known else ""
         if any(
             one.get("superseded") and (one["variant"], one["run_id"]) == (variant, row["run_id"]) for one in records
         ):
@@ -137,11 +135,6 @@ def _board(
         rows.append(row)
         times += its_times
     notes = []
-    if changed and len(changed) == len(rows):
-        notes.append(f"All rows: {PROBLEM_CHANGED}.")
-    else:
-        for row in changed:
-            row["notes"].append(PROBLEM_CHANGED)
     if strange := [case for case in of_base_cases if case not in cases]:
         notes.append(f"timed in run {base}, but no case of this board: {'; '.join(strange)}")
     if len({json.dumps(one.get("environment"), sort_keys=True) for one in of_base}) > 1:

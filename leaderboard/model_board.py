@@ -44,7 +44,7 @@ def section(title: str, records: list[dict], known: Provenance, cases: bool) -> 
 
 def table(records: list[dict], known: Provenance) -> Table:
     """A row per case, times in us. % of SOL: the speed of light's time / the graph's, or a prefill's eager one."""
-    said = [_remarks(one, known) for one in records]
+    said = [_remarks(one) for one in records]
     columns = {name: [_field(one, name) for one in records] for name in _fields(records)} | {
         "eager us": [text.us(number(one.get("eager_us"))) for one in records],
         "graph us": [text.us(graph_us(one)) for one in records],
@@ -64,10 +64,10 @@ def table(records: list[dict], known: Provenance) -> Table:
     return Table(list(columns), list(map(list, zip(*columns.values(), strict=True))), WORDS, kinds, below)
 
 
-def _remarks(one: dict, known: Provenance) -> list[str]:
+def _remarks(one: dict) -> list[str]:
     failed = one["status"] != "PASSED"
     said = [f"{one['status']}: {text.line(one.get('reason') or '', tables.REASON)}"] if failed else []
-    return said + [provenance.PROBLEM_CHANGED] * known.problem_changed(one) + provenance.warnings([one])
+    return said + provenance.warnings([one])
 
 
 def _fields(records: Iterable[dict]) -> list[str]:

@@ -15,10 +15,11 @@ from harness.problem import sources
 from harness.results import ranking, text
 from problems.common import load
 
-MATCH, SAME_CODE, CHANGED = "match", "same code", "changed since"
-STATES = (CHANGED, SAME_CODE, MATCH)  # the worst first: a row of several records has the worst of theirs
-PROBLEM_CHANGED = "the problem has changed since it ran"  # its cases, tolerances, task or reference
+MATCH, SAME_CODE, PROBLEM_CHANGED, CHANGED = "match", "same code", "problem changed", "changed since"
+# The worst first: a row of several records has the worst of theirs.
+STATES = (CHANGED, PROBLEM_CHANGED, SAME_CODE, MATCH)
 STALE, ELSEWHERE = "stale: the code has changed since", "its source is not in this checkout"
+OTHER_PROBLEM = "problem changed: its code is the same, the cases, tolerances, task or reference are not"
 THROTTLED = "the GPU's clocks were throttled"
 UNSCORED = r"(\d+) calls have no score: the judge's clock"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
@@ -46,20 +47,17 @@ class Provenance:
                 self._checks.setdefault((key, source), {})[ranking.case_label(one["case"])] = one
 
     def state(self, one: dict) -> str:
-        """Return MATCH, SAME_CODE or CHANGED, which also stands where the checkout has no such variant, or where the
-        machine code of its sources is not known.
+        """Return MATCH or SAME_CODE where the code that ran is the checkout's, by source or machine code; of these
+        PROBLEM_CHANGED where the problem is known to have been another one. Else CHANGED, which also stands where the
+        checkout has no such variant, or where the machine code of its sources is not known.
         """
-        now = source_hash(load.PROBLEMS / one["problem"], one["variant"])
-        if now is None or not one.get("source_hash"):
+        folder, ran = load.PROBLEMS / one["problem"], one.get("source_hash")
+        now = source_hash(folder, one["variant"])
+        if now is None or not ran or (ran != now and one.get("code_hash") not in self._codes.get((_key(one), now), ())):
             return CHANGED
-        if one["source_hash"] == now:
-            return MATCH
-        return SAME_CODE if one.get("code_hash") in self._codes.get((_key(one), now), ()) else CHANGED
-
-    def problem_changed(self, one: dict) -> bool:
-        """Return whether it is known that the problem was another one: by its cases, tolerances, task or reference."""
-        now = problem_hash(load.PROBLEMS / one["problem"])
-        return now is not None and bool(one.get("problem_hash")) and one["problem_hash"] != now
+        if None not in (problem := {one.get("problem_hash"), problem_hash(folder)}) and len(problem) > 1:
+            return PROBLEM_CHANGED
+        return MATCH if ran == now else SAME_CODE
 
     def modelled(self, one: dict) -> tuple[str, str, str]:
         """-> (status, reason, note) of a compiled variant: COMPILED, MODEL_CHECKED, or how it failed in the model.
@@ -85,7 +83,9 @@ class Provenance:
 
 
 def stale(problem: str, variant: str, state: str) -> list[str]:
-    """What to say of a row in this state: [] where its code is the checkout's, or the problem is no folder of ours."""
+    """What to say of a row in this state: [] where all is as in the checkout, or the problem is no folder of ours."""
+    if state == PROBLEM_CHANGED:
+        return [OTHER_PROBLEM]
     if state != CHANGED or not (load.PROBLEMS / problem).is_dir():
         return []
     return [STALE if source_hash(load.PROBLEMS / problem, variant) else ELSEWHERE]

@@ -64,13 +64,15 @@ def test_a_variant_that_the_checkout_lacks_has_changed():
     assert rows(found)["no_such_variant"].source == provenance.CHANGED
 
 
-def test_a_row_whose_problem_has_changed_says_so(monkeypatch):
+def test_a_row_whose_problem_has_changed_says_so_and_one_of_other_code_says_that(monkeypatch):
     in_checkout(monkeypatch)
-    records = full("a", 1.1, problem_hash="q") + full("b", 1.2, problem_hash="p") + full("c", 1.3)
-    (found,) = board.build(records, "box", EXPECTED, provenance.Provenance())
-    assert [provenance.PROBLEM_CHANGED in rows(found)[name].notes for name in "abc"] == [True, False, False]
-    (found,) = board.build(records[:3], "box", EXPECTED, provenance.Provenance())
-    assert found.notes == [f"All rows: {provenance.PROBLEM_CHANGED}."] and rows(found)["a"].notes == []
+    now = {"source_hash": "new"}
+    records = full("a", 1.1, problem_hash="q", **now) + full("b", 1.2, problem_hash="p", **now) + full("c", 1.3, **now)
+    (found,) = board.build(records + full("d", 1.4, problem_hash="q"), "box", EXPECTED, provenance.Provenance())
+    states = [provenance.PROBLEM_CHANGED, provenance.MATCH, provenance.MATCH, provenance.CHANGED]
+    assert [rows(found)[name].source for name in "abcd"] == states
+    assert [row[-1] for row in tables.leaders([found]).rows] == [provenance.PROBLEM_CHANGED]
+    assert provenance.OTHER_PROBLEM in tables.standing(found).remarks[0]
 
 
 @pytest.fixture

@@ -285,14 +285,14 @@ def _time(row: dict, case: str, record: dict | None) -> dict:
     if record is None:
         return time | {"status": "MISSING", "reason": "no record"}
     time |= {"status": record["status"], "reason": record.get("reason") or ""}
-    time |= {key: _number(record.get(key)) for key in NUMBERS} | {"roofline_kind": record.get("roofline_kind") or ""}
-    time |= {to: _number((record.get("error") or {}).get(key)) for to, key in ERRORS.items()}
+    time |= {key: number(record.get(key)) for key in NUMBERS} | {"roofline_kind": record.get("roofline_kind") or ""}
+    time |= {to: number((record.get("error") or {}).get(key)) for to, key in ERRORS.items()}
     if time["status"] != "PASSED":
         return time
-    median = _number(record.get("median_us"))
+    median = number(record.get("median_us"))
     if not (math.isfinite(median) and median > 0):
         return time | {"status": "INVALID_MEASUREMENT", "reason": f"median_us is no time: {record.get('median_us')!r}"}
-    lo, hi = map(_number, record.get("ci95_us") or (None, None))
+    lo, hi = map(number, record.get("ci95_us") or (None, None))
     return time | {"median_us": median, "lo_us": lo, "hi_us": hi, "roofline_share": time["roofline_us"] / median}
 
 
@@ -316,11 +316,11 @@ def _pairs(records: list[dict]) -> pd.DataFrame:
     rows = []
     for one in records:
         if one["kind"] == "benchmark" and one["status"] == "PASSED" and (against := one.get("against")):
-            lo, hi = map(_number, against.get("ci95") or (None, None))
+            lo, hi = map(number, against.get("ci95") or (None, None))
             # Old records have no word: their 95 % interval says it.
             same = "SAME" if 1 - stats.SAME_WITHIN <= lo <= hi <= 1 + stats.SAME_WITHIN else "UNDECIDED"
             word = against.get("word") or ("FASTER" if hi < 1 else "SLOWER" if lo > 1 else same)
-            row = (one["variant"], str(against.get("variant")), case_label(one["case"]), _number(against.get("ratio")))
+            row = (one["variant"], str(against.get("variant")), case_label(one["case"]), number(against.get("ratio")))
             rows.append((*row, lo, hi, word, one["run_id"]))
     pairs = pd.DataFrame(rows, columns=PAIRS)
     newest = pairs.groupby(["variant", "against"])["run_id"].transform("last")
@@ -369,6 +369,6 @@ def _by_run(records: Iterable[dict]) -> list[dict]:
     return sorted(records, key=lambda one: (ended[one["run_id"]], one["run_id"]))
 
 
-def _number(value: object) -> float:
+def number(value: object) -> float:
     """A float; NaN for what is no number."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

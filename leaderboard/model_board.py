@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from harness.results import text
 from leaderboard import provenance, tables
+from leaderboard.board import number
 from leaderboard.provenance import Provenance
 from leaderboard.tables import Section, Table
 
@@ -152,7 +153,3 @@ def share(one: dict) -> float:
     """The share of the speed of light that a record's graph reaches; NaN where one of the two is not known."""
     graph = number(one.get("median_us"))
     return number(one.get("sol_us")) / graph if graph > 0 else math.nan
-
-
-def number(value: float | None) -> float:
-    return math.nan if value is None else float(value)

@@ -135,7 +135,7 @@ def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
         nothing = "No machine's records are committed yet.\n"
         return nothing, nothing, shown.complaints
     first = tables.leaders(shown.boards)
-    first = dataclasses.replace(first, rows=first.rows + model_board.leaders(shown.steps, shown.known))
+    first = dataclasses.replace(first, rows=[*first.rows, *model_board.leaders(shown.steps, shown.known)])
     return tables.grid(first), markdown(shown), shown.complaints
 
 

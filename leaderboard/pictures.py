@@ -12,7 +12,7 @@ import pandas as pd
 
 from harness.results import ranking, text
 from leaderboard import model_board, plot, tables
-from leaderboard.board import Board, rows_of
+from leaderboard.board import Board, number, rows_of
 from leaderboard.plot import Lines, Point, Row, Rows
 
 MOST_ROWS = 60  # variants in one picture; the table has all
@@ -135,8 +135,8 @@ def steps(records: Sequence[dict]) -> Rows | None:
     """Time of a decode step of each case: as a graph, eager, and at the speed of light."""
     own, rows = _own(records), []
     for one in records:
-        times = [model_board.number(one.get(key)) for key in ("median_us", "eager_us")]
-        sol = model_board.number(one.get("sol_us"))
+        times = [number(one.get(key)) for key in ("median_us", "eager_us")]
+        sol = number(one.get("sol_us"))
         points = [Point(us, series=number) for number, us in enumerate(times) if us > 0]
         said = f"{text.us(times[0])} us" if times[0] > 0 else ""
         rows.append(Row(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
@@ -159,7 +159,7 @@ def components(records: Sequence[dict]) -> Rows | None:
     for label, (parts, one) in found.items():
         others = sum(parts.get(name, 0.0) for name in names.difference(longest))
         values = [*(parts.get(name, 0.0) for name in longest), others, *(parts.get(name, 0.0) for name in rest)]
-        sol, points = model_board.number(one.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
+        sol, points = number(one.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
         rows.append(Row(label, points, [sol] if sol > 0 else [], f"{text.us(sum(values))} us"))
     axis = "time of a decode step on the GPU by op, us, by the driver's records"
     return Rows(rows, [*longest, "other ops", *rest], axis, "bars", "speed of light") if rows else None
@@ -172,9 +172,7 @@ def _own(records: Sequence[dict]) -> dict[str, str]:
 
 def model_history(records: Iterable[dict]) -> Lines | None:
     """The time of a step as a graph over the commits, of the cases of a model that were timed most often."""
-    timed = [
-        one for one in sorted(records, key=lambda one: one["time"]) if model_board.number(one.get("median_us")) > 0
-    ]
+    timed = [one for one in sorted(records, key=lambda one: one["time"]) if number(one.get("median_us")) > 0]
     own = _own(timed)
     points = [(own[ranking.case_label(one["case"])], one, one["median_us"]) for one in timed]
     most = [name for name, _ in collections.Counter(name for name, *_ in points).most_common(plot.MOST_SERIES)]

@@ -4,7 +4,9 @@ docs/exploits.jsonl has what became of each attack (tests/exploits/exploit_table
 (tests/exploits/honest_pairs.py). A line that is neither is named and left out.
 """
 
+import collections
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from harness.player.player import CLOCK
 from harness.results import record, schema
+from leaderboard import tables
+from leaderboard.tables import Table
 from problems.common import load
 
 ROOT = load.PROBLEMS.parent
@@ -89,6 +93,10 @@ class Group:
         more, times = PLANTED_US[self.pairs[0].kind], [one.us for one in self.pairs if one.us]
         return more / (statistics.median(times) - more) if more and times else 0.0
 
+    @property
+    def planted_said(self) -> str:
+        return tables.percent(self.planted) if self.planted else "nothing"
+
     def count(self, *words: str | None) -> int:
         """How many pairs have one of these verdicts; None is for those that failed."""
         return sum(one.word in words for one in self.pairs)
@@ -132,3 +140,27 @@ def summary(file: Path) -> str:
         return load.summary(file) if file.is_file() else ""
     except (OSError, SyntaxError, ValueError):
         return ""
+
+
+def pairs_table(groups: Iterable[Group]) -> Table:
+    """What the judge says of pairs whose ratio is known."""
+    rows = []
+    for group in groups:
+        counts = map(str, (len(group.pairs), *map(group.count, ("SAME", "SLOWER", "UNDECIDED", "FASTER", None))))
+        ratios = f"{min(group.ratios):.4f} to {max(group.ratios):.4f}" if group.ratios else ""
+        rows.append([group.planted_said, group.pairs[0].problem, str(group.pairs[0].processes), *counts, ratios])
+    header = ["planted", "problem", "processes", "pairs", "SAME", "SLOWER", "UNDECIDED", "FASTER", "failed", "ratios"]
+    return Table(header, rows, {"planted", "problem"})
+
+
+def attacks_table(found: Sequence[Attack]) -> Table:
+    """A row a file, with the outcomes of its forms."""
+    rows = []
+    for file in dict.fromkeys(one.file for one in found):
+        forms = [one for one in found if one.file == file]
+        outcomes = collections.Counter(one.outcome for one in forms)
+        said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        lows = [one.low for one in forms if one.low is not None]
+        rows.append([file, said, f"{min(lows):.3f}" if lows else "", summary(ATTACKS / f"{file}.py")])
+    header = ["attack", "outcome of its forms", "least time / honest time", "what it does"]
+    return Table(header, rows, {*header} - {header[2]})

@@ -3,19 +3,26 @@
 What a submission has written, say a reason, is in the rows and lines as it is. It is made safe where it is rendered.
 """
 
+import dataclasses
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from harness.results import ranking, text
 from leaderboard import provenance
-from leaderboard.board import STANDING, TIMES, UNRUN, Board, rows_of
+from leaderboard.board import STANDING, TIMES, UNRUN, Board, number, rows_of
 
 _MARKUP = re.compile(r"[\\`*|<>\[\]~$&]|(?<![A-Za-z0-9_])_+|_+(?![A-Za-z0-9_])|^#")
 _AUTOLINKS = re.compile(r"://|@|\bwww\.", re.IGNORECASE)
+IN_REMARKS = {"source", "state"}
+NARROW = {
+    *("rank", "variant", "geomean us", "mean us", "% of roofline", "x baseline"),
+    *("config", "format", "batch", "context", "new", "graph us", "tokens/s", "% of SOL"),
+}
 REASON = 110  # characters of a reason that a table shows; the CSV has all of it
 PLACE = ["machine", "problem", "target", "rank", "variant", "case", "time_us"]
 CSV = list(dict.fromkeys([*PLACE, *STANDING, *TIMES]))
@@ -24,16 +31,34 @@ CSV = [name for name in CSV if name not in ("notes", "geomean_us", "median_us", 
 
 @dataclass(frozen=True)
 class Table:
-    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "leader", "baseline",
-    "failed" or ""; [] where all are alike. remarks: of each row, the sentences that a terminal shows below the table
-    in place of the columns source and state; [] where it shows all columns.
+    """rows: of texts. words: the columns that are no numbers. kinds: of each row, "leader", "baseline", "failed" or "";
+    () where all are alike. remarks: of each row, what a terminal and the page have as footnotes in place of the columns
+    IN_REMARKS, and where there is little room of all but NARROW; () where they show all columns.
     """
 
-    header: list[str]
-    rows: list[list[str]]
-    words: set[str] = field(default_factory=set)
-    kinds: list[str] = field(default_factory=list)
-    remarks: list[list[str]] = field(default_factory=list)
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[str] = ()
+    kinds: Sequence[str] = ()
+    remarks: Sequence[Sequence[str]] = ()
+
+    def only(self, names: Collection[str]) -> "Table":
+        """The table with these of its columns."""
+        places = [place for place, name in enumerate(self.header) if name in names]
+        header, *rows = [[line[place] for place in places] for line in (self.header, *self.rows)]
+        return dataclasses.replace(self, header=header, rows=rows)
+
+    def beside_footnotes(self, narrow: bool = False) -> "Table":
+        """The table with the columns that a terminal or a page shows."""
+        if not self.remarks:
+            return self
+        return self.only([name for name in self.header if name not in IN_REMARKS and (name in NARROW or not narrow)])
+
+    def footnotes(self) -> tuple[list[list[int]], list[str]]:
+        """-> (of each row the numbers of its footnotes, the footnotes)."""
+        numbers: dict[str, int] = {}
+        refs = [[numbers.setdefault(said, len(numbers) + 1) for said in its] for its in self.remarks]
+        return refs or [[] for _ in self.rows], list(numbers)
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,17 @@ def first_of(board: Board) -> Any:
     return next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
 
 
+def best_first(boards: Iterable[Board], mine: Collection[str] = ()) -> list[Board]:
+    """Boards of the machines `mine`, then GPUs, CPUs, and what was only compiled; the fastest leader first."""
+
+    def place(board: Board) -> tuple[bool, bool, bool, float]:
+        leader = first_of(board)
+        us = math.inf if leader is None else leader.geomean_us
+        return board.machine not in mine, not board.timed, board.target == "cpu", us
+
+    return sorted(boards, key=place)
+
+
 def leaders(boards: list[Board]) -> Table:
     """The leader of each board."""
     header = ["problem", "leader", "time", "% of roofline", "x baseline", "machine", "source"]
@@ -168,6 +204,23 @@ def by_case(board: Board) -> Table:
         rows.append([*line, _span(its.roofline_us), _span(its.empty_call_us)])
     header = ["case", *variants, *["leader x baseline"] * len(first), "measured roofline", "empty call"]
     return Table(header, rows, {"case"})
+
+
+def of_records(judged: Sequence[dict]) -> Table:
+    """A row for each test or benchmark record of a variant."""
+    own = ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in judged)))[0]
+    rows = []
+    for one in judged:
+        us, roofline = (number(one.get(key)) for key in ("median_us", "roofline_us"))
+        error = one.get("error") or {}
+        off, allowed = number(error.get("rel" if one.get("baseline") else "max")), number(error.get("tol"))
+        row = [one["kind"], own[ranking.case_label(one["case"])], one["status"], text.us(us)]
+        row += [interval(*one.get("ci95_us") or (math.nan, math.nan)), percent(roofline / us if us > 0 else math.nan)]
+        rows.append([*row, str(one.get("n") or ""), f"{off:.1e} / {allowed:.1e}" if off + allowed >= 0 else ""])
+    header = ["kind", "case", "verdict", "us", "95 % interval", "% of roofline", "samples", "error / tolerance"]
+    kinds = ["" if one["status"] in ("PASSED", *UNRUN) else "failed" for one in judged]
+    reasons = [[text.line(one["reason"], 400)] if one.get("reason") else [] for one in judged]
+    return Table(header, rows, {"kind", "case", "verdict"}, kinds, reasons)
 
 
 def pairs(board: Board) -> Table:

@@ -8,11 +8,11 @@ import itertools
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.text import Text
 
-from harness.results import environment, gpu, stats, text
+from harness.results import environment, gpu, text
 from leaderboard import model_board, tables
 from leaderboard.board import Board
 from leaderboard.provenance import Provenance
@@ -22,10 +22,6 @@ from problems.common import load
 
 WIDE = 140  # columns from which on a table has all of its columns
 PLAIN_WIDTH = 250  # columns, where the output is no terminal
-NARROW = {
-    *("rank", "variant", "geomean us", "mean us", "% of roofline", "x baseline"),
-    *("config", "format", "batch", "context", "new", "graph us", "tokens/s", "% of SOL"),
-}
 MOST = 15  # lines of `brief`
 MOST_LINES = 95  # of `overview`
 STYLES = {"leader": "bold green", "baseline": "yellow"}
@@ -49,16 +45,18 @@ def show(
     `named`; and a line for each other. cases: also the times by case of a board, by op of a model.
     """
     console, mine = screen(), here()
-    boards = ordered(boards, mine)
-    of = ([one for one in boards if one.problem == name] for name in named)
+    best = tables.best_first(boards, mine)
+    of = ([one for one in best if one.problem == name] for name in named)
     firsts = ([one for one in its if one.machine in mine] or its[:1] for its in of)
-    full = boards if whole else list(itertools.chain.from_iterable(firsts))
+    order = [one.machine for one in best]
+    every = sorted(boards, key=lambda one: order.index(one.machine))
+    full = every if whole else list(itertools.chain.from_iterable(firsts))
     sections = [tables.section(one, cases) for one in full]
     if whole or named:
         sections += [model_board.section(title, records, known, cases) for title, records in steps.items()]
         steps = {}
     lines = [line for one in sections for line in [*section(one, console.width), _line("")]]
-    if (rest := [one for one in boards if one not in full]) or steps:
+    if (rest := [one for one in best if one not in full]) or steps:
         lines += overview(rest, steps)
     _print(console, lines)
 
@@ -95,20 +93,6 @@ def next_command(board: Board, problem: str) -> str:
     return f"{RUN} {problem} --variant {mine}" + (f" --against {leader}" if leader != mine else "")
 
 
-def ordered(boards: Iterable[Board], mine: Sequence[str]) -> list[Board]:
-    """This machine's boards first, then those of the machine whose leaders are the fastest; without times last."""
-    boards = list(boards)
-    us = [(one, leader.geomean_us) for one in boards if (leader := tables.first_of(one))]
-    best = {one.problem: min(its for other, its in us if other.problem == one.problem) for one, _ in us}
-    place = {
-        name: stats.geomean([its / best[one.problem] for one, its in us if one.machine == name])
-        for name in {one.machine for one, _ in us}
-    }
-    return sorted(
-        boards, key=lambda one: (one.machine not in mine, place.get(one.machine, math.inf), one.machine, not one.timed)
-    )
-
-
 def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[Text]:
     """A line for each board and model, below its machine's name."""
     best = [(tables.title(one), tables.leaders([one]).rows, one.run["time"]) for one in boards]
@@ -116,7 +100,7 @@ def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[Text]:
         (title, model_board.leaders({title: records})[-1:], records[-1]["time"]) for title, records in steps.items()
     ]
     order = list(dict.fromkeys(title.partition(", on ")[2] for title, *_ in best))
-    best.sort(key=lambda one: order.index(one[0].partition(", on ")[2]))
+    best.sort(key=lambda one: (order.index(one[0].partition(", on ")[2]), one[0]))
     rows, machines = [["problem", "leader", "time", "roofline", "x baseline", "date"]], [""]
     for title, leaders, time in best:
         problem, _, machine = title.partition(", on ")
@@ -137,7 +121,8 @@ def section(shown: Section, width: int) -> list[Text]:
     lines = [_line(shown.title, "bold"), *(_line(fact, "dim") for fact in shown.facts)]
     for above, table in shown.tables:
         lines += [_line(above)] * bool(above) + _table(table, width)
-    hidden = set() if width >= WIDE else {name for _, table in shown.tables for name in table.header} - NARROW
+    every = {name for _, table in shown.tables for name in table.header}
+    hidden = set() if width >= WIDE else every - tables.NARROW
     told = [text.line(note) for note in shown.notes if note.partition(":")[0] not in hidden]
     return [*lines, *(_line(one, "dim") for note in told for one in textwrap.wrap(note, width))]
 
@@ -146,21 +131,18 @@ def _table(table: Table, width: int) -> list[Text]:
     """The rows of a table, then its remarks as footnotes. A table that is too wide without any has a paragraph for
     each row.
     """
-    header, rows, notes = table.header, [list(map(text.line, row)) for row in table.rows], {}
-    if table.remarks:
-        place = header.index("variant") if "variant" in header else 0
-        for row, remarks in zip(rows, table.remarks, strict=True):
-            marks = sorted({notes.setdefault(said, len(notes) + 1) for said in remarks})
-            row[place] += f" [{','.join(map(str, marks))}]" if marks else ""
-        left_out = {"source", "state"} | (set() if width >= WIDE else {*header} - NARROW)
-        rows = [[cell for cell, name in zip(row, header, strict=True) if name not in left_out] for row in rows]
-        header = [name for name in header if name not in left_out]
+    refs, notes = table.footnotes()
+    shown = table.beside_footnotes(narrow=width < WIDE)
+    header, rows = shown.header, [list(map(text.line, row)) for row in shown.rows]
+    place = header.index("variant") if "variant" in header else 0
+    for row, its in zip(rows, refs, strict=True):
+        row[place] += f" [{','.join(map(str, sorted(its)))}]" if its else ""
     lines = _aligned([header, *rows], table.words)
     if max(map(len, lines)) > width and not table.remarks:
         return [line for row in rows for line in _paragraph(header, row, width)]
     kinds = ["bold", *(STYLES.get(kind, "") for kind in table.kinds or [""] * len(rows))]
     found = [_line(line, style) for line, style in zip(lines, kinds, strict=True)]
-    for said, number in notes.items():
+    for number, said in enumerate(notes, 1):
         wrapped = textwrap.wrap(text.line(f"[{number}] {said}"), width, subsequent_indent="    ")
         found += [_line(one, "dim") for one in wrapped]
     return found
@@ -171,7 +153,7 @@ def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> list[Te
     return [_line(row[0]), *map(_line, textwrap.wrap(cells, width, initial_indent="    ", subsequent_indent="    "))]
 
 
-def _aligned(rows: Sequence[Sequence[str]], words: set[str]) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> list[str]:
     """The rows, of which the first is the header, in columns: the names in `words` at the left, others at the right."""
     columns = [
         [cell.ljust(wide) if column[0] in words else cell.rjust(wide) for cell in column]

@@ -12,6 +12,8 @@ source from pygments, which escape themselves, are put in as they are.
 
 import collections
 import functools
+import hashlib
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +25,15 @@ from pygments.formatters.html import HtmlFormatter
 
 from harness.results import output, text
 from leaderboard import model_board, pictures, plot, provenance, quality, tables
-from leaderboard.board import Board
+from leaderboard.board import Board, number
 from leaderboard.pages import Shown
 from leaderboard.screen import track
-from leaderboard.site import grids, variant
+from leaderboard.site import variant
 from problems.common import load
 
 HERE = Path(__file__).resolve().parent
 THEMES = (("light", "default"), ("dark", "github-dark"))  # pygments' styles
+LONGEST = 120  # characters of a slug; file systems take 255 bytes
 MARK = ".page"  # a file of every folder that holds a page
 HISTORY = "Over the commits. Runs are not paired: one machine differs from another of its name by some percent."
 
@@ -61,7 +64,7 @@ class Site:
     def __init__(self, shown: Shown, folder: Path) -> None:
         self.shown, self.folder = shown, folder
         self.problems: dict[str, list[Board]] = {}
-        for board in sorted(grids.best_first(shown.boards), key=lambda board: board.problem):
+        for board in sorted(tables.best_first(shown.boards), key=lambda board: board.problem):
             self.problems.setdefault(board.problem, []).append(board)
         self.variants = sorted({(board.problem, one) for board in shown.boards for one in board.standing.variant})
         self.quality = quality.read()
@@ -70,8 +73,8 @@ class Site:
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self.environment.filters |= {"shell": shlex.quote, "line": text.line}
-        given: dict[str, Any] = {"grids": grids, "model_board": model_board, "tables": tables, "known": shown.known}
-        given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": grids.key_of}
+        given: dict[str, Any] = {"quality": quality, "model_board": model_board, "tables": tables, "known": shown.known}
+        given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": key_of, "number": number}
         given |= {"model_key": model_key, "stale": provenance.stale, "us": text.us}
         self.environment.globals |= given
         self.rows = tables.frame(shown.boards)
@@ -114,7 +117,7 @@ class Site:
             "Leaderboard",
             problems={name: [board for board in boards if board in timed] for name, boards in self.problems.items()},
             about={name: self._about(name) for name in self.problems},
-            machines=list(dict.fromkeys(board.machine for board in grids.best_first(timed))),
+            machines=list(dict.fromkeys(board.machine for board in tables.best_first(timed))),
             step=max(steps, key=lambda step: step[1].get("sol_us") or 0, default=None),
             unrun=[board for boards in self.problems.values() for board in boards if not board.timed],
             chart=self.picture(pictures.leaders(timed), "leaders", "The leader of each problem.", "", file=True),
@@ -133,16 +136,13 @@ class Site:
         self.page(problem_page(name), "problem.html", text.line(name), sections=sections, **given)
 
     def _section(self, board: Board) -> dict[str, Any]:
-        root, key = "../", grids.key_of(board)
+        root, key = "../", key_of(board)
         history = pictures.history(board, self.shown.records[board.machine])
-        by_case, common = grids.by_case(board)
         output.write_whole(self.folder / "pictures" / f"{key}.csv", tables.csv([board]))
         return {
             "board": board,
             "key": key,
             "leader": tables.first_of(board),
-            "cases": by_case,
-            "common": common,
             "by_variant": self.picture(pictures.by_variant(board), f"{key}-variant", "By variant.", root, file=True),
             "by_case": self.picture(pictures.by_case(board), f"{key}-case", "By case.", root, file=True),
             "history": self.picture(history, f"{key}-history", HISTORY, root),
@@ -166,8 +166,7 @@ class Site:
             problem=problem,
             sections=found,
             samples=[
-                self.picture(pictures.samples(one.timed), f"{grids.key_of(one.board)}-samples", said, root)
-                for one in found
+                self.picture(pictures.samples(one.timed), f"{key_of(one.board)}-samples", said, root) for one in found
             ],
             downloads=variant.downloads(folder, stem, rows, found, copied),
             digests=variant.digests(profiles),
@@ -194,12 +193,12 @@ class Site:
 
     def judge(self) -> None:
         found, groups = self.quality, self.quality.groups()
-        ratios = [(f"{grids.planted(group)}, {group.pairs[0].problem}", group.ratios) for group in groups]
+        ratios = [(f"{group.planted_said}, {group.pairs[0].problem}", group.ratios) for group in groups]
         self.page(
             "judge.html",
             "judge.html",
             "How good the judge is",
-            quality=found,
+            found=found,
             outcomes=collections.Counter(attack.outcome for attack in found.attacks),
             allowed=quality.ALLOWED,
             groups=groups,
@@ -209,16 +208,30 @@ class Site:
         )
 
 
+def slug(name: str) -> str:
+    """Letters, digits, dot, dash and underscore as they are, others as ~ and their number. Different for different
+    names. A long one ends in a digest.
+    """
+    said = re.sub(r"[^A-Za-z0-9._-]", lambda found: f"~{ord(found[0]):x}~", name)
+    said = f"~{said}" if said.startswith(".") else said
+    return said if len(said) <= LONGEST else f"{said[:80]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def key_of(board: Board) -> str:
+    """The id of a board on a page."""
+    return slug(f"{board.problem}-{board.target}-{board.machine}")
+
+
 def problem_page(name: str) -> str:
-    return f"problems/{grids.slug(name)}.html"
+    return f"problems/{slug(name)}.html"
 
 
 def variant_page(problem: str, name: str) -> str:
-    return f"variants/{grids.slug(problem)}/{grids.slug(name)}.html"
+    return f"variants/{slug(problem)}/{slug(name)}.html"
 
 
 def model_key(title: str) -> str:
-    return grids.slug(title.replace(", ", "-"))
+    return slug(title.replace(", ", "-"))
 
 
 def _highlighting(theme: tuple[str, str]) -> str:

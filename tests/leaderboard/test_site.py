@@ -9,9 +9,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from harness.tools import modes
-from leaderboard import board, report
-from leaderboard.site import build, grids
-from tests.support.records import CASES, bench, full, line, write
+from leaderboard import board, report, tables
+from leaderboard.site import build
+from tests.support.records import bench, full, line, write
 
 HOSTILE = ("<script>", '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}", "a b#c?d%2e", "$x$", "漢字", "x" * 200)
 
@@ -88,8 +88,8 @@ def test_text_of_a_submission_is_escaped(hostile):
     assert all(name[:100] in board.text for name in HOSTILE) and "49" not in found["index.html"].text
     assert "<b>mismatch</b> </script><script>alert(2)</script>" in board.text
     assert "1 lines were left out" in found["index.html"].text
-    mine = f"variants/nvfp4_gemv/{grids.slug('<script>')}.html"
-    assert "<script>" in found[mine].text and grids.slug("<script>").isascii()
+    mine = f"variants/nvfp4_gemv/{build.slug('<script>')}.html"
+    assert "<script>" in found[mine].text and build.slug("<script>").isascii()
     assert all("<script" not in file.read_text() for file in (folder / "site" / "pictures").glob("*.svg"))
 
 
@@ -116,25 +116,22 @@ def test_cpus_and_what_was_compiled_come_behind_gpus():
     (compiled,) = board.build([made], "compiled", {})
     (cpu,) = board.build(full("fast", 0.1, target="cpu"), "cpu", {})
     gpus = [board.build(full("mine", factor), f"gpu {factor}", {})[0] for factor in (2.0, 1.0)]
-    assert grids.best_first([compiled, cpu, *gpus]) == [*reversed(gpus), cpu, compiled]
+    assert tables.best_first([compiled, cpu, *gpus]) == [*reversed(gpus), cpu, compiled]
 
 
-def test_board_has_footnotes_tags_and_cases_by_the_fields_that_differ():
+def test_board_has_footnotes_in_place_of_the_columns_that_say_them():
     warned = full("mine", 1.0, clock={"name": "x", "warnings": ["self-timed: not protected"]})
     wrong = line("test", "wrong", status="INCORRECT", reason="mismatch")
     peer = full("peer", 2.0, baseline=True, clock={"name": "x"})
-    records = [one | {"case": one["case"] | {"order": "random"}} for one in [*warned, *peer]]
-    (found,) = board.build([*records, wrong], "box", {})
-    grid = grids.standing(found)
-    assert "state" not in grid.header and [row[1] for row in grid.rows] == ["mine", "peer", "wrong"]
-    assert list(grid.kinds) == ["leader", "baseline", "failed"] and grid.tags[0] == ["self-timed"]
-    assert any("self-timed" in grid.notes[ref - 1] for ref in grid.refs[0])
-    assert any("INCORRECT" in grid.notes[ref - 1] for ref in grid.refs[2])
-    cases, common = grids.by_case(found)
-    assert common == "order=random" and cases.header[:5] == ["m", "k", "l", "mine", "peer"]
-    assert [row[:3] for row in cases.rows] == [[str(value) for value in case.values()] for case in CASES]
-    assert cases.rows[0][3:] == ["18.00", "36.00", "100 %", "2.00x", "18.00"]
-    assert "Imaginary GPU" in grids.provenance(found)
+    (found,) = board.build([*warned, *peer, wrong], "box", {})
+    table = tables.standing(found)
+    (refs, notes), shown = table.footnotes(), table.beside_footnotes()
+    assert "state" not in shown.header and [row[1] for row in shown.rows] == ["mine", "peer", "wrong"]
+    assert list(table.kinds) == ["leader", "baseline", "failed"]
+    assert any("self-timed" in notes[ref - 1] for ref in refs[0])
+    assert any("INCORRECT" in notes[ref - 1] for ref in refs[2])
+    narrow = ["rank", "variant", "geomean us", "% of roofline", "x baseline"]
+    assert list(table.beside_footnotes(narrow=True).header) == narrow
 
 
 def test_variant_page_has_source_samples_and_profile(tmp_path, monkeypatch):
@@ -172,7 +169,7 @@ def test_page_replaces_a_page_and_no_other_files(capsys, tmp_path):
 
 def test_slug_is_short_and_different_for_different_names():
     names = [*HOSTILE, "a", "A/b", "a~2f~b", "~", ".", "..", "x" * 199, "é" * 100, "é" * 101]
-    slugs = [grids.slug(name) for name in names]
+    slugs = [build.slug(name) for name in names]
     assert len(set(slugs)) == len(names)
-    assert all(len(one) <= grids.LONGEST and one.isascii() and not one.startswith(".") for one in slugs)
-    assert grids.slug("sm90_dp4a") == "sm90_dp4a"
+    assert all(len(one) <= build.LONGEST and one.isascii() and not one.startswith(".") for one in slugs)
+    assert build.slug("sm90_dp4a") == "sm90_dp4a"

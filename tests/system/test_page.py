@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from leaderboard import report
-from leaderboard.site import grids
+from leaderboard.site import build
 from tests.support import browser
 from tests.support.browser import Chromium
 from tests.support.records import full, line, write
@@ -66,7 +66,7 @@ def test_no_page_of_the_committed_records_has_overlapping_text_or_an_error(chrom
 
 def test_no_page_of_hostile_records_has_either(chromium, hostile):
     looked_at(chromium, hostile, "dark")
-    page = chromium.open((hostile / "variants" / "nvfp4_gemv" / f"{grids.slug('<script>')}.html").as_uri())
+    page = chromium.open((hostile / "variants" / "nvfp4_gemv" / f"{build.slug('<script>')}.html").as_uri())
     assert page.run("document.querySelector('h1').innerText") == "<script>"
     assert page.run("document.title") == "<script> · Leaderboard"
     assert page.run("document.querySelectorAll('script').length") == 0

@@ -76,11 +76,6 @@ def plain(value: Any, depth: int = DEPTH - 2) -> Any:
     return clean(value) if isinstance(value, str) else line(f"({type(value).__name__})")
 
 
-def us(value: float) -> str:
-    """Return microseconds for people, with about four digits; records have all."""
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-
-
 def counted(many: int, what: str) -> str:
     """Return "1 case" or "3 cases"."""
     return f"{many} {what}{'' if many == 1 else 's'}"

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,7 @@ OTHERS = "a row of pages that it must not write"  # an output that must stay as 
 UNWRITTEN = 255  # the bytes of NaN, in every kind of pages
 # The parts of layer_rows, and what is behind its name in their lines.
 ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
+OFTEN = 4  # calls of equal shapes in one layer that are compared
 NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 
@@ -175,10 +177,10 @@ class Decision:
 class Recorder:
     """Wraps the reference ops, for the oracle's pass, and records copies and decisions.
 
-    composed: the ops that are compared with the reference at every call, on the oracle's inputs rounded to `dtype`;
-    None: nothing is compared. edges: compare the first call of each op in a layer, for each number of tokens, with the
-    inputs of edges.py as well, where the op's constants matter. copies: (layer, fp32 (N, n, d)), the hc copies before
-    each layer.
+    composed: the ops that are compared with the reference, on the oracle's inputs rounded to `dtype`, at OFTEN calls of
+    equal shapes in a layer; None: nothing is compared. edges: compare the first of these with the
+    inputs of edges.py as well, where the op's constants matter. copies: (layer, fp32 (N, n, d)), the hc copies
+    before each layer.
     """
 
     composed: Ops | None
@@ -189,11 +191,11 @@ class Recorder:
     residuals: list[torch.Tensor | Pending] = field(default_factory=list)  # those that the copies were written of
     decisions: list[Decision] = field(default_factory=list)
     worst: dict[tuple[str, str], Worst] = field(default_factory=dict)  # by layer, and by op or op + WHOLE
-    _seen: set[tuple[str, str, torch.Size]] = field(default_factory=set)  # calls that were compared with other inputs
+    _seen: Counter = field(default_factory=Counter)  # calls by layer, op and shapes
 
     def enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
         self.layer = layer
-        self.copies.append((layer, _written_to(residual)))
+        self.copies.append((layer, written(residual)))
         self.residuals.append(_kept(residual))
 
     def ops(self) -> Ops:
@@ -229,17 +231,19 @@ class Recorder:
         if name == "layer_rows":
             return self._compare_rows(given)
         layer = "embedding" if name in STARTING else self.layer
+        if (count := self._number(layer, name, given)) > OFTEN:
+            return
         self._compare_one(layer, name, given)
-        if self._first(name, given):
+        if self.edges and count == 1:
             for said, other in edges(name, given):
                 self._compare_one(layer, name, other, said)
 
-    def _first(self, name: str, given: dict) -> bool:
-        """Whether edges are to be compared with this call."""
-        key = self.layer, name, next(value.shape for value in given.values() if isinstance(value, torch.Tensor))
-        known = key in self._seen
-        self._seen.add(key)
-        return self.edges and not known
+    def _number(self, layer: str, name: str, *calls: dict) -> int:
+        """Count calls of these shapes."""
+        tensors = (value for given in calls for value in given.values() if isinstance(value, torch.Tensor))
+        key = layer, name, tuple(tensor.shape for tensor in tensors)
+        self._seen[key] += 1
+        return self._seen[key]
 
     def _compare_one(self, layer: str, name: str, given: dict, said: str = "") -> None:
         """Compare one call. said: what is unusual in its inputs."""
@@ -273,8 +277,10 @@ class Recorder:
         every = [("norm_rotate", given["queries"]), ("write_key", given["key"]), *compressed, *index]
         names = [name for name, _ in every]
         calls = [inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments for name, one in every]
+        if (count := self._number(self.layer, "layer_rows", *calls)) > OFTEN:
+            return
         self._compare_calls(names, calls)
-        if self._first("layer_rows", calls[0]):
+        if self.edges and count == 1:
             for said, others in together(list(zip(names, calls, strict=True))):
                 self._compare_calls(names, others, said)
 
@@ -300,7 +306,7 @@ class Recorder:
             where = f"{output} (with {said})" if said else output
             if name in CHECKS and output in CHECKS[name].exact:
                 key = layer, f"{name}, {output}"
-                self.worst.setdefault(key, Worst(*key, EXACT)).take(*_apart(got[output], value), where)
+                self.worst.setdefault(key, Worst(layer, name, EXACT)).take(*_apart(got[output], value), where)
                 continue
             worst.take(*_apart(got[output], value), where)
             if budget_of_all is not None:
@@ -327,7 +333,7 @@ class Follower:
 
     def enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
         self.layer = layer
-        self.copies.append((layer, _written_to(residual)))
+        self.copies.append((layer, written(residual)))
         if self.again is not None:
             _start_again(residual, self.again[len(self.copies) - 1])
 
@@ -367,7 +373,7 @@ class Follower:
             self.other.append((self.layer, op, margin))
 
 
-def _written_to(residual: torch.Tensor | Pending) -> torch.Tensor:
+def written(residual: torch.Tensor | Pending) -> torch.Tensor:
     """The hc copies with what is pending written to them, by the reference, in fp32 (N, n, d). Nothing is changed."""
     if not isinstance(residual, Pending):
         return residual.float().clone()
@@ -563,22 +569,12 @@ def _others(given: dict) -> torch.Tensor:
     """Whether all other rows of each page are as _unwritten left them, byte by byte, fp32 (n_pages, 1): 1, 0 where the
     call spoilt one. (A code behind a scale that is NaN has no value that would show it.)
     """
-    pages = given["pages"]
-    every = torch.arange(len(pages.data) * pages.per_page, device=pages.data.device)
-    of_rows, written = (_bytes_of(pages, index) for index in (every, given["index"]))
-    spoilt = _bytes(pages) != UNWRITTEN
-    return (~(spoilt & of_rows & ~written).any(1, keepdim=True)).float()
-
-
-def _bytes_of(pages: Pages, index: torch.Tensor) -> torch.Tensor:
-    """Which bytes are of these rows, bool (n_pages, bytes of a page). Zeros have no byte that is UNWRITTEN."""
-    marked = _unwritten(pages)
-    marked.write(index, torch.zeros(len(index), pages.width, device=index.device))
-    return _bytes(marked) != UNWRITTEN
-
-
-def _bytes(pages: Pages) -> torch.Tensor:
-    return pages.data.view(torch.uint8).flatten(1)
+    pages, index = given["pages"], given["index"]
+    both = dataclasses.replace(pages, data=pages.data.clone()), _unwritten(pages)
+    for each in both:  # the rows that it may write become equal
+        each.write(index, torch.zeros(len(index), pages.width, device=index.device))
+    mine, untouched = (each.data.view(torch.uint8).flatten(1) for each in both)
+    return (mine == untouched).all(1, keepdim=True).float()
 
 
 def _apart(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

@@ -131,7 +131,7 @@ class Places:
         self.seen, self.ratios = seen, ratios
         self.layers = Counter(PLACES[ratio] for ratio in ratios)
 
-    def enter(self, layer: str, copies: torch.Tensor) -> None:
+    def enter(self, layer: str, residual: object) -> None:
         """Called before a block, and before the head."""
         if self.seen.place:
             self.seen.place = HEAD if layer == "head" else PLACES[self.ratios[int(layer.partition(".")[2])]]

@@ -88,8 +88,8 @@ class Seen:
     def __init__(self) -> None:
         self.copies: list[torch.Tensor] = []
 
-    def enter(self, layer: str, copies: torch.Tensor) -> None:
-        self.copies.append(copies.clone())
+    def enter(self, layer: str, residual: object) -> None:
+        self.copies.append(trace.written(residual))
 
 
 def logits_of(weights: object, table: object, probe: object) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_what_is_carried_from_layer_to_layer_is_what_a_probe_sees_written():
     carried = logits_of(weights, table, None)
     assert len(calls) == 2 * config.TINY.num_hidden_layers, "two of a layer, but one of the first, and the head's"
     assert torch.equal(carried, logits_of(weights, table, probe))
-    assert len(calls) == 3 * config.TINY.num_hidden_layers, "with a probe only the sites within layers"
+    assert len(calls) == 4 * config.TINY.num_hidden_layers, "with a probe as without one"
     assert len(probe.copies) == config.TINY.num_hidden_layers + 1 and "mhc_site" in trace.CHECKS
 
 

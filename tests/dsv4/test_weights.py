@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from problems.dsv4_forward import trace
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import layout, quick_weights, random_weights, tree
@@ -308,8 +309,8 @@ class Copies:
     def __init__(self) -> None:
         self.rms: list[float] = []
 
-    def enter(self, layer: str, copies: torch.Tensor) -> None:
-        self.rms.append(float(copies.float().square().mean().sqrt()))
+    def enter(self, layer: str, residual: object) -> None:
+        self.rms.append(float(trace.written(residual).square().mean().sqrt()))
 
 
 @pytest.mark.parametrize(("form", "fmt"), [(made, "fp32"), (made, "nvfp4"), *((quick, fmt) for fmt in FORMATS)])

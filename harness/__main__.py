@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         below[verb].refuse(further)
     if verb in ("lint", "sanitize", "check"):
         args.mode = "test"
+        if args.device == "model":
+            below[verb].error("--device model is of harness/run.py: give cpu, cuda or cuda:N")
     venv.enter(prog)
     # Where a run on another machine writes its events is no file of this command.
     told = dataclasses.replace(args, events=None) if found.verb == "remote" else args

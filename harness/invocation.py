@@ -3,85 +3,34 @@
 import contextlib
 import functools
 import json
+from collections.abc import Sequence
 from typing import TextIO
 
-from harness.judge import console, machine, outcome, resume, verdict
+from harness.judge import console, machine, readings, resume, verdict
 from harness.judge.events import Events
 from harness.judge.judging import Judging
 from harness.judge.options import Options
 from harness.judge.selection import Selection
 from harness.judge.verdict import Recorder, Result
-from harness.problem import folders
-from harness.problem.folders import Case, Problem, Submission, UsageError, reading
-from harness.results import environment, gpu, output, ranking, record, text
+from harness.problem.folders import Case, Submission, UsageError, reading
+from harness.results import environment, output, ranking, record, text
 from harness.results.ranking import Leader
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
 from harness.sandbox import process
-from problems.common import load
-
-MODEL = "model"  # whose records those of a model of a GPU are: no machine has a part in them
 
 
-class Run:
-    """One invocation. stdout: where --json - writes."""
+class Run(Selection):
+    """One invocation. stdout: where --json - writes; words: further arguments of a verb."""
 
-    def __init__(self, arguments: Options, stdout: TextIO, events: Events) -> None:
-        self.args, self.stdout, self.events = arguments, stdout, events
+    def __init__(self, arguments: Options, stdout: TextIO, events: Events, words: Sequence[str] = ()) -> None:
+        super().__init__(arguments)
+        self.stdout, self.events, self.words = stdout, events, words
         self.stack = contextlib.ExitStack()
         self.judged: list[Result] = []
         self.lines: list[dict] = []
         self.file: RunFile | None = None  # of a recorded run
         self.judging: Judging | None = None
-
-    @functools.cached_property
-    def problem(self) -> Problem:
-        """The named problem. UsageError: there is none, or its folder is malformed."""
-        name = self.args.problem
-        with reading(name):
-            problem = folders.find(name)
-            for case in (*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)):
-                try:
-                    json.dumps(case.params, allow_nan=False)
-                except (TypeError, ValueError, RecursionError) as error:
-                    raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
-        if not text.can_name(problem.name):
-            raise UsageError(f"PROBLEM: the folder must have a plain name, got {problem.name!r}: rename it")
-        return problem
-
-    @functools.cached_property
-    def device(self) -> str:
-        """The kind of device. Of several GPUs, the named one becomes the only visible one."""
-        wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
-        if wanted in ("cpu", "model"):  # the model executes on the CPU
-            return "cpu"
-        if not gpu.present():
-            raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
-        try:
-            gpu.select(int(wanted.partition(":")[2] or 0))
-        except LookupError as error:
-            raise UsageError(f"--device {wanted}: {error}") from None
-        return "cuda"
-
-    @functools.cached_property
-    def machine(self) -> str:
-        return MODEL if self.args.device == "model" else environment.machine(self.device)
-
-    @functools.cached_property
-    def target(self) -> str:
-        """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
-        if self.device == "cpu":
-            return "cpu"
-        used = gpu.current()
-        capability = used.capability if used else "(no GPU answers)"
-        major = capability.partition(".")[0]
-        if not major.isdigit() or int(major) not in load.TARGETS:
-            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
-        return load.TARGETS[int(major)]
-
-    @functools.cached_property
-    def selection(self) -> Selection:
-        return Selection(self.problem, self.args, self.device, self.target)
 
     @functools.cached_property
     def recorder(self) -> Recorder:
@@ -101,7 +50,7 @@ class Run:
     @functools.cached_property
     def files(self) -> list[Contents]:
         """What the files of earlier runs of the problem on this machine hold, oldest first."""
-        return record.contents(self.machine, self.problem.name, check=outcome.check)
+        return record.contents(self.machine, self.problem.name, check=readings.check)
 
     @functools.cached_property
     def records(self) -> list[dict]:
@@ -146,12 +95,12 @@ class Run:
         if self.recorded:
             record.see_writable(self.machine)
             self._tell_files()
-        chosen, checked = self.selection.submissions(), self._has_check()
+        chosen, checked = self.submissions(), self._has_check()
         if checked:
-            self.selection.cases()
+            self.cases()
         console.say(environment.line() + "\n")
         judged = self.judged = [self._judged(submission) for submission in chosen]
-        runnable = [j for j in judged if self.selection.admit(j)]
+        runnable = [j for j in judged if self.admit(j)]
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             reason = f"{missing[-1].submission.name}: {missing[-1].reason}"
             output.complain(f"harness/run.py: --against: nothing was compared, {reason}")
@@ -159,7 +108,7 @@ class Run:
         if checked and (code := self._check([])):
             return code
         if self.recorded:
-            self._begin(judged, *(self.selection.cases() if runnable else ([], [])))
+            self._begin(judged, *(self.cases() if runnable else ([], [])))
         if runnable:
             self._judge(runnable)
         self._see_unchanged(judged)
@@ -194,7 +143,7 @@ class Run:
             console.say("note: check.py says nothing of files from elsewhere, so it is not run")
         return there and not self.args.submission
 
-    def _check(self, words: list[str]) -> int:
+    def _check(self, words: Sequence[str]) -> int:
         """Run the problem's end-to-end check, with further arguments. Return the exit code."""
         from harness.tools import endtoend
 
@@ -231,16 +180,16 @@ class Run:
 
     def _judged(self, submission: Submission) -> Result:
         with reading(submission.file.name):
-            judged = Result(submission, self.selection.target_of(submission), ranking_by=self.problem.ranking_by)
+            judged = Result(submission, self.target_of(submission), ranking_by=self.problem.ranking_by)
         if self.recorded:
             runs = ranking.attempts(record.records_of(self.files), submission.name)
-            judged.attempt = len(runs | outcome.attempts(self.files, submission.name) | {self.recorder.run_id})
+            judged.attempt = len(runs | readings.attempts(self.files, submission.name) | {self.recorder.run_id})
         return judged
 
     def _judge(self, judged: list[Result]) -> None:
-        args, (tests, cases) = self.args, self.selection.cases()
-        self.judging = Judging(self.selection, self.recorder, self.file, self._enter, self.events)
-        if note := self.selection.note():
+        args, (tests, cases) = self.args, self.cases()
+        self.judging = Judging(self, self.recorder, self.file, self._enter, self.events)
+        if note := self.note():
             console.say(note)
         with self._held(args.mode != "test"):
             self.judging.run(judged, tests, cases)
@@ -248,7 +197,7 @@ class Run:
     def _enter(self, submission: Submission) -> Result | None:
         """Return a submission that the arguments do not name; None if it may not, or cannot, run here."""
         judged = self._judged(submission)
-        return judged if self.selection.admit(judged) else None
+        return judged if self.admit(judged) else None
 
     def _compile(self, judged: list[Result]) -> None:
         """Compile submissions for other targets, without their device, if their compiler is installed."""

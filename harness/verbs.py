@@ -2,12 +2,8 @@
 profile and latency and the device model of harness/run.py. Each is a run that works otherwise, a class of its name.
 """
 
-from typing import TextIO
-
 from harness.invocation import Run
 from harness.judge import console, verdict
-from harness.judge.events import Events
-from harness.judge.options import Options
 from harness.judge.selection import rule_broken
 from harness.judge.verdict import Result
 from harness.lint import linter
@@ -18,17 +14,7 @@ from harness.tools import endtoend, latency, model_check, modes
 NEEDS_GPU = "needs a GPU, the run is on a CPU; elsewhere: python -m harness remote HOST ..."
 
 
-class Verb(Run):
-    """words: further arguments of the command."""
-
-    def __init__(self, arguments: Options, stdout: TextIO, events: Events, words: list[str]) -> None:
-        super().__init__(arguments, stdout, events)
-        self.words = words
-        if arguments.device == "model":
-            raise UsageError("--device model is of harness/run.py: give cpu, cuda or cuda:N")
-
-
-class Lint(Verb):
+class Lint(Run):
     """Test the problem's own check (harness/lint/linter.py)."""
 
     def _work(self) -> int:
@@ -37,24 +23,25 @@ class Lint(Verb):
         return self._noted("PASSED" if right else "INCORRECT", "lint")
 
 
-class Sanitize(Verb):
+class Sanitize(Run):
     """Run the small test cases under compute-sanitizer (harness/tools/modes.py)."""
 
     def _work(self) -> int:
         if self.device != "cuda":
             raise UsageError(f"sanitize {NEEDS_GPU}")
-        self.judged = [self._judged(submission) for submission in self.selection.submissions()]
-        runnable = [j for j in self.judged if self.selection.admit(j)]
+        self.judged = [self._judged(submission) for submission in self.submissions()]
+        runnable = [j for j in self.judged if self.admit(j)]
         if not runnable:
             self._print(self.judged)
+            self._print_rest(self.judged)
             return verdict.exit_code([j.verdict for j in self.judged], self.args.all)
-        mine, cases = [j for j in runnable if not j.submission.baseline], self.selection.tests()
+        mine, cases = [j for j in runnable if not j.submission.baseline], self.tests()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
             faults = modes.sanitize(self.problem, mine, cases, self.target, progress)
         return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
 
 
-class Check(Verb):
+class Check(Run):
     """Run the problem's end-to-end check (harness/tools/endtoend.py). The words are arguments of its own."""
 
     def _work(self) -> int:
@@ -70,9 +57,9 @@ class Model(Run):
     """
 
     def _work(self) -> int:
-        submission, args = self.selection.submissions()[0], self.args
+        submission, args = self.submissions()[0], self.args
         target = model_check.target_of(submission)
-        cases = [case for case in self.selection.tests() if submission.serves(case)]
+        cases = [case for case in self.tests() if submission.serves(case)]
         if not cases:
             raise UsageError(f"--case must match a test case of {submission.name}, which {submission.limits}")
         judged, compiled = Result(submission, target), Result(submission, target)
@@ -105,13 +92,13 @@ class Profile(Run):
     """Profile one call of a submission on each case (harness/tools/modes.py)."""
 
     def _work(self) -> int:
-        (submission,) = self.selection.submissions()
+        (submission,) = self.submissions()
         console.say(environment.line() + "\n")
-        j = Result(submission, self.selection.target_of(submission))
-        if not self.selection.admit(j):
+        j = Result(submission, self.target_of(submission))
+        if not self.admit(j):
             console.say(f"{submission.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]
-        _, cases = self.selection.cases()
+        _, cases = self.cases()
         for case in cases:
             if not submission.serves(case):
                 console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
@@ -125,7 +112,7 @@ class Latency(Run):
     """Time the problem's own model (harness/tools/latency.py), recorded unless --case chose some of its cases."""
 
     def _work(self) -> int:
-        (submission,) = self.selection.submissions()
+        (submission,) = self.submissions()
         console.say(environment.line() + "\n")
         cases = latency.cases(self.problem, self.args.case)
         if self.device != "cuda":

@@ -4,7 +4,6 @@ computation. On a CPU integer instructions have four times the rate of any produ
 
 import torch
 
-NAME = "matmul"  # of the judge's call
 SIZE = 8192  # rows, columns and depth
 FLOPS = 2 * SIZE**3
 WARMUPS = 3

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.judge.events import MISMATCH, Progress, Step
+from harness.judge.events import MISMATCH
 from harness.judge.options import MOST_PROCESSES, Options
 from harness.judge.outcome import Outcome
+from harness.judge.session import Progress, Step
 from harness.judge.verdict import CaseTime, Result, roofline_share
 from harness.problem.folders import Case, Problem, Submission
 from harness.results import output, ranking, text
@@ -211,12 +212,32 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
     distinct, shared = ranking.apart(labels)
     notes: list[str] = []
     rows = []
+
+    def figures(us: tuple[float, float, float] | None, cases: list[CaseTime]) -> dict[str, str]:
+        """Return the figures of a row by column. us: (time, low, high); None: not all `cases` were timed."""
+        if us is None:
+            return {"time": next((t.failure.status for t in cases if t.failure), "not timed")}
+        share = roofline_share(cases)
+        said = dict.fromkeys(one for t in cases for one in warnings(t))
+        if share and round(share, 2) > 1:
+            said[OVER if all(t.readings.stated for t in cases) else OVER_ALL] = None
+        notes.extend(one for one in said if one not in notes)
+        row = {"time": text.us(us[0]), "95 % interval": f"{text.us(us[1])}..{text.us(us[2])}"}
+        row[" "] = "".join(f"[{notes.index(one) + 1}]" for one in said)
+        row["% of roofline"] = f"{share:.0%}" if share else ""
+        if len(cases) == 1:
+            readings, error = cases[0].readings, cases[0].timing.worst_error
+            row["GB/s"] = f"{readings.bytes / us[0] / 1e3:.0f}"
+            row["roofline"] = f"{text.us(readings.roofline_us)} {readings.roofline_kind}" if share else ""
+            row["error / allowed"] = f"{error['max']:.1e} / {error['tol']:.1e}" if error else ""
+        return row
+
     for j in judged:
         place = places.get(j.submission.name, "baseline" if j.submission.baseline else "")
-        rows.append({"": j.submission.name, "rank": place} | _figures(j.metric, j.times, notes, warnings))
+        rows.append({"": j.submission.name, "rank": place} | figures(j.metric, j.times))
         for t in j.times if len(labels) > 1 and (wide or len(judged) == 1) else ():
             us = None if t.failure else (t.median, *t.interval)
-            rows.append(_figures(us, [t], notes, warnings) | {"case": distinct[text.line(t.case)]})
+            rows.append(figures(us, [t]) | {"case": distinct[text.line(t.case)]})
     columns = [one for one in _COLUMNS if any(row.get(one) for row in rows) and (wide or one not in _ONLY_WIDE)]
     for spare in ("", *_ONLY_WIDE):
         columns = [one for one in columns if one != spare or not spare]
@@ -224,42 +245,13 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
         if len(table[0]) <= width():
             break
     cases = [f"Case: {labels[0]}"] if len(labels) == 1 else [f"All cases: {shared}"] if shared else []
-    said = [_TIMES, *cases, *(f"[{number}] {note}" for number, note in enumerate(notes, 1))]
-    above, below = said[: 1 + len(cases)], said[1 + len(cases) :]
+    below = [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
     costs = dict.fromkeys(map(text.us, sorted(t.readings.empty_us for t in judged[0].times)))
     off = ", already taken off" if judged[0].times[0].readings.resolution_us else ""
     below.append(f"The clock itself costs {' to '.join([*costs][:: len(costs) - 1 or 1])} us{off}.")
-    say("\n".join(textwrap.fill(line, width()) for line in above))
+    say("\n".join(textwrap.fill(line, width()) for line in [_TIMES, *cases]))
     say("\n".join(f"{line}  {row.get('case', '')}".rstrip() for line, row in zip(table, [{}, *rows], strict=True)))
     say("\n".join(textwrap.fill(line, width(), subsequent_indent="    ") for line in below))
-
-
-def _figures(
-    us: tuple[float, float, float] | None,
-    cases: list[CaseTime],
-    notes: list[str],
-    warnings: Callable[[CaseTime], list[str]],
-) -> dict[str, str]:
-    """Return the figures of a row by column. us: (time, low, high); None: not all `cases` were timed. notes: what the
-    footnotes say; new ones are added.
-    """
-    if us is None:
-        return {"time": next((t.failure.status for t in cases if t.failure), "not timed")}
-    share = roofline_share(cases)
-    said = dict.fromkeys(one for t in cases for one in warnings(t))
-    if share and share > 1:
-        said[OVER if all(t.readings.stated for t in cases) else OVER_ALL] = None
-    notes += [one for one in said if one not in notes]
-    figures = {"time": text.us(us[0]), "95 % interval": f"{text.us(us[1])}..{text.us(us[2])}"}
-    figures[" "] = "".join(f"[{notes.index(one) + 1}]" for one in said)
-    if share:
-        figures["% of roofline"] = f"{share:.0%}"
-    if len(cases) == 1:
-        readings, error = cases[0].readings, cases[0].timing.worst_error
-        figures["GB/s"] = f"{readings.bytes / us[0] / 1e3:.0f}"
-        figures["roofline"] = f"{text.us(readings.roofline_us)} {readings.roofline_kind}" if share else ""
-        figures["error / allowed"] = f"{error['max']:.1e} / {error['tol']:.1e}" if error else ""
-    return figures
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

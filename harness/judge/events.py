@@ -1,33 +1,24 @@
 """Progress of a run, for the terminal's bar and for --events, JSON lines that an agent can follow (docs/records.md)."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.problem.folders import UsageError
 from harness.results import output, text
 
+if TYPE_CHECKING:
+    from harness.judge.session import Step
+
 PHASE_S = 5.0  # seconds between two lines of one phase, besides its first and its last
 MISMATCH = re.compile(r"ERROR AT \(([\d, ]*)\): (\S+) (\S+)")  # how checks report an element: got, then expected
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a run is doing. n of total parts of the phase are done; said: the present part, in words."""
-
-    phase: str
-    n: int
-    total: int
-    said: str
-
-
-Progress = Callable[[Step], None]
 
 
 class Events:

@@ -2,6 +2,11 @@
 
 CheckerHandle sends requests to the checker, whose failures are the problem's. RunnerHandle is a submission over all its
 processes, RunnerProcess the present one. A fault of a runner is raised as Died and becomes its submission's Outcome.
+
+What a submission keeps of prepared weights has a bound (docs/rules.md, rule 2). On a CPU the judge measures the memory
+of the runner's processes and its files around each request that may add to it: counted after a first call, when the
+code is loaded (`count`), and with room for code since the process's start (`host_start`). On a GPU the memory that
+counts is what a recorded call finds in use of its scratch memory.
 """
 
 import contextlib
@@ -21,6 +26,9 @@ from harness.sandbox.workdir import Workdir
 from problems.common import build
 
 LINES = 20  # that are kept of what a submission printed
+PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
+WORK_SLACK = 256 * 2**20  # bytes more on a GPU, where scratch memory that a call uses again counts too
+FIRST_SLACK = 128 * 2**20  # bytes more that the first prepare and call may take, for code, pools of threads, workspaces
 
 
 class CheckerLost(ProblemError):
@@ -338,6 +346,64 @@ class RunnerHandle:
         process.checker.see_device(self.runner, failure.reason)
         return failure
 
+    def measure(self, heap: bool = False) -> int | None:
+        """Return the bytes of memory and files that its process takes now; None: gone. heap: free malloc's too."""
+        process = self.process
+        if process is None or process.workdir is None:
+            return None
+        try:
+            process.end_series()
+            process.ask(replies.Done, {"op": "trim", "heap": heap}, process.limit_s)
+        except Died as died:
+            self.lose(process.failure(died))
+            return None
+        return process.child.private_bytes() + process.workdir.jail.taken()
+
+    def count(self) -> Outcome | None:
+        """Count from now on what it keeps. Return the fault of what it has kept so far, or how it was lost."""
+        size = self.measure(heap=True)
+        if size is None:
+            return self.loss
+        process = self.running
+        process.host_base = size
+        if process.host_start is None:
+            return None
+        return kept_too_much(size - process.host_start, process.weights_bytes, FIRST_SLACK)
+
+    def hold(self, number: int) -> Outcome | None:
+        """Give it the present weights, of this number, to prepare. Return the fault of what it kept, or its loss."""
+        process = self.running
+        process.end_series()
+        before = self.measure() if process.host_base is not None else None
+        if self.process is None:
+            return self.loss
+        failing = "the checker could not allocate weights"
+        made, fds = process.checker.request({"op": "hold", "runner": self.runner}, failing)
+        message = {"op": "hold", "nbytes": made["nbytes"], "spec": made["spec"]}
+        start = time.perf_counter()
+        try:
+            reply = process.hand_over(replies.Prepared, message, fds, "prepare the weights", replies.PREPARE_LIMIT_S)
+        except Died as died:
+            raise Died(died.status, remarked(died.reason, "in prepare")) from None
+        took_us = (time.perf_counter() - start) * 1e6
+        process.holds, process.weights_bytes = number, made["bytes"]
+        if reply.prepared:
+            self.audit.prepare_us = took_us
+        return self.kept(before) if before else None
+
+    def kept(self, before: int) -> Outcome | None:
+        """Return the fault of holding more than is allowed, or the loss. before: `measure`'s, before the request."""
+        process = self.running
+        for heap in (False, True):  # to free what malloc keeps each time would cost the calls behind it
+            size = self.measure(heap)
+            if size is None:
+                return self.loss
+            grown = max(0, size - (process.host_base or before))
+            if not (fault := kept_too_much(grown, process.weights_bytes)):
+                break
+        self.audit.kept_bytes = max(grown, self.audit.kept_bytes or 0)
+        return fault
+
     def look(self) -> Outcome | None:
         """Return the fault of processes that live after the submission's call, once they have had time to end."""
         if self.process is None or self.baseline:
@@ -353,6 +419,16 @@ class RunnerHandle:
         child.pause()
         what = "end all that a call starts before it returns (docs/rules.md, rule 4)"
         return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {what}")
+
+
+def kept_too_much(kept_bytes: int, weights_bytes: int, more: int = 0) -> Outcome | None:
+    """Return the fault of what is kept of weights of so many bytes. more: bytes that are allowed besides."""
+    slack = PREPARED_SLACK + more
+    allowed = int(PREPARED_FACTOR * weights_bytes) + slack
+    if kept_bytes <= allowed:
+        return None
+    said = f"prepare: {kept_bytes / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed"
+    return Outcome("RULE_BROKEN", f"{said} ({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)")
 
 
 def remarked(report: str, remark: str) -> str:

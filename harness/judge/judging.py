@@ -17,7 +17,8 @@ from types import ModuleType
 from harness.judge import console, machine, phases, verdict
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import NOTHING, Group, Outcome, finished, of_group, of_outcome
+from harness.judge.outcome import Outcome
+from harness.judge.readings import NOTHING, Group, finished, of_group, of_outcome
 from harness.judge.selection import Selection
 from harness.judge.session import Session
 from harness.judge.verdict import Recorder, Result

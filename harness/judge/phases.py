@@ -9,14 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from harness.checker import matmul
 from harness.judge import readings
-from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import NOTHING, STOP_LIMIT_US, Finished, Group, GroupDone, Outcome, measured
-from harness.judge.readings import CaseReadings, ReferenceReadings, Timing
-from harness.judge.session import CallRequest, Session
-from harness.player import player
+from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
+from harness.judge.readings import NOTHING, CaseReadings, Finished, Group, GroupDone, ReferenceReadings, Timing
+from harness.judge.session import CallRequest, Progress, Session, Step
 from harness.problem.folders import Case, ProblemError
 from harness.runner import gate
 
@@ -40,7 +37,7 @@ class Counts:
     processes: int
     samples: int
     warmups: int
-    buffers: int
+    buffers: int = 2
     extra: int = 0
     paired: bool = False
 
@@ -49,10 +46,10 @@ class Counts:
 # has a different level, which only more of them average out. With three, a 99 % interval is 5.7 times as wide as they
 # scatter, and on a busy CPU a ratio of 13 was UNDECIDED; with six it is 1.6.
 COUNTS = {
-    ("cuda", False): Counts(processes=6, samples=10, warmups=1, buffers=player.COPIES),
-    ("cuda", True): Counts(processes=12, samples=6, warmups=1, buffers=player.COPIES, paired=True),
-    ("cpu", False): Counts(processes=3, samples=3, warmups=1, buffers=2, extra=6),
-    ("cpu", True): Counts(processes=6, samples=3, warmups=1, buffers=2, extra=6, paired=True),
+    ("cuda", False): Counts(processes=6, samples=10, warmups=1),
+    ("cuda", True): Counts(processes=12, samples=6, warmups=1, paired=True),
+    ("cpu", False): Counts(processes=3, samples=3, warmups=1, extra=6),
+    ("cpu", True): Counts(processes=6, samples=3, warmups=1, extra=6, paired=True),
 }
 
 
@@ -362,7 +359,7 @@ class Benchmark:
         """Return the reference readings of a case, and settle its timings by them."""
         timings = [of_cases[number] for of_cases in self.timings.values()]
         # One reading serves all cases, and a resumed run has that of the run before.
-        matmul_us = [us for case in self.readings for us in case.judge_us.get(matmul.NAME, [])]
+        matmul_us = [us for case in self.readings for us in case.judge_us.get(readings.PRODUCT, [])]
         beside = self.readings[number]
         if beside.bytes is None:  # a folder that does not say, and no group was run now
             self.session.content(self.cases[number])

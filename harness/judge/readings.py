@@ -1,15 +1,21 @@
-"""The judge's own readings beside the times, the bounds on a claimed time, and the cost of the clock."""
+"""What was measured: groups of timed calls, the judge's own readings beside them, the bounds on a claimed time, the
+cost of the clock; and all of it as lines of a run's file, of which a resumed run takes over what is there and does the
+rest (docs/records.md says when each line is written).
+"""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
-from harness.checker import matmul
-from harness.judge.outcome import Group, Outcome, measured
+from harness.judge.outcome import Audit, Outcome, measured
 from harness.problem.folders import Case
-from harness.results import environment, stats
+from harness.results import environment, schema, stats
 from harness.results.environment import UNKNOWN, GpuState
+from harness.results.record import Contents
 
 # By how much the host's clock may read longer than the event pair, each less its empty call: the larger of the two.
 CLOCKS_APART_US, CLOCKS_APART_SHARE = 1.0, 0.02
@@ -17,7 +23,46 @@ CLOCKS_APART_US, CLOCKS_APART_SHARE = 1.0, 0.02
 COST_LIMIT_US, RESOLUTION_LIMIT_US = 500, 20
 SOL_SHARE = 0.95  # of the physical bound: a time below it is no measurement
 
+PRODUCT = "matmul"  # among the judge's times, those of its matrix product on a GPU
 HOST = "empty, host"  # among the judge's times, those of its empty calls by the host's clock
+
+
+@dataclass
+class Group:
+    """The calls of one process of each submission, or of those of one part, on one benchmark case. outcomes: by
+    submission its scored calls, in order, and last what failed it here, warm-ups included; one that failed before has
+    none. judge_us: by judge's call its times in us. seeds: of every content. state: of the GPU behind the calls. part:
+    of the submissions, where not all can be alive at once.
+    """
+
+    process: int
+    case: int
+    outcomes: dict[str, list[Outcome]]
+    judge_us: dict[str, list[float]]
+    seeds: list[str]
+    state: GpuState = UNKNOWN
+    part: int = 0
+
+
+GroupDone = Callable[[Group], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The finished work of one phase."""
+
+    tests: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+    groups: dict[tuple[int, int, int], Group] = field(default_factory=dict)  # by process, case, part
+
+    def test(self, submission: str, case: int) -> Outcome | None:
+        """Return the outcome of `submission` (its name) on test case number `case`."""
+        return self.tests.get((submission, case))
+
+    def group(self, process: int, case: int, part: int = 0) -> Group | None:
+        return self.groups.get((process, case, part))
+
+
+NOTHING = Finished()
 
 
 @dataclass
@@ -93,7 +138,7 @@ def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_u
     that the host's clock contradicts. matmul_us: of all cases of the run, which share one reading.
     """
     judge_us, resolution = beside.judge_us, 0.0
-    reads = [name for name in judge_us if name not in ("empty", HOST, matmul.NAME)]
+    reads = [name for name in judge_us if name not in ("empty", HOST, PRODUCT)]
     if device == "cpu":
         empty, resolution = _take_off_cost(judge_us, timings, reads)
     else:
@@ -105,9 +150,11 @@ def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_u
     best = min(medians, key=lambda name: medians[name])
     roofline_us, config, kind = medians[best], best, "read"
     if matmul_us and beside.case.flops:
+        from harness.checker import matmul  # no run on a CPU needs it
+
         rate = matmul.FLOPS / stats.median(matmul_us)  # a microsecond
         if (least := beside.case.flops / rate) > roofline_us:
-            roofline_us, config, kind = least, f"{matmul.NAME} at {rate / 1e6:.0f} TFLOP/s", "flops"
+            roofline_us, config, kind = least, f"{PRODUCT} at {rate / 1e6:.0f} TFLOP/s", "flops"
     return ReferenceReadings(
         roofline_us=roofline_us,
         roofline_config=config,
@@ -172,3 +219,51 @@ def _clocks_apart(timing: Timing, empty_us: float, empty_host_us: float) -> Outc
     if least > 0 and len(apart) > 1:
         return Outcome("CHEAT_SUSPECTED", f"{said}, or further apart, in all {len(apart)} groups of calls")
     return Outcome("INVALID_MEASUREMENT", f"{said}: run again when the machine is idle")
+
+
+# --- the lines of a run's file
+
+
+def finished(lines: list[dict], phase: str = "benchmark") -> Finished:
+    """Return the work that these lines tell of: every test, and the groups of `phase`."""
+    tests = {(at["submission"], at["case"]): Outcome(**at["outcome"]) for at in lines if at["kind"] == "outcome"}
+    groups = [_GROUP.validate_python(at) for at in lines if at["kind"] == "group" and at.get("phase") == phase]
+    return Finished(tests, {(group.process, group.case, group.part): group for group in groups})
+
+
+def of_outcome(outcome: Outcome) -> dict:
+    """Return the fields of an outcome that are not at their defaults."""
+    return dict(_OUTCOME.dump_python(outcome, exclude_defaults=True))
+
+
+def of_group(group: Group) -> dict:
+    """Return the fields of a group's line."""
+    outcomes = {name: [of_outcome(call) for call in calls] for name, calls in group.outcomes.items()}
+    return dataclasses.asdict(group) | {"outcomes": outcomes}
+
+
+def attempts(files: Iterable[Contents], variant: str) -> set[str]:
+    """Return the unfinished runs that have timed a variant of this name: they count as attempts too."""
+    groups = ((file.run_id, line) for file in files if file.unfinished for line in file.work if line["kind"] == "group")
+    return {run_id for run_id, line in groups if variant in line["outcomes"]}
+
+
+def check(line: dict) -> None:
+    """Raise ValueError unless a line of work is as those that read it rely on."""
+    try:
+        _LINES[line["kind"]].validate_python(line)
+    except ValidationError as error:
+        raise ValueError(schema.said_of(error)) from None
+
+
+_OUTCOME, _GROUP = TypeAdapter(Outcome), TypeAdapter(Group)
+# By kind the fields that are read of such a line.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "outcome": {"submission": str, "case": int, "outcome": Outcome},
+    "audit": {"submissions": dict[str, Audit]},
+    "confirm": {"challenger": str, "leader": dict, "opponent": str | None},
+    "resumed": {},
+}
+_LINES: dict[str, TypeAdapter] = {"group": _GROUP} | {
+    kind: TypeAdapter(dataclasses.make_dataclass(kind, fields.items())) for kind, fields in _FIELDS.items()
+}

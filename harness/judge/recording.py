@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from harness.judge import prepared, replies
-from harness.judge.events import Step
-from harness.judge.handle import Content, RunnerHandle, admitted
+from harness.judge import replies
+from harness.judge.handle import WORK_SLACK, Content, RunnerHandle, admitted, kept_too_much
 from harness.judge.outcome import Outcome
 from harness.judge.player import Player
-from harness.judge.session import CLOSED_AT_ONCE, Session
+from harness.judge.session import CLOSED_AT_ONCE, Session, Step
 from harness.player import player
 from harness.problem.folders import Case
 from harness.sandbox.process import Died
@@ -320,7 +319,7 @@ class Replays:
         recording.takes = [take.model_dump(by_alias=True) for take in recorded.takes]
         if self.session.weights_bytes and not handle.baseline:
             kept = sum(recorded.used[1::2])  # all that is not in these ranges is poisoned before each call
-            recording.failure = prepared.fault_of(kept, self.session.weights_bytes, prepared.WORK_SLACK)
+            recording.failure = kept_too_much(kept, self.session.weights_bytes, WORK_SLACK)
         if recorded.branches and not handle.baseline:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):

@@ -5,16 +5,14 @@ import functools
 import os
 from collections.abc import Callable
 
-from harness.checker import matmul
 from harness.judge import phases, replies
-from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import NOTHING, Finished, Outcome
+from harness.judge.outcome import Outcome
 from harness.judge.phases import Benchmark
 from harness.judge.player import EMPTY, READER, Player
-from harness.judge.readings import HOST
+from harness.judge.readings import HOST, NOTHING, PRODUCT, Finished
 from harness.judge.recording import PREPARED, READ_BYTES, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
-from harness.judge.session import Session
+from harness.judge.session import Progress, Session, Step
 from harness.player import player
 from harness.problem.folders import Case
 from harness.results import environment
@@ -157,7 +155,7 @@ class ReplayBenchmark(Benchmark):
         for handle in handles:
             self._complete(handle.name)
         if case.flops and not self.rated:
-            self.group.judge_us[matmul.NAME], self.rated = self.session.product_us(self.counts.samples), True
+            self.group.judge_us[PRODUCT], self.rated = self.session.product_us(self.counts.samples), True
         self.group.state = environment.gpu_state()
         self._close()
         self.rounds_done += self.rounds

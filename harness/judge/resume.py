@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.judge import outcome
+from harness.judge import readings
 from harness.judge.options import Options, spelled
 from harness.problem.folders import UsageError
 from harness.results.record import Contents
@@ -45,7 +45,7 @@ def chosen(files: Iterable[Contents], run_id: str, where: str) -> RunFile:
     for file in reversed(unfinished):
         if run_id in ("", file.run_id):
             try:
-                return RunFile.reopen(file.path, outcome.check)
+                return RunFile.reopen(file.path, readings.check)
             except BlockingIOError:
                 busy.append(file.run_id)
     if busy:
@@ -60,7 +60,7 @@ def left(files: Iterable[Contents]) -> list[str]:
     for file in files:
         if file.unfinished:
             with contextlib.suppress(BlockingIOError):
-                RunFile.reopen(file.path, outcome.check).close()
+                RunFile.reopen(file.path, readings.check).close()
                 run_ids.append(file.run_id)
     return run_ids
 

@@ -1,9 +1,10 @@
-"""The choices that the arguments of a run make: submissions and cases; and whether a submission may run here."""
+"""The choices that the arguments of a run make, and whether a submission may run here."""
 
 import dataclasses
+import functools
 import importlib.util
+import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness.judge import console
@@ -12,18 +13,60 @@ from harness.judge.outcome import Outcome
 from harness.judge.verdict import Result
 from harness.problem import folders, scan, sources
 from harness.problem.folders import Case, Problem, Submission, UsageError, has_words, reading
-from harness.results import text
+from harness.results import environment, gpu, text
 from problems.common import load
 
 
-@dataclass(frozen=True)
 class Selection:
-    """What the arguments of harness/run.py choose of a problem, for a run on `device` and `target`."""
+    """What the arguments of harness/run.py choose: a problem, a device and its target, submissions, cases."""
 
-    problem: Problem
-    args: Options
-    device: str
-    target: str
+    def __init__(self, arguments: Options) -> None:
+        self.args = arguments
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The named problem. UsageError: there is none, or its folder is malformed."""
+        name = self.args.problem
+        with reading(name):
+            problem = folders.find(name)
+            for case in (*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)):
+                try:
+                    json.dumps(case.params, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UsageError(f"{name}: the values of a case must be JSON, in {case}: {error}") from None
+        if not text.can_name(problem.name):
+            raise UsageError(f"PROBLEM: the folder must have a plain name, got {problem.name!r}: rename it")
+        return problem
+
+    @functools.cached_property
+    def device(self) -> str:
+        """The kind of device. Of several GPUs, the named one becomes the only visible one."""
+        wanted = self.args.device or ("cuda" if gpu.visible() else "cpu")
+        if wanted in ("cpu", "model"):  # the model executes on the CPU
+            return "cpu"
+        if not gpu.present():
+            raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
+        try:
+            gpu.select(int(wanted.partition(":")[2] or 0))
+        except LookupError as error:
+            raise UsageError(f"--device {wanted}: {error}") from None
+        return "cuda"
+
+    @functools.cached_property
+    def machine(self) -> str:
+        return "model" if self.args.device == "model" else environment.machine(self.device)
+
+    @functools.cached_property
+    def target(self) -> str:
+        """The GPU's architecture, or "cpu". UsageError: a GPU of another one."""
+        if self.device == "cpu":
+            return "cpu"
+        used = gpu.current()
+        capability = used.capability if used else "(no GPU answers)"
+        major = capability.partition(".")[0]
+        if not major.isdigit() or int(major) not in load.TARGETS:
+            raise UsageError(f"the GPU must be of sm_90 or sm_100, got compute capability {capability!r}")
+        return load.TARGETS[int(major)]
 
     def submissions(self) -> list[Submission]:
         """Return the submissions that this run judges. UsageError: options exclude each other, or a file is none."""

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from harness.judge import compiling, outcome, prepared, replies
-from harness.judge.events import Progress, Step
+from harness.judge import compiling, outcome, replies
 from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
@@ -22,6 +21,19 @@ CLOSED_AT_ONCE = 16  # processes
 LEAST_SEED_BITS = 16  # of a secret seed
 STORABLE_BITS = 31  # with fewer, answers to all seeds can be stored
 EMPTY = "empty"  # the judge's own call that works for a known time
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run is doing. n of total parts of the phase are done; said: the present part, in words."""
+
+    phase: str
+    n: int
+    total: int
+    said: str
+
+
+Progress = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
@@ -168,7 +180,7 @@ class Session:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
             counts = request.measure and handle.running.host_base is not None
-            before = prepared.measure(handle) if counts else None
+            before = handle.measure() if counts else None
             if handle.process is None:
                 return handle.loss
             buffer = process.calls_on_buffers % request.buffers  # calls take them in turn
@@ -183,7 +195,7 @@ class Session:
         outcome.bytes = self.present.bytes
         if handle.submission and outcome.status == "PASSED":
             outcome = outcome.judged(self.verdict(handle.runner, buffer, claims, handle.baseline))
-        if before and outcome.status == "PASSED" and (fault := prepared.kept(handle, before)):
+        if before and outcome.status == "PASSED" and (fault := handle.kept(before)):
             outcome = outcome.judged(fault)
         return outcome
 
@@ -193,9 +205,9 @@ class Session:
         """
         counts = self._split and handle.submission and not handle.baseline
         if counts and not self._refused(handle):
-            handle.running.host_start = prepared.measure(handle)
+            handle.running.host_start = handle.measure()
         self.call(handle, request)
-        if counts and handle.process is not None and (fault := prepared.begin(handle)):
+        if counts and handle.process is not None and (fault := handle.count()):
             self._break(handle, fault)
 
     def ask_runner(
@@ -267,7 +279,7 @@ class Session:
         handle.running.open(self.present, buffers, reads)
         if not self._split or handle.submission is None or handle.running.holds == self._weights:
             return None
-        return prepared.hold(handle, self._weights)
+        return handle.hold(self._weights)
 
     def verdict(
         self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False

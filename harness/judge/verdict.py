@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from harness.judge import compiling
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
-from harness.player import player
 from harness.problem import sources
 from harness.problem.folders import Case, Problem, Submission, reading
 from harness.results import environment, hashes, ranking, record, schema, stats, text
@@ -293,7 +292,11 @@ class Recorder:
 
     def clock(self, self_timed: bool = False) -> dict:
         """Return how times are taken. self_timed: in the submission's process."""
-        return {"name": SELF_TIMED if self_timed else player.CLOCK if self.device == "cuda" else process.CLOCK}
+        if self_timed or self.device == "cpu":
+            return {"name": SELF_TIMED if self_timed else process.CLOCK}
+        from harness.player import player  # no run on a CPU needs it
+
+        return {"name": player.CLOCK}
 
     def warnings_of(self, time: CaseTime) -> list[str]:
         """Return the limits of the times of a case, in words."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.judge import console, selection
-from harness.judge.events import Progress, Step
 from harness.judge.handle import CheckerHandle, RunnerHandle
 from harness.judge.judging import phases_of
 from harness.judge.outcome import Outcome
-from harness.judge.session import Session
+from harness.judge.session import Progress, Session, Step
 from harness.lint import trivial
 from harness.lint.trivial import Tried
 from harness.problem.folders import Case, Problem, Submission, submission

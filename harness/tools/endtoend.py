@@ -8,6 +8,7 @@ calls may end that: only a main that has returned 0 counts. $CHECK_REPORT: "" or
 
 import os
 import sys
+from collections.abc import Sequence
 
 from harness.judge import console
 from harness.problem.folders import Problem, UsageError
@@ -25,7 +26,7 @@ sys.exit({returned} if repr(code) == "0" else code or 1)
 OUT = process.ROOT / "leaderboard" / "out" / "check"
 
 
-def run(problem: Problem, device: str, words: list[str]) -> tuple[int, str]:
+def run(problem: Problem, device: str, words: Sequence[str]) -> tuple[int, str]:
     """Run the check in a separate process. Return its exit status, and why it does not pass; "" if it does, or has
     refused its arguments and said why: 2. UsageError: there is none. SandboxError: it could not be started.
     """

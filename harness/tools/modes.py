@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 
 from harness.judge import console, replay, replies
-from harness.judge.events import Progress, Step
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import COMPILE_LIMIT_S
-from harness.judge.session import Session
+from harness.judge.session import Progress, Session, Step
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import environment, output, text

@@ -4,9 +4,9 @@ import contextlib
 from pathlib import Path
 
 from harness import run
-from harness.judge import outcome, phases
-from harness.judge.outcome import Group, Outcome
-from harness.judge.readings import ReferenceReadings, Timing
+from harness.judge import phases, readings
+from harness.judge.outcome import Outcome
+from harness.judge.readings import Group, ReferenceReadings, Timing
 from harness.results import environment, record
 from leaderboard import board
 
@@ -111,7 +111,7 @@ def records() -> list[dict]:
 
 def files() -> list[record.Contents]:
     """What the files of all runs hold, oldest first."""
-    return record.contents(environment.machine("cpu"), "made_up", check=outcome.check)
+    return record.contents(environment.machine("cpu"), "made_up", check=readings.check)
 
 
 def unfinished() -> list[Path]:

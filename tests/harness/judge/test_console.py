@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from harness.judge import compiling, console, verdict
-from harness.judge.events import Step
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
+from harness.judge.session import Step
 from harness.problem import folders, sources
 from harness.problem.folders import Case
 from harness.results import output, record, text

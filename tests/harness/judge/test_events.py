@@ -9,8 +9,9 @@ import re
 import pytest
 
 from harness.judge import phases
-from harness.judge.events import Events, Step
+from harness.judge.events import Events
 from harness.judge.phases import Counts
+from harness.judge.session import Step
 from harness.problem.folders import Case, has_words
 from tests.harness.judge.test_phases import Counting, RunnerHandle, Submission
 from tests.support import ROOT

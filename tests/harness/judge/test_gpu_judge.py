@@ -12,6 +12,7 @@ from harness.judge import replay, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Counts
+from harness.judge.readings import PRODUCT
 from harness.judge.session import Session
 from harness.judge.verdict import SELF_TIMED, Recorder, Result, aggregate
 from harness.problem import folders
@@ -330,5 +331,5 @@ def test_one_copy_of_weights_may_be_kept_and_is_timed_beside_the_matrix_product(
     assert timing.failure is None and len(timing.flat("us")) == HOW.samples * HOW.processes, timing.failure
     for audit in (one.audit, two.audit):  # as many bytes
         assert 2**30 <= audit.kept_bytes <= 2**30 + 2**28 and audit.prepare_us > 0
-    (us,) = [sorted(group.judge_us[matmul.NAME])[1] for group in groups if matmul.NAME in group.judge_us]
+    (us,) = [sorted(group.judge_us[PRODUCT])[1] for group in groups if PRODUCT in group.judge_us]
     assert 0.5 < matmul.FLOPS / us * 1e6 / rates()[1] < 1

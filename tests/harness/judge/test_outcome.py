@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from harness.judge.outcome import Group, Outcome, attempts, check, finished, of_group, of_outcome
+from harness.judge.outcome import Outcome
+from harness.judge.readings import Group, attempts, check, finished, of_group, of_outcome
 from harness.results import record
 from harness.results.environment import GpuState
 from tests.support.hostile import brief

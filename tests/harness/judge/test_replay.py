@@ -7,11 +7,12 @@ from unittest.mock import Mock
 import pytest
 
 from harness.checker import matmul
-from harness.judge import phases, prepared, recording, replay, replies
+from harness.judge import phases, recording, replay, replies
 from harness.judge import player as judges_player
-from harness.judge.handle import Content, RunnerHandle
+from harness.judge.handle import PREPARED_FACTOR, PREPARED_SLACK, Content, RunnerHandle, kept_too_much
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Counts
+from harness.judge.readings import PRODUCT
 from harness.judge.recording import Replays
 from harness.player import player
 from harness.problem.folders import Case, Submission
@@ -307,7 +308,7 @@ def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
         (process, case) for process in range(4) for case in (0, 1)
     ]
     assert [len(group.judge_us.get("read 1", [])) for group in groups] == [3, 3, *[0] * 6]
-    assert [len(group.judge_us.get(matmul.NAME, [])) for group in groups] == [3, *[0] * 7], "once a run"
+    assert [len(group.judge_us.get(PRODUCT, [])) for group in groups] == [3, *[0] * 7], "once a run"
     assert [(g.roofline_kind, g.roofline_us, g.empty_us) for g in readings] == [("flops", 5.0, 3.0)] * 2
 
 
@@ -331,9 +332,9 @@ def test_submissions_are_timed_in_parts_whose_weights_have_room(world, gib, pair
 
 @pytest.mark.parametrize("weights", [0, GIB, 14 * GIB])
 def test_what_prepare_may_keep_is_a_copy_and_a_little(weights):
-    allowed = int(prepared.PREPARED_FACTOR * weights) + prepared.PREPARED_SLACK
-    assert prepared.fault_of(allowed, weights) is None and prepared.fault_of(allowed + 9, weights, 9) is None
-    fault = prepared.fault_of(allowed + 10, weights, 9)
+    allowed = int(PREPARED_FACTOR * weights) + PREPARED_SLACK
+    assert kept_too_much(allowed, weights) is None and kept_too_much(allowed + 9, weights, 9) is None
+    fault = kept_too_much(allowed + 10, weights, 9)
     assert fault is not None and fault.status == "RULE_BROKEN" and f"{allowed / 2**20:.0f} MiB are" in fault.reason
 
 

@@ -145,10 +145,10 @@ class Run(Selection):
 
     def _check(self, words: Sequence[str]) -> int:
         """Run the problem's end-to-end check, with further arguments. Return the exit code."""
-        from harness.tools import endtoend
+        from harness.tools import modes
 
         with self._held(timed=False):
-            status, fault = endtoend.run(self.problem, self.device, words)
+            status, fault = modes.check(self.problem, self.device, words)
         if status == output.USAGE_EXIT and not fault:
             return output.USAGE_EXIT
         result = f"INCORRECT ({fault}); nothing else is judged" if fault else "PASSED"

@@ -9,7 +9,7 @@ from harness.judge.verdict import Result
 from harness.lint import linter
 from harness.problem.folders import ProblemError, UsageError
 from harness.results import environment, record
-from harness.tools import endtoend, latency, model_check, modes
+from harness.tools import latency, model_check, modes
 
 NEEDS_GPU = "needs a GPU, the run is on a CPU; elsewhere: python -m harness remote HOST ..."
 
@@ -42,11 +42,11 @@ class Sanitize(Run):
 
 
 class Check(Run):
-    """Run the problem's end-to-end check (harness/tools/endtoend.py). The words are arguments of its own."""
+    """Run the problem's end-to-end check (harness/tools/modes.py). The words are arguments of its own."""
 
     def _work(self) -> int:
         if {"-h", "--help"} & {*self.words}:  # it prints its arguments
-            return endtoend.run(self.problem, self.device, ["--help"])[0]
+            return modes.check(self.problem, self.device, ["--help"])[0]
         console.say(environment.line() + "\n")
         return self._check(self.words)
 

@@ -9,9 +9,18 @@ from harness.judge import phases, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Benchmark
-from harness.judge.player import EMPTY, READER, Player
 from harness.judge.readings import HOST, NOTHING, PRODUCT, Finished
-from harness.judge.recording import PREPARED, READ_BYTES, RESERVE_BYTES, SCRATCH_BYTES, Recording, Replays
+from harness.judge.recording import (
+    EMPTY,
+    PREPARED,
+    READ_BYTES,
+    READER,
+    RESERVE_BYTES,
+    SCRATCH_BYTES,
+    Player,
+    Recording,
+    Replays,
+)
 from harness.judge.session import Progress, Session, Step
 from harness.player import player
 from harness.problem.folders import Case

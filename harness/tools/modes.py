@@ -1,4 +1,10 @@
-"""The modes of a run that judge nothing: compile for other machines, profile, and run under a sanitizer.
+"""What is done with a problem besides judging submissions: its end-to-end check, before anything of it is judged and by
+the verb check; compiling for other machines; profiles; runs under a sanitizer.
+
+check.py in a problem's folder has `main(argv: list[str]) -> int`, which returns 0 only if all holds, 2 where it refuses
+its arguments. It is a separate process of the problem's own code, with the arguments that are given behind the verb,
+and --device. What it calls may end that: only a main that has returned 0 counts. $CHECK_REPORT: "" or a folder for JSON
+of what it found.
 
 A profile is the torch profiler's table, and on a GPU, in a separate pass, what Nsight Compute says of a call.
 """
@@ -11,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.judge import console, replay, replies
@@ -21,9 +28,10 @@ from harness.judge.session import Progress, Session, Step
 from harness.judge.verdict import Result
 from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import environment, output, text
+from harness.sandbox import process
 from harness.sandbox.process import ROOT
 from harness.tools import single
-from problems.common import build, cubins
+from problems.common import build, cubins, load
 
 SANITIZE_BYTES = 2**20  # bytes that a case may move to be run under a sanitizer
 SANITIZE_TOOLS = ("memcheck", "racecheck")
@@ -32,6 +40,38 @@ TOOL_LIMIT_S = 540
 FOUND_EXIT = 66  # of compute-sanitizer where it found errors, so that it is no exit status of the process itself
 TAIL = 40  # lines of its output: a Python traceback and an error with its backtrace
 NCU_SECTIONS = "SpeedOfLight MemoryWorkloadAnalysis Occupancy LaunchStats WarpStateStats SchedulerStats"
+
+CHECK = "check.py"
+RETURNED = 173  # exit status where main has returned 0: a kernel that calls exit(0) gives no verdict
+MAIN = """import sys
+from problems.{name} import check
+code = check.main(sys.argv[1:])
+sys.exit({returned} if repr(code) == "0" else code or 1)
+"""
+REPORTS = ROOT / "leaderboard" / "out" / "check"
+
+
+def check(problem: Problem, device: str, words: Sequence[str]) -> tuple[int, str]:
+    """Run the check in a separate process. Return its exit status, and why it does not pass; "" if it does, or has
+    refused its arguments and said why: 2. UsageError: there is none. SandboxError: it could not be started.
+    """
+    found = problem.folder / CHECK
+    if not problem.ours or not found.is_file():
+        raise UsageError(f"{problem.name} has no {CHECK}")
+    if problem.folder.parent != load.PROBLEMS:
+        raise UsageError(f"{found} runs as problems.{problem.name}.check: its folder must stand in {load.PROBLEMS}")
+    argv = [sys.executable, "-c", MAIN.format(name=problem.name, returned=RETURNED), *words, "--device", device]
+    # Beside other work, pools that spin take three times as long.
+    defaults = {"CHECK_REPORT": str(REPORTS / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
+    extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.is_quiet())
+    if status in (RETURNED, output.USAGE_EXIT):
+        return status % RETURNED, ""
+    if status < 0:
+        return status, f"killed by signal {-status}"
+    if not status:
+        return 0, f"{CHECK} ended with status 0 before its main returned: something that it calls ends the process"
+    return status, f"exit status {status}"
 
 
 def compile_only(problem: Problem, device: str, judged: list[Result], progress: Progress) -> None:

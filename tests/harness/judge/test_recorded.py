@@ -17,6 +17,7 @@ from harness.problem.folders import UsageError
 from harness.results import environment, ranking, record
 from harness.results.run_file import RunFile
 from harness.sandbox import process
+from harness.tools import modes
 from tests.support import SUPPORT
 from tests.support.recorded import SOURCE, FakeSession, Stop, files, first, judge, records, unfinished
 from tests.support.records import run_line
@@ -66,6 +67,27 @@ def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsy
         assert all("interrupted and resumed 1 time" in r["clock"]["warnings"] for r in timed)
         assert all(r["clock"]["name"] == process.CLOCK and r["attempt"] == 1 for r in timed)
     assert unfinished() == []
+
+
+def test_variants_of_other_targets_are_compiled_behind_the_ranks_and_counted(world, folder, monkeypatch, capsys):
+    for name in ("sm90_good", "sm90_bad"):
+        source = (folder / "variants" / "good.py").read_text().replace('("cpu",)', '("sm90",)')
+        (folder / "variants" / f"{name}.py").write_text(source)
+
+    def compile_only(_problem, _device, judged, _progress):
+        assert "rank 1" in capsys.readouterr().out, "the ranks are printed"
+        for j in judged:
+            j.status, j.reason = (
+                ("COMPILED", "") if j.submission.name == "sm90_good" else ("COMPILE_ERROR", "x.cu:1: no")
+            )
+
+    monkeypatch.setattr(modes, "compile_only", compile_only)
+    assert judge(folder, "--all") == 4
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "2 variants for other targets, 1 of them compiled\nsm90_bad  COMPILE_ERROR  x.cu:1, see above\n"
+    )
+    assert "sm90_good" not in out and {r["variant"] for r in records()} >= {"good", "sm90_good", "sm90_bad"}
 
 
 def test_a_run_killed_among_its_results_writes_each_once(world, folder, tmp_path, capsys):

@@ -8,7 +8,6 @@ import pytest
 
 from harness.checker import matmul
 from harness.judge import phases, recording, replay, replies
-from harness.judge import player as judges_player
 from harness.judge.handle import PREPARED_FACTOR, PREPARED_SLACK, Content, RunnerHandle, kept_too_much
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Counts
@@ -167,7 +166,7 @@ class FakePlayer:
 
     def play(self, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: object = ()) -> tuple:
         if what:
-            return 3.0 if what == judges_player.EMPTY else 4.0, 10.0
+            return 3.0 if what == recording.EMPTY else 4.0, 10.0
         assert "call" in self.has
         if (self.target, self.world.number) in self.world.lost:
             self.world.lost.remove((self.target, self.world.number))
@@ -348,7 +347,7 @@ def test_what_prepare_may_keep_is_a_copy_and_a_little(weights):
     ],
 )
 def test_what_a_player_says_of_a_failure_is_a_verdict(failed, text, status, reason, ended):
-    made, killed = judges_player.Player.__new__(judges_player.Player), []
+    made, killed = recording.Player.__new__(recording.Player), []
     reply = {"failed": failed, "text": text}
     made.child = SimpleNamespace(request=lambda *_: (reply, []), kill=lambda: killed.append(True))
     made._about = {"readers": 2}

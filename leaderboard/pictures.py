@@ -179,12 +179,6 @@ def model_history(records: Iterable[dict]) -> Lines | None:
     return _over_commits(points, most, "time of a decode step as a CUDA graph, us, by commit")
 
 
-def pairs(found: Sequence[tuple[str, Sequence[float]]]) -> Rows:
-    """The ratios of compared pairs around 1, a row a kind of pair."""
-    rows = [Row(label, [Point(ratio) for ratio in ratios], said=f"{len(ratios)} pairs") for label, ratios in found]
-    return Rows(rows, (), "ratio of the times; a tick is a pair, 1 is equal", "ticks", at=1.0)
-
-
 def said_of(chart: plot.Chart) -> str:
     """The chart in words: what it shows, and its values."""
     if isinstance(chart, Lines):

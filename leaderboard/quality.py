@@ -93,10 +93,6 @@ class Group:
         more, times = PLANTED_US[self.pairs[0].kind], [one.us for one in self.pairs if one.us]
         return more / (statistics.median(times) - more) if more and times else 0.0
 
-    @property
-    def planted_said(self) -> str:
-        return tables.percent(self.planted) if self.planted else "nothing"
-
     def count(self, *words: str | None) -> int:
         """How many pairs have one of these verdicts; None is for those that failed."""
         return sum(one.word in words for one in self.pairs)
@@ -148,7 +144,8 @@ def pairs_table(groups: Iterable[Group]) -> Table:
     for group in groups:
         counts = map(str, (len(group.pairs), *map(group.count, ("SAME", "SLOWER", "UNDECIDED", "FASTER", None))))
         ratios = f"{min(group.ratios):.4f} to {max(group.ratios):.4f}" if group.ratios else ""
-        rows.append([group.planted_said, group.pairs[0].problem, str(group.pairs[0].processes), *counts, ratios])
+        said = tables.percent(group.planted) if group.planted else "nothing"
+        rows.append([said, group.pairs[0].problem, str(group.pairs[0].processes), *counts, ratios])
     header = ["planted", "problem", "processes", "pairs", "SAME", "SLOWER", "UNDECIDED", "FASTER", "failed", "ratios"]
     return Table(header, rows, {"planted", "problem"})
 

@@ -279,11 +279,7 @@ def frame(boards: list[Board]) -> pd.DataFrame:
 
 
 def csv(boards: list[Board]) -> str:
-    return as_csv(frame(boards))
-
-
-def as_csv(rows: pd.DataFrame) -> str:
-    """Rows of `frame` as CSV."""
+    """The boards' `frame` as CSV."""
 
     def cell(value: object) -> object:
         if isinstance(value, float) and math.isfinite(value):
@@ -292,7 +288,7 @@ def as_csv(rows: pd.DataFrame) -> str:
             return text.clean(value)
         return str(value) if isinstance(value, int) else value  # or a column with gaps would be one of floats
 
-    return rows.map(cell).to_csv(index=False, lineterminator="\n")
+    return frame(boards).map(cell).to_csv(index=False, lineterminator="\n")
 
 
 def percent(share: float) -> str:

@@ -7,16 +7,15 @@ a footnote.
 import itertools
 import math
 import os
+import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
-from rich.text import Text
-
-from harness.results import environment, gpu, text
+from harness.results import environment, gpu, output, text
 from leaderboard import model_board, tables
 from leaderboard.board import Board
 from leaderboard.provenance import Provenance
-from leaderboard.screen import Screen
 from leaderboard.tables import Section, Table
 from problems.common import load
 
@@ -24,7 +23,8 @@ WIDE = 140  # columns from which on a table has all of its columns
 PLAIN_WIDTH = 250  # columns, where the output is no terminal
 MOST = 15  # lines of `brief`
 MOST_LINES = 95  # of `overview`
-STYLES = {"leader": "bold green", "baseline": "yellow"}
+BOLD, DIM = 1, 2
+STYLES = {"leader": 32, "baseline": 33}  # green, yellow
 REPORT, RUN = ".venv/bin/python leaderboard/report.py", ".venv/bin/python harness/run.py"
 
 
@@ -44,7 +44,7 @@ def show(
     """Print the boards: all of them `whole`; or this machine's, else the best machine's, of the problems that were
     `named`; and a line for each other. cases: also the times by case of a board, by op of a model.
     """
-    console, mine = screen(), here()
+    mine = here()
     best = tables.best_first(boards, mine)
     of = ([one for one in best if one.problem == name] for name in named)
     firsts = ([one for one in its if one.machine in mine] or its[:1] for its in of)
@@ -55,27 +55,27 @@ def show(
     if whole or named:
         sections += [model_board.section(title, records, known, cases) for title, records in steps.items()]
         steps = {}
-    lines = [line for one in sections for line in [*section(one, console.width), _line("")]]
+    lines = [line for one in sections for line in [*section(one, _width()), _line("")]]
     if (rest := [one for one in best if one not in full]) or steps:
         lines += overview(rest, steps)
-    _print(console, lines)
+    output.say("\n".join(lines))
 
 
 def brief(boards: Iterable[Board], steps: model_board.Steps, known: Provenance, problem: str) -> None:
     """Print this machine's newest board of a problem, or of a model its steps, and the command to try next, in at most
     MOST lines. problem: as the commands name it.
     """
-    console, title, table = screen(), f"No board of {problem} on this machine yet.", None
+    title, table = f"No board of {problem} on this machine yet.", None
     following = f"{RUN} {problem}{' --mode latency' if steps else ' --all'}"
     for name, records in steps.items():
         title, table = name, model_board.table(records, known)
     for board in sorted((one for one in boards if one.timed), key=lambda one: one.run["time"])[-1:]:
         title, table, following = tables.title(board), tables.standing(board), next_command(board, problem)
-    lines = [_line(title, "bold"), *(_table(table, console.width) if table else [])]
+    lines = [_line(title, BOLD), *(_table(table, _width()) if table else [])]
     if len(lines) > MOST - 1:
         more = f"... {len(lines) - MOST + 2} more lines: {REPORT} {problem}"
-        lines[MOST - 2 :] = [_line(more, "dim")]
-    _print(console, [*lines, _line(f"next: {following}")])
+        lines[MOST - 2 :] = [_line(more, DIM)]
+    output.say("\n".join([*lines, _line(f"next: {following}")]))
 
 
 def next_command(board: Board, problem: str) -> str:
@@ -93,7 +93,7 @@ def next_command(board: Board, problem: str) -> str:
     return f"{RUN} {problem} --variant {mine}" + (f" --against {leader}" if leader != mine else "")
 
 
-def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[Text]:
+def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[str]:
     """A line for each board and model, below its machine's name."""
     best = [(tables.title(one), tables.leaders([one]).rows, one.run["time"]) for one in boards]
     best += [
@@ -110,24 +110,24 @@ def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[Text]:
         machines.append(machine)
     found, lines = [], zip(machines, _aligned(rows, {"problem", "leader", "date"}), strict=True)
     for machine, its in itertools.groupby(lines, lambda at: at[0]):
-        found += [_line(machine, "bold")] * bool(machine) + [_line(line, "" if machine else "bold") for _, line in its]
+        found += [_line(machine, BOLD)] * bool(machine) + [_line(line, 0 if machine else BOLD) for _, line in its]
     if len(found) > MOST_LINES:
         found[MOST_LINES:] = [_line(f"... {len(found) - MOST_LINES} more lines: name a PROBLEM or a --machine")]
-    return [*found, _line(f"A whole board: {REPORT} PROBLEM", "dim")]
+    return [*found, _line(f"A whole board: {REPORT} PROBLEM", DIM)]
 
 
-def section(shown: Section, width: int) -> list[Text]:
+def section(shown: Section, width: int) -> list[str]:
     """A board, or a model's steps, with its tables."""
-    lines = [_line(shown.title, "bold"), *(_line(fact, "dim") for fact in shown.facts)]
+    lines = [_line(shown.title, BOLD), *(_line(fact, DIM) for fact in shown.facts)]
     for above, table in shown.tables:
         lines += [_line(above)] * bool(above) + _table(table, width)
     every = {name for _, table in shown.tables for name in table.header}
     hidden = set() if width >= WIDE else every - tables.NARROW
     told = [text.line(note) for note in shown.notes if note.partition(":")[0] not in hidden]
-    return [*lines, *(_line(one, "dim") for note in told for one in textwrap.wrap(note, width))]
+    return [*lines, *(_line(one, DIM) for note in told for one in textwrap.wrap(note, width))]
 
 
-def _table(table: Table, width: int) -> list[Text]:
+def _table(table: Table, width: int) -> list[str]:
     """The rows of a table, then its remarks as footnotes. A table that is too wide without any has a paragraph for
     each row.
     """
@@ -140,15 +140,15 @@ def _table(table: Table, width: int) -> list[Text]:
     lines = _aligned([header, *rows], table.words)
     if max(map(len, lines)) > width and not table.remarks:
         return [line for row in rows for line in _paragraph(header, row, width)]
-    kinds = ["bold", *(STYLES.get(kind, "") for kind in table.kinds or [""] * len(rows))]
-    found = [_line(line, style) for line, style in zip(lines, kinds, strict=True)]
+    styles = [BOLD, *(STYLES.get(kind, 0) for kind in table.kinds or [""] * len(rows))]
+    found = [_line(line, style) for line, style in zip(lines, styles, strict=True)]
     for number, said in enumerate(notes, 1):
         wrapped = textwrap.wrap(text.line(f"[{number}] {said}"), width, subsequent_indent="    ")
-        found += [_line(one, "dim") for one in wrapped]
+        found += [_line(one, DIM) for one in wrapped]
     return found
 
 
-def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> list[Text]:
+def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     cells = "; ".join(f"{name} {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell)
     return [_line(row[0]), *map(_line, textwrap.wrap(cells, width, initial_indent="    ", subsequent_indent="    "))]
 
@@ -163,17 +163,12 @@ def _aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> list[str]
     return list(map("  ".join, zip(*columns, strict=True)))
 
 
-def screen() -> Screen:
-    found = Screen(highlight=False)
-    known = found.is_terminal or "COLUMNS" in os.environ
-    return found if known else Screen(highlight=False, width=PLAIN_WIDTH)
+def _width() -> int:
+    return shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
 
 
-def _line(said: str, style: str = "") -> Text:
-    """A line of output, clean, since a submission may have written it."""
-    return Text(text.line(said, math.inf).rstrip(), style=style)
-
-
-def _print(console: Screen, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line, soft_wrap=True)
+def _line(said: str, style: int = 0) -> str:
+    """A line of output, clean, since a submission may have written it; on a terminal that wants colours in a style."""
+    line = text.line(said, math.inf).rstrip()
+    coloured = style and line and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\x1b[{style}m{line}\x1b[0m" if coloured else line

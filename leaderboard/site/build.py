@@ -11,10 +11,12 @@ source from pygments, which escape themselves, are put in as they are.
 """
 
 import collections
+import dataclasses
 import functools
 import hashlib
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from harness.results import output, text
 from leaderboard import model_board, pictures, plot, provenance, quality, tables
 from leaderboard.board import Board, number
 from leaderboard.pages import Shown
-from leaderboard.screen import track
 from leaderboard.site import variant
 from problems.common import load
 
@@ -53,7 +54,9 @@ def write(shown: Shown, folder: Path) -> int:
     todo: list[Callable[[], None]] = [functools.partial(site.problem, *item) for item in site.problems.items()]
     todo += [functools.partial(site.variant, *names) for names in site.variants]
     todo += [site.model, site.judge, site.index]
-    for page in track(todo, "pages"):
+    for count, page in enumerate(todo, 1):
+        if sys.stderr.isatty():
+            output.complain(f"\x1b[1A\rpage {count} of {len(todo)}" if count > 1 else f"page 1 of {len(todo)}")
         page()
     return len(todo)
 
@@ -77,14 +80,13 @@ class Site:
         given |= {"problem_page": problem_page, "variant_page": variant_page, "key_of": key_of, "number": number}
         given |= {"model_key": model_key, "stale": provenance.stale, "us": text.us}
         self.environment.globals |= given
-        self.rows = tables.frame(shown.boards)
         self.profiles = variant.profiles(self.variants)
 
     def static(self) -> None:
         """The style sheet and the CSV of all boards."""
         parts = [(HERE / "page.css").read_text(encoding="utf-8"), *map(_highlighting, THEMES)]
         output.write_whole(self.folder / "page.css", "\n".join(parts))
-        output.write_whole(self.folder / "board.csv", tables.as_csv(self.rows))
+        output.write_whole(self.folder / "board.csv", tables.csv(self.shown.boards))
         (self.folder / "pictures").mkdir(exist_ok=True)
 
     def page(self, place: str, template: str, title: str, **given: Any) -> None:
@@ -108,18 +110,21 @@ class Site:
     # --- pages
 
     def index(self) -> None:
-        timed = [board for boards in self.problems.values() for board in boards if tables.first_of(board)]
-        steps = [(title, one) for title, its in self.shown.steps.items() for one in filter(model_board.is_step, its)]
+        boards = [board for boards in self.problems.values() for board in boards]
+        timed, steps = [board for board in boards if tables.first_of(board)], self.shown.steps
+        leaders, links = tables.leaders(timed), [f"{problem_page(one.problem)}#{key_of(one)}" for one in timed]
+        for title, records in steps.items():
+            rows = model_board.leaders({title: records}, self.shown.known)
+            leaders = dataclasses.replace(leaders, rows=[*leaders.rows, *rows])
+            links += [f"model.html#{model_key(title)}"] * len(rows)
         records = [one for found in self.shown.records.values() for one in found]
         self.page(
             "index.html",
             "index.html",
             "Leaderboard",
-            problems={name: [board for board in boards if board in timed] for name, boards in self.problems.items()},
-            about={name: self._about(name) for name in self.problems},
-            machines=list(dict.fromkeys(board.machine for board in tables.best_first(timed))),
-            step=max(steps, key=lambda step: step[1].get("sol_us") or 0, default=None),
-            unrun=[board for boards in self.problems.values() for board in boards if not board.timed],
+            leaders=leaders,
+            links_to=links,
+            unrun=[board for board in boards if not board.timed],
             chart=self.picture(pictures.leaders(timed), "leaders", "The leader of each problem.", "", file=True),
             records=len(records),
             runs=len({one["run_id"] for one in records}),
@@ -138,7 +143,6 @@ class Site:
     def _section(self, board: Board) -> dict[str, Any]:
         root, key = "../", key_of(board)
         history = pictures.history(board, self.shown.records[board.machine])
-        output.write_whole(self.folder / "pictures" / f"{key}.csv", tables.csv([board]))
         return {
             "board": board,
             "key": key,
@@ -155,7 +159,6 @@ class Site:
         folder.mkdir(parents=True, exist_ok=True)
         boards = [one for one in self.problems[problem] if name in set(one.standing.variant)]
         found = [variant.section(board, name, self.shown.records[board.machine]) for board in boards]
-        rows = self.rows[(self.rows.problem == problem) & (self.rows.variant == name)]
         (summary, source), profiles = variant.source(problem, name), self.profiles.get((problem, name), [])
         copied = [*(file for file, *_ in source), *profiles]
         said = "Every scored time, by case and process; thinned where a case has many."
@@ -168,7 +171,7 @@ class Site:
             samples=[
                 self.picture(pictures.samples(one.timed), f"{key_of(one.board)}-samples", said, root) for one in found
             ],
-            downloads=variant.downloads(folder, stem, rows, found, copied),
+            downloads=variant.downloads(folder, stem, found, copied),
             digests=variant.digests(profiles),
             summary=summary,
             source=source,
@@ -193,7 +196,6 @@ class Site:
 
     def judge(self) -> None:
         found, groups = self.quality, self.quality.groups()
-        ratios = [(f"{group.planted_said}, {group.pairs[0].problem}", group.ratios) for group in groups]
         self.page(
             "judge.html",
             "judge.html",
@@ -204,7 +206,6 @@ class Site:
             groups=groups,
             equal=[group for group in groups if not group.planted],
             planted=[group for group in groups if group.planted],
-            ratios=self.picture(pictures.pairs(ratios), "pairs", "Ratios of compared pairs.", ""),
         )
 
 

@@ -18,7 +18,6 @@ from pygments.lexers.python import PythonLexer
 from harness.problem import sources
 from harness.results import output, ranking, text
 from harness.tools import modes
-from leaderboard import tables
 from leaderboard.board import Board, rows_of
 from leaderboard.provenance import ERRORS
 from problems.common import load
@@ -124,32 +123,16 @@ def digests(files: Iterable[Path]) -> list[tuple[str, str]]:
     return [(file.name, text.clean(file.read_text(encoding="utf-8", errors="replace"))) for file in shown]
 
 
-def downloads(folder: Path, stem: str, rows: pd.DataFrame, found: Sequence[Section], copied: Iterable[Path]) -> Links:
-    """Write the variant's `rows` of tables.frame, its samples and its records beside the page, and copy files there.
-    Return (name, address) of each.
+def downloads(folder: Path, stem: str, found: Sequence[Section], copied: Iterable[Path]) -> Links:
+    """Write the variant's records, which have its samples, beside the page, and copy files there. Return (name,
+    address) of each.
     """
-    output.write_whole(folder / f"{stem}.csv", tables.as_csv(rows))
-    written = [("times by case, CSV", f"{stem}.csv")]
-    if any(one.timed for one in found):
-        output.write_whole(folder / f"{stem}.samples.csv", _samples(found))
-        written.append(("samples, CSV", f"{stem}.samples.csv"))
-    records = [one for section in found for one in section.judged]
-    if records:
+    written = []
+    if records := [one for section in found for one in section.judged]:
         output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(one) + "\n" for one in records))
-        written.append(("records, JSON lines", f"{stem}.jsonl"))
+        written.append(("records with all samples, JSON lines", f"{stem}.jsonl"))
     for file in copied:
         (folder / f"{stem}.files").mkdir(exist_ok=True)
         shutil.copyfile(file, folder / f"{stem}.files" / file.name)
         written.append((file.name, f"{stem}.files/{file.name}"))
     return written
-
-
-def _samples(found: Sequence[Section]) -> str:
-    rows = []
-    for section in found:
-        for one in section.timed:
-            where = (section.board.machine, one["target"], one["run_id"], ranking.case_label(one["case"]))
-            for process, group in enumerate(one.get("samples_us") or []):
-                rows += [(*where, process, call, us) for call, us in enumerate(group)]
-    columns = ["machine", "target", "run_id", "case", "process", "call", "us"]
-    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")

@@ -106,7 +106,7 @@ def test_landing_page_has_the_leader_of_the_best_machine(tmp_path):
         write(tmp_path / "r", machine, [*full("mine", factor), *full("peer_p", 3.0, baseline=True)])
     write(tmp_path / "r", "c-model", [line("compile", "made", case=None, status="COMPILED", target="sm100")])
     page = site(tmp_path / "r", tmp_path / "s")["index.html"]
-    assert "3.00x the speed of the fastest public kernel, 17.93 us, 100 % of the roofline, mine on b-fast" in page.text
+    assert "nvfp4_gemv, sm90 mine 17.93 us 100 % 3.00x b-fast changed since" in page.text
     assert page.text.index("b-fast") < page.text.index("a-slow") < page.text.index("c-model")
     assert page.tags["svg"] == 2 and page.tags["table"] == 1
 
@@ -145,9 +145,6 @@ def test_variant_page_has_source_samples_and_profile(tmp_path, monkeypatch):
     folder = tmp_path / "s" / "variants" / "nvfp4_gemv"
     profiles = {f"nvfp4_gemv-sm90_plain-1.{kind}" for kind in ("txt", "trace.json", "ncu-rep")}
     assert {file.name for file in (folder / "sm90_plain.files").iterdir()} >= profiles | {"sm90_plain.cu"}
-    samples = (folder / "sm90_plain.samples.csv").read_text().splitlines()
-    assert samples[0] == "machine,target,run_id,case,process,call,us" and len(samples) == 1 + 3 * 15
-    assert len((folder / "sm90_plain.csv").read_text().splitlines()) == 1 + 4
     assert len((folder / "sm90_plain.jsonl").read_text().splitlines()) == 3
 
 

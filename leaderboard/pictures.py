@@ -6,7 +6,7 @@ for who cannot see it.
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
@@ -170,9 +170,13 @@ def _own(records: Sequence[dict]) -> dict[str, str]:
     return ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in records)))[0]
 
 
-def model_history(records: Iterable[dict]) -> Lines | None:
-    """The time of a step as a graph over the commits, of the cases of a model that were timed most often."""
-    timed = [one for one in sorted(records, key=lambda one: one["time"]) if number(one.get("median_us")) > 0]
+def model_history(title: str, records: Mapping[str, Iterable[dict]]) -> Lines | None:
+    """The time of a step as a graph over the commits, of the cases of a model that were timed most often. records: by
+    machine.
+    """
+    machine = title.partition(", on ")[2]
+    mine = (one for one in records[machine] if model_board.title(one, machine) == title)
+    timed = [one for one in sorted(mine, key=lambda one: one["time"]) if number(one.get("median_us")) > 0]
     own = _own(timed)
     points = [(own[ranking.case_label(one["case"])], one, one["median_us"]) for one in timed]
     most = [name for name, _ in collections.Counter(name for name, *_ in points).most_common(plot.MOST_SERIES)]

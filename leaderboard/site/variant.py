@@ -123,11 +123,12 @@ def digests(files: Iterable[Path]) -> list[tuple[str, str]]:
     return [(file.name, text.clean(file.read_text(encoding="utf-8", errors="replace"))) for file in shown]
 
 
-def downloads(folder: Path, stem: str, found: Sequence[Section], copied: Iterable[Path]) -> Links:
-    """Write the variant's records, which have its samples, beside the page, and copy files there. Return (name,
+def downloads(page: Path, found: Sequence[Section], copied: Iterable[Path]) -> Links:
+    """Write the variant's records, which have its samples, beside its page, and copy files there. Return (name,
     address) of each.
     """
-    written = []
+    folder, stem, written = page.parent, page.stem, []
+    folder.mkdir(parents=True, exist_ok=True)
     if records := [one for section in found for one in section.judged]:
         output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(one) + "\n" for one in records))
         written.append(("records with all samples, JSON lines", f"{stem}.jsonl"))

@@ -1,9 +1,8 @@
 """From records to ranked tables. Pure: reads no file, imports no problem, prints nothing.
 
-A board is one (machine, problem, target). Absolute times compare only within one run, so a board has a base run, which
-`harness/results/ranking.py` chooses. A variant that is not in the base run is shown from its own newest run and not
-ranked, unless it took the lead by the pairs of its confirmation. A board is of one clock: a row that another one timed
-is not ranked. Nothing is left out silently: each variant with any record has a row, and a row without a rank says why.
+A board is one (machine, problem, target), with a base run and a clock (`harness/results/ranking.py`). A variant that is
+not in the base run is shown from its own newest run and not ranked, unless it took the lead by the pairs of its
+confirmation. Each variant with any record has a row, and a row without a rank says why.
 
 A variant's state is that of its newest run: if that failed, in any test or benchmark case, so does its row, whatever an
 older run said. A run in which it was UNSUPPORTED throughout is about the machine, so it counts only for a variant that
@@ -22,7 +21,7 @@ from typing import Any
 import pandas as pd
 
 from harness.results import ranking, stats, text
-from harness.results.ranking import case_label, ranks
+from harness.results.ranking import JUDGED, case_label, ranks
 from leaderboard import provenance
 from leaderboard.provenance import Provenance
 
@@ -102,6 +101,7 @@ def _board(
     records: list[dict], machine: str, key: tuple[str, str], expected: list[dict] | None, known: Provenance | None
 ) -> Board:
     counted = [one for one in records if not one.get("superseded")]
+    superseded = {(one["variant"], one["run_id"]) for one in records if one.get("superseded")}
     wanted = None if expected is None else [case_label(case) for case in expected]
     base = ranking.base_run(counted, wanted)
     of_base = [one for one in ranking.timed(counted) if one["run_id"] == base]
@@ -122,9 +122,7 @@ def _board(
         row, its_times, shown = _row(its, base, cases, ranking_by, promoted.get(variant), known)
         row["attempts"] = ranking.attempt(records, variant)
         row["source"] = provenance.worst(map(known.state, shown)) if known else ""
-        if any(
-            one.get("superseded") and (one["variant"], one["run_id"]) == (variant, row["run_id"]) for one in records
-        ):
+        if (variant, row["run_id"]) in superseded:
             row["notes"].append("timed twice, the second time to confirm it; only that counts")
         by = {ranking.clock(one) for one in shown if one["kind"] == "benchmark"} - {clock}
         if by:
@@ -140,9 +138,7 @@ def _board(
     if len({json.dumps(one.get("environment"), sort_keys=True) for one in of_base}) > 1:
         notes.append(f"the environment changed within run {base}")
     rows.sort(key=lambda row: (*row["place"], row["variant"]))
-    ahead, field = (
-        [row for row in rows if match(row["place"][0])] for match in (lambda at: at < 0, lambda at: at == 0)
-    )
+    ahead, field = [row for row in rows if row["place"][0] < 0], [row for row in rows if row["place"][0] == 0]
     behind = [len(ahead) + rank for rank in ranks([(row["lo_us"], row["hi_us"]) for row in field])]
     for row, rank in zip([*ahead, *field], [*range(1, len(ahead) + 1), *behind], strict=True):
         row["rank"] = rank
@@ -151,7 +147,7 @@ def _board(
     _against_baselines(standing, table, other_clock)
     order = {name: place for place, name in enumerate(standing.variant)}
     table = table.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
-    ran = [one for one in counted if one["kind"] in ranking.JUDGED and one["status"] != "UNSUPPORTED"]
+    ran = [one for one in counted if one["kind"] in JUDGED and one["status"] != "UNSUPPORTED"]
     run, metric = _facts(of_base or ran or counted or records), ranking.name(ranking_by)
     return Board(machine, *key, cases, run, bool(ran), metric, standing, table, _pairs(records), notes)
 
@@ -170,7 +166,7 @@ def _row(
     row: dict[str, Any] = dict.fromkeys(STANDING) | {"variant": records[0]["variant"], "done": 0, "wanted": len(cases)}
     row |= {"baseline": any(one.get("baseline") for one in records), "base": False, "reason": "", "notes": []}
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share"), math.nan) | _resources(records)
-    ran = [one for one in records if one["kind"] in ranking.JUDGED]
+    ran = [one for one in records if one["kind"] in JUDGED]
     about_it = {one["run_id"] for one in ran if one["status"] != "UNSUPPORTED"}
     ran = [one for one in ran if one["run_id"] in about_it]
     if not ran:
@@ -181,11 +177,8 @@ def _row(
             row["notes"] += [note] * bool(note)
         return row, [], [last]
     # Single cases that a submission does not serve (ONLY) are gaps, no failures. Of the benchmarks only a baseline may.
-    gaps = [
-        one
-        for one in ran
-        if one["status"] == "UNSUPPORTED" and one["case"] and (row["baseline"] or one["kind"] == "test")
-    ]
+    may = JUDGED if row["baseline"] else ("test",)
+    gaps = [one for one in ran if one["status"] == "UNSUPPORTED" and one["case"] and one["kind"] in may]
     ran = [one for one in ran if one not in gaps]
     run_id = _shown_run(ran, lead.run_id if lead else base)
     run = list(_last(one for one in ran if one["run_id"] == run_id).values())
@@ -363,9 +356,8 @@ def _time_of(record: dict) -> datetime.datetime:
 
 def _by_run(records: Iterable[dict]) -> list[dict]:
     """Sorted by the time at which their runs ended; the order within a run is kept."""
-    records, ended = list(records), {}
-    for one in records:
-        ended[one["run_id"]] = max(_time_of(one), ended.get(one["run_id"], _time_of(one)))
+    records = list(records)
+    ended = {one["run_id"]: _time_of(one) for one in sorted(records, key=_time_of)}
     return sorted(records, key=lambda one: (ended[one["run_id"]], one["run_id"]))
 
 

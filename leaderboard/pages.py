@@ -124,19 +124,9 @@ def committed(machines: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def readme_tables(results: Path, machines: Path) -> tuple[str, str, list[str]]:
-    """Return (the leaders, all boards, complaints), both as Markdown. ValueError if a listed machine has no records."""
-    slugs = committed(machines)
-    for slug in slugs:
-        if not record.files(results / slug):
-            raise ValueError(f"{machines.name} lists {slug}, which has no records in {results}")
-    shown = read(results, slugs, [])
-    if not shown:
-        nothing = "No machine's records are committed yet.\n"
-        return nothing, nothing, shown.complaints
-    first = tables.leaders(shown.boards)
-    first = dataclasses.replace(first, rows=[*first.rows, *model_board.leaders(shown.steps, shown.known)])
-    return tables.grid(first), markdown(shown), shown.complaints
+def complain(shown: Shown) -> None:
+    for complaint in shown.complaints:
+        output.complain(f"warning: {text.line(complaint)}")
 
 
 def markdown(shown: Shown) -> str:
@@ -177,8 +167,7 @@ def report(options: argparse.Namespace) -> int:
     whole = options.all or bool(options.machine and options.problems)
     brief = options.format == "terminal" and not (options.html or options.here or options.problems or whole)
     shown = read(options.results, machines, options.problems, folders, brief)
-    for complaint in shown.complaints:
-        output.complain(f"warning: {text.line(complaint)}")
+    complain(shown)
     if not shown and not options.here:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = "" if options.machine is None else f" on {options.machine}"
@@ -209,10 +198,17 @@ def _text_of(option: str, file: Path) -> str:
 
 
 def readme(options: argparse.Namespace) -> int:
-    top = options.readme
-    leaders, boards, complaints = readme_tables(options.results, options.machines)
-    for complaint in complaints:
-        output.complain(f"warning: {text.line(complaint)}")
+    """Write, or with --check compare, the two tables. ValueError: a listed machine has no records."""
+    top, machines = options.readme, committed(options.machines)
+    if none := [slug for slug in machines if not record.files(options.results / slug)]:
+        raise ValueError(f"{options.machines.name} lists {none[0]}, which has no records in {options.results}")
+    shown = read(options.results, machines, [])
+    complain(shown)
+    leaders = boards = "No machine's records are committed yet.\n"
+    if shown:
+        first = tables.leaders(shown.boards)
+        rows = [*first.rows, *model_board.leaders(shown.steps, shown.known)]
+        leaders, boards = tables.grid(dataclasses.replace(first, rows=rows)), markdown(shown)
     pages = {top: leaders, top.parent / BOARDS: boards}
     names = {file: str(file.relative_to(top.parent)) for file in pages}
     old = {file: _text_of("--readme", file) for file in pages}

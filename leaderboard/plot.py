@@ -1,15 +1,14 @@
 """Charts, drawn with matplotlib: rows of dots, ticks or stacked bars, and lines over commits.
 
-leaderboard/pictures.py makes charts from records. On a page each is drawn twice, WIDE and NARROW px wide, as SVG in the
-theme's colours. One unit of an SVG and of the axes' y is a px. A value axis is logarithmic where
-its values span a decade or more. Names are cut to the room that they have.
+leaderboard/pictures.py makes charts from records. A page has them as SVG in the theme's colours. One unit of an SVG and
+of the axes' y is a px. A value axis is logarithmic where its values span a decade or more. Names are cut to the room
+that they have.
 """
 
 import functools
 import io
 import math
 import re
-import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from harness.results import text
 
-WIDE, NARROW = 920, 340
+WIDTH = 920  # px
 DPI = 72
 SIZE = 12  # of text
-TALL = 450  # px from which on the axis is above the rows too
+LOW = 44  # px below the rows, for the axis
 LEAST = 3  # points of a chart that a page shows
 # Okabe and Ito's palette, which the common forms of colour blindness tell apart; shapes say it once more. The page
 # replaces each colour by the theme's (site/page.css), so no two names may share one.
@@ -98,35 +97,29 @@ def is_worth_drawing(chart: Chart | None) -> bool:
     return chart is not None and sum(len(row.points) for row in chart.rows) >= LEAST
 
 
-def inline(chart: Chart, said: str, key: str, file: Path | None = None) -> str:
-    """Return both forms as SVG elements for a page, whose style sheet shows one of them, in the theme's colours. Equal
-    charts give equal text.
-
-    said: the text for who cannot see it; key: makes the ids, unique on the page; file: where the wide form goes too.
+def inline(chart: Chart, said: str, key: str, file: Path) -> str:
+    """Write the picture to `file` as SVG. Return it as an element for a page, in the theme's colours. Equal charts give
+    equal text. said: the text for who cannot see it; key: makes the ids, unique on the page.
     """
-    found = []
-    for width, name in ((WIDE, "wide"), (NARROW, "narrow")):
-        svg = _svg(draw(chart, width), f"{key}-{name}")
-        if file and width == WIDE:
-            file.write_text(svg, encoding="utf-8")
-        view = re.search(r'viewBox="([^"]+)"', svg)
-        body = svg[svg.index(">", svg.index("<svg")) + 1 :]
-        body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", body, flags=re.DOTALL)
-        body = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{key}-{name}-", body)
-        body = re.sub(r"font: 12px 'DejaVu Sans';? ?", "", body)
-        for colour, value in COLOURS.items():
-            body = body.replace(value, f"var(--p-{colour})")
-        found.append(
-            f'<svg class="plot {name}" role="img" aria-label="{escape(said)}" viewBox="{view[1] if view else ""}" '
-            f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
-        )
-    return "\n".join(found)
+    svg = _svg(draw(chart), key)
+    file.write_text(svg, encoding="utf-8")
+    view = re.search(r'viewBox="([^"]+)"', svg)
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{key}-", body)
+    body = re.sub(r"font: 12px 'DejaVu Sans';? ?", "", body)
+    for colour, value in COLOURS.items():
+        body = body.replace(value, f"var(--p-{colour})")
+    return (
+        f'<svg class="plot" role="img" aria-label="{escape(said)}" viewBox="{view[1] if view else ""}" '
+        f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
+    )
 
 
-def draw(chart: Chart, width: int) -> Figure:
-    """Return the picture, `width` px wide and as high as it needs."""
+def draw(chart: Chart) -> Figure:
+    """Return the picture, WIDTH px wide and as high as it needs."""
     with matplotlib.rc_context(STYLE):
-        return _lines(chart, width) if isinstance(chart, Lines) else _rows(chart, width)
+        return _lines(chart) if isinstance(chart, Lines) else _rows(chart)
 
 
 def _svg(drawn: Figure, key: str) -> str:
@@ -163,10 +156,10 @@ def fit(said: str, room: float) -> str:
 # --- figures
 
 
-def _figure(width: int, height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+def _figure(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
     """A figure with axes within these margins, in px, whose grid lies behind."""
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor=COLOURS["paper"])
-    place = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+    figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, facecolor=COLOURS["paper"])
+    place = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - top - bottom) / height)
     axes = figure.add_axes(place, facecolor="none")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelcolor=COLOURS["muted"], pad=6)
@@ -175,12 +168,12 @@ def _figure(width: int, height: float, left: float, right: float, top: float, bo
 
 
 def _legend(
-    width: int, names: Sequence[str], hollow: frozenset[int] = frozenset(), mark: str = "", square: bool = False
+    names: Sequence[str], hollow: frozenset[int] = frozenset(), mark: str = "", square: bool = False
 ) -> tuple[Any, float]:
     """-> (what draws the legend into a figure, its height in px)."""
     said = [*(names if len(names) > 1 else ()), *[mark] * bool(mark)]
-    room = max((min(wide(one), width - 50) for one in said), default=1)
-    columns = max(1, int(width / (room + 42)))
+    room = max((min(wide(one), WIDTH - 50) for one in said), default=1)
+    columns = max(1, int(WIDTH / (room + 42)))
     how: dict[str, Any] = {"ncols": columns, "frameon": False, "labelcolor": COLOURS["ink"], "handletextpad": 0.3}
     how |= {"borderaxespad": 0, "borderpad": 0.2, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.4}
     how |= {"loc": "upper left", "bbox_to_anchor": (0.003, 1)}
@@ -230,26 +223,22 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
-def _rows(chart: Rows, width: int) -> Figure:
+def _rows(chart: Rows) -> Figure:
     lanes = max((len({point.series for point in row.points}) for row in chart.rows), default=1)
     band = {"dots": max(22, 9 * lanes + 10), "bars": 26, "ticks": 30}[chart.kind]
     widest = max((wide(text.line(row.label, 200)) for row in chart.rows), default=0) + 20
-    above = widest > 0.45 * width  # then a row's texts stand above its data
+    above = widest > 0.45 * WIDTH  # then a row's texts stand above its data
     left, right, head = (20, 20, 18) if above else (widest, max(wide(row.said) for row in chart.rows) + 18, 0)
     mark = chart.mark if any(row.marks for row in chart.rows) else ""
-    legend, top = _legend(width, chart.names, chart.hollow, mark, chart.kind == "bars")
+    legend, top = _legend(chart.names, chart.hollow, mark, chart.kind == "bars")
     high = len(chart.rows) * (band + head)
-    top += 20 if high > TALL else 0
     values = [v for row in chart.rows for v in _extent(row, chart.kind)] + ([] if chart.at is None else [chart.at])
-    axis = _title(chart.axis, values, width)
-    low = 44 + 15 * axis.count("\n")
-    figure, axes = _figure(width, top + high + low, left, right, top, low)
+    figure, axes = _figure(top + high + LOW, left, right, top, LOW)
     legend(figure)
-    _value_axis(axes, "x", values, width - left - right)
-    axes.tick_params(labeltop=high > TALL)
+    _value_axis(axes, "x", values, WIDTH - left - right)
     axes.set_ylim(high, 0)
     axes.yaxis.set_major_locator(NullLocator())
-    figure.text(8 / width, 6 / (top + high + low), axis, **MUTED)
+    figure.text(8 / WIDTH, 6 / (top + high + LOW), chart.axis + " (log axis)" * is_log(values), **MUTED)
     if chart.at is not None:
         axes.axvline(chart.at, color=COLOURS["muted"], linewidth=1)
     place: dict[str, Any] = {"transform": figure.dpi_scale_trans, "va": "center_baseline"}
@@ -259,11 +248,11 @@ def _rows(chart: Rows, width: int) -> Figure:
     across = axes.get_yaxis_transform()
     axes.hlines(starts[1:], 0, 1, color=COLOURS["grid"], linewidth=1, transform=across)
     for row, start in zip(chart.rows, starts, strict=True):
-        y = (low + high - start - (13 if above else band / 2)) / DPI
-        room = width - 16 - (wide(row.said) + 12 if row.said else 0) if above else left
+        y = (LOW + high - start - (13 if above else band / 2)) / DPI
+        room = WIDTH - 16 - (wide(row.said) + 12 if row.said else 0) if above else left
         figure.text(8 / DPI, y, fit(row.label, room), color=COLOURS["ink"], **place)
         if row.said:
-            figure.text((width - 8) / DPI, y, row.said, ha="right", color=COLOURS["muted"], **place)
+            figure.text((WIDTH - 8) / DPI, y, row.said, ha="right", color=COLOURS["muted"], **place)
     _data(axes, chart, [start + head + band / 2 for start in starts], band)
     return figure
 
@@ -272,11 +261,6 @@ def is_log(values: Iterable[float]) -> bool:
     """Whether positive values span a decade or more."""
     values = [value for value in values if math.isfinite(value)]
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 10
-
-
-def _title(axis: str, values: Iterable[float], width: int) -> str:
-    """The name of an axis in lines."""
-    return "\n".join(textwrap.wrap(axis + " (log axis)" * is_log(values), width // 7))
 
 
 def _extent(row: Row, kind: str) -> list[float]:
@@ -316,15 +300,13 @@ def _data(axes: Axes, chart: Rows, middles: Sequence[float], band: float) -> Non
     axes.vlines([x for x, _ in marks], low, high, color=COLOURS["roofline"], linewidth=2)
 
 
-def _lines(chart: Lines, width: int) -> Figure:
-    legend, top = _legend(width, [name for name, _ in chart.series])
+def _lines(chart: Lines) -> Figure:
+    legend, top = _legend([name for name, _ in chart.series])
     values = [value for _, points in chart.series for _, value in points]
-    axis = _title(chart.axis, values, width)
-    above = top + 26 + 15 * axis.count("\n")
-    figure, axes = _figure(width, above + 254, 56, 40, above, 50)
+    figure, axes = _figure(top + 280, 56, 40, top + 26, 50)
     legend(figure)
     _value_axis(axes, "y", values, 200)
-    figure.text(8 / width, 263 / (above + 254), axis, **MUTED)
+    figure.text(8 / WIDTH, 263 / (top + 280), chart.axis + " (log axis)" * is_log(values), **MUTED)
     for number, (_, points) in enumerate(chart.series):
         shape: dict[str, Any] = _shape(number) | {"linestyle": "-", "linewidth": 1.6}
         axes.plot([place for place, _ in points], [value for _, value in points], clip_on=False, **shape)
@@ -332,7 +314,7 @@ def _lines(chart: Lines, width: int) -> Figure:
     axes.set_xlim(-0.02 * last, 1.02 * last)
     axes.tick_params(axis="x", pad=12)
     room = max((wide(line) for label in chart.x for line in label.split("\n")), default=1) + 14
-    every = math.ceil(len(chart.x) * room / (width - 96))
+    every = math.ceil(len(chart.x) * room / (WIDTH - 96))
     shown = range(len(chart.x) - 1, -1, -every)
     axes.set_xticks(list(shown), [chart.x[place] for place in shown])
     return figure

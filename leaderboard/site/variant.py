@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,16 @@ from problems.common import load
 LEXERS = {".py": PythonLexer, ".cu": CudaLexer, ".cuh": CudaLexer}  # others: C++
 DIGEST = ".txt"  # of a profile, to read; the other files are for a tool
 Links = list[tuple[str, str]]
-FACTS = (*("source_hash", "code_hash", "problem_hash", "harness_hash"), *("clocks_mhz", "throttle", "sandbox", "audit"))
+FACTS = (  # of a record: where and how it ran
+    *("run_id", "time", "commit", "dirty", "environment", "clock", "clocks_mhz", "throttle", "sandbox", "audit"),
+    *("source_hash", "code_hash", "problem_hash", "harness_hash"),
+)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A variant on a board. judged: the test and benchmark records of the run that its row shows; timed: of these the
-    passed benchmarks; facts: (name, text) of the environment; resources: lines about its kernels.
+def section(board: Board, name: str, records: Iterable[dict]) -> dict[str, Any]:
+    """What is shown of a variant on a board. judged: the test and benchmark records of the run that its row shows;
+    timed: of these the passed benchmarks; facts: (name, text) of where and how; resources: lines about its kernels.
     """
-
-    board: Board
-    row: Any
-    judged: list[dict]
-    timed: list[dict]
-    facts: list[tuple[str, str]]
-    resources: list[str]
-
-    @property
-    def place(self) -> str:
-        """Its rank on the board, or what it is there."""
-        if not pd.isna(self.row.rank):
-            return f"Rank {self.row.rank}"
-        return "A baseline" if self.row.baseline else "Not ranked"
-
-
-def section(board: Board, name: str, records: Iterable[dict]) -> Section:
     row = next(one for one in rows_of(board.standing) if one.variant == name)
     mine = [one for one in records if (one["problem"], one["variant"]) == (board.problem, name)]
     run = [one for one in mine if one["run_id"] == row.run_id and not one.get("superseded")]
@@ -60,23 +44,17 @@ def section(board: Board, name: str, records: Iterable[dict]) -> Section:
     compiled = [one for one in mine if one["kind"] == "compile" and one.get("resources")]
     kernels = compiled[-1]["resources"] if compiled else []
     kernels = [one for one in kernels if (one.get("target") or compiled[-1]["target"]) == board.target]
-    facts = _facts((timed or judged or run or mine)[-1], timed)
-    return Section(board, row, judged, timed, facts, list(map(_resource, kernels)))
+    last_one = (timed or judged or run or mine)[-1]
+    facts = [(key.replace("_", " "), _words(last_one.get(key))) for key in FACTS]
+    facts.append(("secret seeds", str(sum(len(one.get("seeds") or ()) for one in timed))))
+    rank = "A baseline" if row.baseline else "Not ranked" if pd.isna(row.rank) else f"Rank {row.rank}"
+    found = {"board": board, "row": row, "place": rank, "judged": judged, "timed": timed, "facts": facts}
+    return found | {"resources": [_resource(one) for one in kernels]}
 
 
 def _resource(one: dict) -> str:
     numbers = {key: value for key, value in one.items() if key not in ("name", "target") and value is not None}
     return f"{text.line(one.get('name') or 'kernel', 200)}: {_words(numbers)}"
-
-
-def _facts(one: dict, timed: Sequence[dict]) -> list[tuple[str, str]]:
-    """What a record says of where and how it ran, as (name, text)."""
-    commit = f"{one.get('commit') or 'unknown'}{' with uncommitted changes' if one.get('dirty') else ''}"
-    found = {"run": one["run_id"], "time": one["time"], "commit": commit, **(one.get("environment") or {})}
-    found |= {f"clock, {key}": value for key, value in (one.get("clock") or {}).items()}
-    found |= {key.replace("_", " "): one.get(key) for key in FACTS}
-    found["secret seeds"] = sum(len(one.get("seeds") or ()) for one in timed)
-    return [(key, _words(value)) for key, value in found.items()]
 
 
 def _words(value: object) -> str:
@@ -123,13 +101,13 @@ def digests(files: Iterable[Path]) -> list[tuple[str, str]]:
     return [(file.name, text.clean(file.read_text(encoding="utf-8", errors="replace"))) for file in shown]
 
 
-def downloads(page: Path, found: Sequence[Section], copied: Iterable[Path]) -> Links:
+def downloads(page: Path, found: Sequence[dict], copied: Iterable[Path]) -> Links:
     """Write the variant's records, which have its samples, beside its page, and copy files there. Return (name,
     address) of each.
     """
     folder, stem, written = page.parent, page.stem, []
     folder.mkdir(parents=True, exist_ok=True)
-    if records := [one for section in found for one in section.judged]:
+    if records := [one for section in found for one in section["judged"]]:
         output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(one) + "\n" for one in records))
         written.append(("records with all samples, JSON lines", f"{stem}.jsonl"))
     for file in copied:

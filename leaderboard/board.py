@@ -215,7 +215,7 @@ def _row(
     if setup := sorted(time["setup_us"] for time in done if time["setup_us"] > 0):
         span = " to ".join(dict.fromkeys(text.us(us) for us in (setup[0], setup[-1])))
         row["notes"].append(f"its set-up of {span} us a call is not in the time")
-    row["notes"] += provenance.warnings(one for one in run if one["kind"] == "benchmark")
+    row["notes"] += provenance.warnings([one for one in run if one["kind"] == "benchmark"])
     return row, times, run
 
 

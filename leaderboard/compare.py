@@ -69,9 +69,8 @@ def _compare(options: argparse.Namespace, percent: float | None) -> int:
         output.say(f"{problem}, {target}: time of A / time of B; below 1 A is faster")
         output.say("\n".join(_lines(a, b, ratios, whole)) + "\n\n")
         about = f"{problem}, {next(iter(a.values()))['variant']}"
-        slower += [
-            f"{about}, {case}: B was timed on it, A was not" for case in b if _samples(b, case) and case not in ratios
-        ]
+        missing = [case for case in b if _samples(b, case) and case not in ratios]
+        slower += [f"{about}, {case}: B was timed on it, A was not" for case in missing]
         for case, ratio in {**ratios, **({"all cases together": whole} if whole else {})}.items():
             if ratio.regressed(percent or 0):
                 slower.append(f"{about}, {case}: {ratio.ratio:.4f} (99 %: {ratio.ci99[0]:.4f}..{ratio.ci99[1]:.4f})")
@@ -97,13 +96,10 @@ def _choose(name: str, words: str, results: Path) -> dict[Key, Run]:
         odd = next((word for word in given if word.partition("=")[0] in wanted.keys() - set(KEYS)), words)
         keys = ", ".join(f"{key}=" for key in KEYS)
         raise ValueError(f"{name} must be a file of records, or words {keys}, got {odd!r}")
-    contents = []
-    for file in files:
-        with record.storing(file):
-            contents.append(("", record.parsed(file.read_bytes(), file, file.name)))
+    by_machine = {"": [record.contents_of(file, file.parent) for file in files]}
     for folder in [] if files else sorted(results.glob(wanted.get("machine", "*"))):
-        contents += [(folder.name, record.contents_of(file, results)) for file in record.files(folder)]
-    complaints = [said for _, one in contents for said in one.complaints]
+        by_machine[folder.name] = [record.contents_of(file, results) for file in record.files(folder)]
+    complaints = [said for its in by_machine.values() for one in its for said in one.complaints]
     for said in complaints:
         output.complain(f"{NAME}: {said}")
 
@@ -112,18 +108,16 @@ def _choose(name: str, words: str, results: Path) -> dict[Key, Run]:
         said["commit"] = str(one.get("commit") or "")[: len(wanted.get("commit", ""))]
         return all(said.get(key) == value for key, value in wanted.items())
 
-    by_machine = {name: [one for at, one in contents if at == name] for name, _ in contents}
     records = [one for at, its in by_machine.items() for one in record.records_of(its) if fits(one, at)]
     found: dict[Key, Run] = {}
     for one in ranking.timed(records):  # the newest last
-        key = one["problem"], one["target"], one["variant"]
-        newer = key in found and next(iter(found[key].values()))["run_id"] != one["run_id"]
-        found[key] = {**({} if newer else found.get(key, {})), ranking.case_label(one["case"]): one}
+        run = found.setdefault((one["problem"], one["target"], one["variant"]), {})
+        if any(other["run_id"] != one["run_id"] for other in run.values()):
+            run.clear()
+        run[ranking.case_label(one["case"])] = one
     if not found:
-        where = "" if files else f" in {results}"
-        raise ValueError(
-            f"{name}: no timed benchmark record matches {words!r}{where}{''.join(f'; {one}' for one in complaints[:1])}"
-        )
+        where = "; ".join([f" in {results}" if not files else "", *complaints[:1]])
+        raise ValueError(f"{name}: no timed benchmark record matches {words!r}{where}")
     return found
 
 
@@ -142,10 +136,8 @@ def _pairs(a: dict[Key, Run], b: dict[Key, Run]) -> list[tuple[Key, Run, Run]]:
                 found.append((board, one, other))
     if not found:
         has = [", ".join(" ".join(key) for key in sorted(side)) for side in (a, b)]
-        raise ValueError(
-            f"A and B have nothing in common: give each one variant of a problem, timed on the same cases. "
-            f"A has {has[0]}; B has {has[1]}"
-        )
+        wanted = "give each one variant of a problem, timed on the same cases"
+        raise ValueError(f"A and B have nothing in common: {wanted}. A has {has[0]}; B has {has[1]}")
     return found
 
 

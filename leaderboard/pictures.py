@@ -1,11 +1,10 @@
-"""What the charts show: leaders, a board by variant and by case, its history, samples of a variant, the model, pairs.
+"""What the charts show: leaders, a board by variant and by case, its history, the model.
 
 Each function returns a chart for leaderboard/plot.py, or None where there is nothing to draw. `said_of` says the same
 for who cannot see it.
 """
 
 import collections
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -18,7 +17,6 @@ from leaderboard.plot import Lines, Point, Row, Rows
 MOST_ROWS = 60  # variants in one picture; the table has all
 BASELINES = 2  # series kept for baselines, where there are more variants than series
 SHORT = 7  # characters of a commit; records of old runs have no more
-MOST_TICKS = 300  # samples of a case; more are thinned evenly
 
 
 def leaders(boards: Iterable[Board]) -> Rows | None:
@@ -113,37 +111,6 @@ def _over_commits(points: Iterable[tuple[str, dict, float]], names: Iterable[str
     return Lines(list(commits.values()), shown, axis) if shown else None
 
 
-def samples(records: Iterable[dict]) -> Rows | None:
-    """Every scored time of a variant, by case and process, relative to the case's median."""
-    found = [one for one in records if one.get("samples_us") and (one.get("median_us") or 0) > 0]
-    own, rows = _own(found), []
-    for one in found:
-        every = max(1, math.ceil(sum(map(len, one["samples_us"])) / MOST_TICKS))
-        points = [
-            Point(us / one["median_us"], series=process)
-            for process, group in enumerate(one["samples_us"])
-            for us in group[::every]
-            if us > 0
-        ]
-        said = f"median {text.us(one['median_us'])} us"
-        rows.append(Row(own[ranking.case_label(one["case"])], points, said=said))
-    axis = "time of a call / the case's median; a line of ticks is a process"
-    return Rows(rows, (), axis, "ticks") if any(row.points for row in rows) else None
-
-
-def steps(records: Sequence[dict]) -> Rows | None:
-    """Time of a decode step of each case: as a graph, eager, and at the speed of light."""
-    own, rows = _own(records), []
-    for one in records:
-        times = [number(one.get(key)) for key in ("median_us", "eager_us")]
-        sol = number(one.get("sol_us"))
-        points = [Point(us, series=number) for number, us in enumerate(times) if us > 0]
-        said = f"{text.us(times[0])} us" if times[0] > 0 else ""
-        rows.append(Row(own[ranking.case_label(one["case"])], points, [sol] if sol > 0 else [], said))
-    axis = "time of a decode step, us, median by the host's clock; at the right: as a CUDA graph"
-    return Rows(rows, ("CUDA graph", "eager"), axis, mark="speed of light")
-
-
 def components(records: Sequence[dict]) -> Rows | None:
     """Where the time of a decode step of each case goes: the ops that take most in the records together, and the rest.
     A prefill takes so much longer that it has no room beside them.
@@ -162,7 +129,7 @@ def components(records: Sequence[dict]) -> Rows | None:
         sol, points = number(one.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
         rows.append(Row(label, points, [sol] if sol > 0 else [], f"{text.us(sum(values))} us"))
     axis = "time of a decode step on the GPU by op, us, by the driver's records"
-    return Rows(rows, [*longest, "other ops", *rest], axis, "bars", "speed of light") if rows else None
+    return Rows(rows, [*longest, "other ops", *rest], axis, True, "speed of light") if rows else None
 
 
 def _own(records: Sequence[dict]) -> dict[str, str]:
@@ -187,8 +154,6 @@ def said_of(chart: plot.Chart) -> str:
     """The chart in words: what it shows, and its values."""
     if isinstance(chart, Lines):
         said = [f"{what}: {', '.join(f'{y:.5g}' for _, y in points)}" for what, points in chart.series]
-    elif chart.kind == "ticks":
-        said = [f"{row.label}: {len(row.points)} values, {row.said}" for row in chart.rows]
     else:
         named = [[f"{chart.names[point.series]} {point.x:.4g}" for point in row.points] for row in chart.rows]
         said = [f"{row.label}: {', '.join(points)}" for row, points in zip(chart.rows, named, strict=True)]

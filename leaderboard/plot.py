@@ -1,4 +1,4 @@
-"""Charts, drawn with matplotlib: rows of dots, ticks or stacked bars, and lines over commits.
+"""Charts, drawn with matplotlib: rows of dots or stacked bars, and lines over commits.
 
 leaderboard/pictures.py makes charts from records. A page has them as SVG in the theme's colours. One unit of an SVG and
 of the axes' y is a px. A value axis is logarithmic where its values span a decade or more. Names are cut to the room
@@ -64,15 +64,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """kind: dots beside each other; bars stacked in the order of the points; or a tick for each point, a line a series,
-    in two colours. names: of the series; hollow: which have hollow shapes; mark: what the short lines are; at: a value
-    with a line through all rows.
+    """stacked: bars in the order of the points in place of dots; names: of the series; hollow: which have hollow
+    shapes; mark: what the short lines are; at: a value with a line through all rows.
     """
 
     rows: Sequence[Row]
     names: Sequence[str]
     axis: str
-    kind: Literal["dots", "bars", "ticks"] = "dots"
+    stacked: bool = False
     mark: str = ""
     hollow: frozenset[int] = frozenset()
     at: float | None = None
@@ -225,14 +224,14 @@ def short(value: float) -> str:
 
 def _rows(chart: Rows) -> Figure:
     lanes = max((len({point.series for point in row.points}) for row in chart.rows), default=1)
-    band = {"dots": max(22, 9 * lanes + 10), "bars": 26, "ticks": 30}[chart.kind]
+    band = 26 if chart.stacked else max(22, 9 * lanes + 10)
     widest = max((wide(text.line(row.label, 200)) for row in chart.rows), default=0) + 20
     above = widest > 0.45 * WIDTH  # then a row's texts stand above its data
     left, right, head = (20, 20, 18) if above else (widest, max(wide(row.said) for row in chart.rows) + 18, 0)
     mark = chart.mark if any(row.marks for row in chart.rows) else ""
-    legend, top = _legend(chart.names, chart.hollow, mark, chart.kind == "bars")
+    legend, top = _legend(chart.names, chart.hollow, mark, chart.stacked)
     high = len(chart.rows) * (band + head)
-    values = [v for row in chart.rows for v in _extent(row, chart.kind)] + ([] if chart.at is None else [chart.at])
+    values = [v for row in chart.rows for v in _extent(row, chart.stacked)] + ([] if chart.at is None else [chart.at])
     figure, axes = _figure(top + high + LOW, left, right, top, LOW)
     legend(figure)
     _value_axis(axes, "x", values, WIDTH - left - right)
@@ -263,9 +262,9 @@ def is_log(values: Iterable[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 10
 
 
-def _extent(row: Row, kind: str) -> list[float]:
+def _extent(row: Row, stacked: bool) -> list[float]:
     """The values that a row's axis has to show."""
-    if kind == "bars":
+    if stacked:
         return [0.0, sum(point.x for point in row.points), *row.marks]
     return [v for point in row.points for v in (point.x, point.lo, point.hi)] + list(row.marks)
 
@@ -273,26 +272,18 @@ def _extent(row: Row, kind: str) -> list[float]:
 def _data(axes: Axes, chart: Rows, middles: Sequence[float], band: float) -> None:
     """Draw the points and marks of the rows, around y = their middles: an artist a series, which is fast to draw."""
     marks = [(x, middle) for row, middle in zip(chart.rows, middles, strict=True) for x in row.marks]
-    by_series: dict[
-        int, list[tuple[Point, float, float]]
-    ] = {}  # with y, and where a bar starts or half a tick's length
+    by_series: dict[int, list[tuple[Point, float, float]]] = {}  # with y, and where a bar starts
     for row, middle in zip(chart.rows, middles, strict=True):
         order, start = sorted({point.series for point in row.points}), 0.0
         for point in sorted(row.points, key=lambda point: point.series):
-            place = order.index(point.series) - (len(order) - 1) / 2
-            y = middle + place * {"dots": 9, "bars": 0, "ticks": (band - 6) / len(order)}[chart.kind]
-            series = order.index(point.series) % 2 if chart.kind == "ticks" else point.series
-            extra = max(1.5, 11 / len(order)) if chart.kind == "ticks" else start
-            by_series.setdefault(series, []).append((point, y, extra))
+            lane = 0 if chart.stacked else order.index(point.series) - (len(order) - 1) / 2
+            by_series.setdefault(point.series, []).append((point, middle + 9 * lane, start))
             start += point.x
     for series, found in by_series.items():
-        points, y, extra = zip(*found, strict=True)
+        points, y, starts = zip(*found, strict=True)
         x, colour = [point.x for point in points], COLOURS[f"s{series % MOST_SERIES}"]
-        if chart.kind == "bars":
-            axes.barh(y, x, left=extra, height=14, color=colour)
-        elif chart.kind == "ticks":
-            low, high = ([at + sign * half for at, half in zip(y, extra, strict=True)] for sign in (-1, 1))
-            axes.vlines(x, low, high, color=colour, linewidth=1.4)
+        if chart.stacked:
+            axes.barh(y, x, left=starts, height=14, color=colour)
         else:
             axes.hlines(y, [p.lo for p in points], [p.hi for p in points], color=colour, linewidth=2)
             axes.plot(x, y, clip_on=False, **_shape(series, series in chart.hollow))

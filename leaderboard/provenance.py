@@ -6,7 +6,7 @@ docs/records.md says what the hashes of sources and of machine code cover.
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -20,8 +20,6 @@ MATCH, SAME_CODE, PROBLEM_CHANGED, CHANGED = "match", "same code", "problem chan
 STATES = (CHANGED, PROBLEM_CHANGED, SAME_CODE, MATCH)
 STALE, ELSEWHERE = "stale: the code has changed since", "its source is not in this checkout"
 OTHER_PROBLEM = "problem changed: its code is the same, the cases, tolerances, task or reference are not"
-THROTTLED = "the GPU's clocks were throttled"
-UNSCORED = r"(\d+) calls have no score: the judge's clock"
 # Of a file that cannot be read, by harness/problem/sources.py; a BuildError is a RuntimeError.
 ERRORS = (ValueError, SyntaxError, OSError, RuntimeError, yaml.YAMLError)
 
@@ -115,29 +113,23 @@ def problem_hash(folder: Path) -> str | None:
         return None
 
 
-def warnings(records: Iterable[dict]) -> list[str]:
+def warnings(records: Sequence[dict]) -> list[str]:
     """What the clock warned of in a row's records: each warning once, with the number of cases that have it."""
-    records, by_form, left_out = list(records), {}, 0
+    by_form: dict[str, list[str]] = {}
     for one in records:
-        for said in dict.fromkeys(_warned(one)):
-            if not (count := re.match(UNSCORED, said)):
-                by_form.setdefault(re.sub(r"\d+", "#", said), []).append(said)
-            else:
-                left_out += int(count[1])
-    calls = left_out + sum(one.get("n") or 0 for one in records)
-    notes = [f"{left_out} of {calls} calls left out: the judge's clock disagreed with the GPU's"] if left_out else []
+        said, reasons = (one.get("clock") or {}).get("warnings") or [], one.get("throttle") or []
+        said, reasons = (its if isinstance(its, list) else [its] for its in (said, reasons))
+        throttled = [f"the GPU's clocks were throttled ({', '.join(map(str, reasons))})"] if reasons else []
+        for word in dict.fromkeys(text.line(word) for word in [*said, *throttled]):
+            by_form.setdefault(re.sub(r"\d+", "#", word), []).append(word)
+    notes = []
     for its in by_form.values():
         where = f" (in {len(its)} of {len(records)} cases)" if len(its) < len(records) else ""
-        notes.append(max(its, key=lambda said: (len(said), said)) + where)
+        said = max(its, key=lambda said: (len(said), said))
+        if counts := [int(word.split()[0]) for word in its if re.match(r"\d+ ", word)]:  # of calls, in each case
+            said = f"{sum(counts)} {said.partition(' ')[2]}"
+        notes.append(said + where)
     return notes
-
-
-def _warned(one: dict) -> list[str]:
-    said, throttle = (one.get("clock") or {}).get("warnings") or [], one.get("throttle") or []
-    said, reasons = (its if isinstance(its, list) else [its] for its in (said, throttle))
-    return [text.line(word) for word in said] + [f"{THROTTLED} ({text.line(', '.join(map(str, reasons)))})"] * bool(
-        reasons
-    )
 
 
 def _key(one: dict) -> Key:

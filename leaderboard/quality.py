@@ -6,7 +6,7 @@ docs/exploits.jsonl has what became of each attack (tests/exploits/exploit_table
 
 import collections
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ EXPLOITS = ROOT / "docs" / "exploits.jsonl"
 PAIRS = ROOT / "docs" / "honest_pairs.jsonl"
 ATTACKS = ROOT / "tests" / "exploits" / "submissions"
 ALLOWED = 0.95  # what the lower end of an attack's ratio must be above
+WORDS = ("SAME", "SLOWER", "UNDECIDED", "FASTER", "failed")
 PLANTED_US = {"same": 0.0, "longer": 1.0, "slowed": 2.3}  # by the kind of a pair: us that its second kernel takes more
 
 
@@ -75,42 +76,25 @@ class Quality:
     pairs: list[Pair]
     complaints: list[str]
 
-    def groups(self) -> list["Group"]:
-        """The pairs of a kind, a problem and a number of processes, equal kernels first."""
-        keys = sorted({(PLANTED_US[one.kind], one.kind, one.problem, one.processes) for one in self.pairs})
-        return [Group([p for p in self.pairs if (p.kind, p.problem, p.processes) == key[1:]]) for key in keys]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Pairs that are alike."""
-
-    pairs: list[Pair]
-
-    @property
-    def planted(self) -> float:
-        """The share of the time by which the second kernel takes longer, by construction; 0 of equal ones."""
-        more, times = PLANTED_US[self.pairs[0].kind], [one.us for one in self.pairs if one.us]
-        return more / (statistics.median(times) - more) if more and times else 0.0
-
-    def count(self, *words: str | None) -> int:
-        """How many pairs have one of these verdicts; None is for those that failed."""
-        return sum(one.word in words for one in self.pairs)
-
-    @property
-    def right(self) -> int:
-        """How many pairs have the verdict that is right."""
-        return self.count("SLOWER" if self.planted else "SAME")
-
-    @property
-    def wrong(self) -> int:
-        """How many pairs have a verdict that is the wrong way round."""
-        return self.count("FASTER", *() if self.planted else ("SLOWER",))
-
-    @property
-    def ratios(self) -> list[float]:
-        """Of the pairs that were timed."""
-        return [one.ratio for one in self.pairs if one.ratio is not None]
+    def groups(self) -> list[dict[str, Any]]:
+        """A row for each kind, problem and number of processes of pairs, equal kernels first. planted: the share of the
+        time by which the second kernel takes longer, by construction; pairs, and by verdict: how many; right, wrong:
+        how many have the right verdict, or the wrong way round; ratios: of those timed.
+        """
+        alike: dict[tuple[float, str, str, int], list[Pair]] = {}
+        for one in self.pairs:
+            alike.setdefault((PLANTED_US[one.kind], one.kind, one.problem, one.processes), []).append(one)
+        rows = []
+        for (more, _, problem, processes), its in sorted(alike.items(), key=lambda item: item[0]):
+            times, ratios = [one.us for one in its if one.us], [one.ratio for one in its if one.ratio is not None]
+            planted = more / (statistics.median(times) - more) if more and times else 0.0
+            words = collections.Counter(one.word or "failed" for one in its)
+            wrong = words["FASTER"] + (0 if planted else words["SLOWER"])
+            row = {"planted": planted, "problem": problem, "processes": processes, "pairs": len(its)}
+            row |= {word: words[word] for word in WORDS}
+            row |= {"right": words["SLOWER" if planted else "SAME"], "wrong": wrong}
+            rows.append(row | {"ratios": f"{min(ratios):.4f} to {max(ratios):.4f}" if ratios else ""})
+        return rows
 
 
 def read(exploits: Path = EXPLOITS, pairs: Path = PAIRS) -> Quality:
@@ -138,15 +122,12 @@ def summary(file: Path) -> str:
         return ""
 
 
-def pairs_table(groups: Iterable[Group]) -> Table:
+def pairs_table(groups: Sequence[dict[str, Any]]) -> Table:
     """What the judge says of pairs whose ratio is known."""
-    rows = []
-    for group in groups:
-        counts = map(str, (len(group.pairs), *map(group.count, ("SAME", "SLOWER", "UNDECIDED", "FASTER", None))))
-        ratios = f"{min(group.ratios):.4f} to {max(group.ratios):.4f}" if group.ratios else ""
-        said = tables.percent(group.planted) if group.planted else "nothing"
-        rows.append([said, group.pairs[0].problem, str(group.pairs[0].processes), *counts, ratios])
-    header = ["planted", "problem", "processes", "pairs", "SAME", "SLOWER", "UNDECIDED", "FASTER", "failed", "ratios"]
+    header = ["planted", "problem", "processes", "pairs", *WORDS, "ratios"]
+    rows = [[str(row[name]) for name in header] for row in groups]
+    for said, row in zip(rows, groups, strict=True):
+        said[0] = tables.percent(row["planted"]) if row["planted"] else "nothing"
     return Table(header, rows, {"planted", "problem"})
 
 

@@ -1,13 +1,6 @@
 #!/usr/bin/env python3
 """The leaderboard's command line: print, write or check the boards that the records give.
 
-    leaderboard/report.py                              a line for each board, this machine's first
-    leaderboard/report.py nvfp4_gemv                   its board on this machine, and a line for each other machine's
-    leaderboard/report.py nvfp4_gemv --machine nvidia-h200 --cases
-    leaderboard/report.py --html leaderboard/out/site  the same and more as pages for a browser
-    leaderboard/report.py --readme README.md           fill in its leaders, and leaderboard/README.md
-    leaderboard/report.py --check                      exit 1 if one of these is stale
-
 This file has the options; leaderboard/pages.py does the rest.
 """
 

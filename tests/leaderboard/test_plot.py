@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from leaderboard import board, pictures, plot
 from leaderboard.plot import Lines, Point, Row, Rows
-from tests.support.records import CASES, bench, full, line
+from tests.support.records import CASES, full, line
 
 NAMES = ["a", "sm90_a_name_that_is_long_" * 8, "<script>alert(1)</script>", "$x^2$ and $y$", "漢字 الحرب", "v" * 200]
 
@@ -45,9 +45,9 @@ def boards(names: list[str]) -> board.Board:
 def test_charts_of_odd_names_have_no_overlapping_text():
     one = boards(NAMES)
     cases = [f"{name}={name} n={n}" for n, name in enumerate(NAMES)]
-    rows = [Row(case, [Point(1.0), Point(1.1), Point(0.9, series=1)], said="median 12.34 us") for case in cases]
+    rows = [Row(case, [Point(1.0), Point(0.9, series=1)], said="median 12.34 us") for case in cases]
     over = Lines([f"{n:07x}\n2026-01-02" for n in range(300)], [(name, [(0, 1.0), (299, 1e6)]) for name in NAMES], "y")
-    for drawn in (pictures.by_variant(one), pictures.by_case(one), Rows(rows, (), "time " * 20, "ticks"), over):
+    for drawn in (pictures.by_variant(one), pictures.by_case(one), Rows(rows, ("a", "b"), "time " * 20), over):
         assert drawn and overlaps(plot.draw(drawn)) == []
 
 
@@ -84,12 +84,6 @@ def test_chart_below_three_points_is_not_worth_drawing():
     assert [plot.is_worth_drawing(one) for one in (None, two, three)] == [False, False, True]
     points = [("a", [(0, 1.0), (1, 2.0)])]
     assert [plot.is_worth_drawing(Lines(x, points, "us")) for x in (["1", "2"], ["1", "2", "3"])] == [False, True]
-
-
-def test_samples_are_relative_to_the_median():
-    one = bench("a", 0, 10.0) | {"samples_us": [[9.0, 10.0, 11.0]] * 20}
-    assert [point.x for point in pictures.samples([one]).rows[0].points[:3]] == [0.9, 1.0, 1.1]
-    assert pictures.samples([one | {"samples_us": None}]) is None and pictures.samples([]) is None
 
 
 def test_only_whole_right_runs_are_points_of_a_history():

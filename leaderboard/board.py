@@ -88,13 +88,11 @@ def build(
     brief: only who leads, and how fast: without sources and intervals, which take longer than all else.
     """
     records = list(records)
-    known = known or Provenance(records)
+    known = None if brief else known or Provenance(records)
     found: dict[tuple[str, str], list[dict]] = {}
     for one in _by_run(split for record in records if record["kind"] in KINDS for split in _by_target(record)):
         found.setdefault((one["problem"], one["target"]), []).append(one)
-    return [
-        _board(its, machine, key, expected.get(key), None if brief else known) for key, its in sorted(found.items())
-    ]
+    return [_board(its, machine, key, expected.get(key), known) for key, its in sorted(found.items())]
 
 
 def _board(

@@ -59,13 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
 def _compare(options: argparse.Namespace, percent: float | None) -> int:
     """ValueError: there is nothing to compare."""
     from harness.judge import verdict
+    from harness.results import stats
 
     chosen = [_choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
     slower, failed = [], []
     for (problem, target), a, b in _pairs(*chosen):
         failed += [one["status"] for one in a.values() if one["status"] != "PASSED"]
-        ratios = {case: _ratio(a, b, [case]) for case in a if _samples(a, case) and _samples(b, case)}
-        whole = _ratio(a, b, list(ratios)) if ratios else None
+        both = {case: (_samples(a, case), _samples(b, case)) for case in a if _samples(a, case) and _samples(b, case)}
+        ratios = {case: stats.compare_unpaired([samples]) for case, samples in both.items()}
+        whole = stats.compare_unpaired(list(both.values())) if both else None
         output.say(f"{problem}, {target}: time of A / time of B; below 1 A is faster")
         output.say("\n".join(_lines(a, b, ratios, whole)) + "\n\n")
         about = f"{problem}, {next(iter(a.values()))['variant']}"
@@ -147,15 +149,10 @@ def _samples(run: Run, case: str) -> list[list[float]]:
     return (one.get("samples_us") or []) if one.get("status") == "PASSED" else []
 
 
-def _ratio(a: Run, b: Run, cases: list[str]) -> Ratio:
-    from harness.results import stats
-
-    return stats.compare_unpaired([(_samples(a, case), _samples(b, case)) for case in cases])
-
-
 def _lines(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> list[str]:
     """What A and B are and what is known to differ; then a line a case with both times in us and their ratio."""
     from harness.results import text
+    from leaderboard import terminal
 
     def time(run: Run, case: str) -> str:
         one = run.get(case) or {"status": "-"}
@@ -179,8 +176,7 @@ def _lines(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> lis
     rows = [("case", "A us", "B us", "A / B")]
     rows += [(case, time(a, case), time(b, case), _shown(ratios.get(case))) for case in every]
     rows += [(f"geomean{some}", "", "", _shown(whole))] if whole else []
-    wide = [max(len(row[i]) for row in rows) for i in range(3)]
-    return lines + [f"  {case:<{wide[0]}}  {a:>{wide[1]}}  {b:>{wide[2]}}  {ratio}" for case, a, b, ratio in rows]
+    return lines + [f"  {line.rstrip()}" for line in terminal.aligned(rows, ("case", "A / B"))]
 
 
 def _shown(ratio: Ratio | None) -> str:

@@ -123,16 +123,13 @@ class Form:
 
     def solution(self, variant: Submission, target: str, packed: str) -> dict:
         """packed: the variant as a file for GPU MODE."""
+        hardware = ["cpu" if target == "cpu" else "cuda"]
         return {
             "name": f"{self.name}_{variant.name}_{target}",
             "definition": self.name,
             "author": "dsv4-kernels",
             "description": variant.summary,
-            "spec": {
-                "language": "python",
-                "target_hardware": ["cpu" if target == "cpu" else "cuda"],
-                "entry_point": "main.py::_packed_run",
-            },
+            "spec": {"language": "python", "target_hardware": hardware, "entry_point": "main.py::_packed_run"},
             "sources": [{"path": "main.py", "content": packed + self.run("_packed_run", self.inputs + self.outputs)}],
         }
 

@@ -37,7 +37,9 @@ def title(one: dict, machine: str) -> str:
 def section(title: str, records: list[dict], known: Provenance, cases: bool) -> Section:
     """All that is shown of a model on a machine. cases: also where the time of a step goes."""
     found = [("", table(records, known))]
-    found += [("Where the time of a step goes:", breakdown(records)), ("", ops(records))] if cases else []
+    found += (
+        [("Where the time of a step goes:", breakdown(records)), ("What fills each op:", ops(records))] if cases else []
+    )
     commits = sorted({(one.get("commit") or "")[:12] or "unknown" for one in records})
     notes = [" ".join(NOTE.split()), f"Commits: {', '.join(commits)}."]
     return Section(f"{title}: time per decode step", [], [one for one in found if one[1].rows], notes)
@@ -53,7 +55,9 @@ def table(records: list[dict], known: Provenance) -> Table:
         "tokens/s": [f"{rate:,.0f}" if (rate := tokens_a_second(one)) > 0 else "" for one in records],
         "SOL us": [text.us(number(one.get("sol_us"))) for one in records],
         "% of SOL": [tables.percent(share(one)) for one in records],
-        "launches": [launches(one) for one in records],
+        "launches": [
+            str(its.get("graph", its.get("eager", ""))) for its in (one.get("launches") or {} for one in records)
+        ],
         "source": [known.state(one) for one in records],
         "state": ["; ".join(its) or "ok" for its in said],
     }
@@ -105,12 +109,6 @@ def leaders(steps: Steps, known: Provenance | None = None) -> list[list[str]]:
 def graph_us(one: dict) -> float:
     """The time of a record's graph; NaN where it has none."""
     return number(one.get("median_us")) if "graph" in (one.get("launches") or {"graph": 0}) else math.nan
-
-
-def launches(one: dict) -> str:
-    """Kernels, copies and fills of the graph, or of the eager call where there is none."""
-    found = one.get("launches") or {}
-    return str(found.get("graph", found.get("eager", "")))
 
 
 def tokens_a_second(one: dict) -> float:

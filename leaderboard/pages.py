@@ -53,10 +53,14 @@ def read(
     """The boards of these machines. problems: the names wanted; empty means all. others: machines whose records say
     what is known of variants that these have only compiled. brief: as of board.build.
 
-    ValueError: a problem's task.py cannot be loaded.
+    ValueError: a problem's task.py cannot be loaded, or `results` is no folder. Lines left out are warned of.
     """
+    if not results.is_dir():
+        raise ValueError(f"--results: {'not a folder:' if results.exists() else 'no folder'} {results}")
     by_machine, complaints = records_of(results, machines, problems)
     elsewhere, _ = records_of(results, [machine for machine in others if machine not in by_machine], problems)
+    for complaint in complaints:
+        output.complain(f"warning: {text.line(complaint)}")
     known = Provenance(one for records in (by_machine | elsewhere).values() for one in records)
     shown = Shown(known, complaints=complaints, records=by_machine)
     every = (one for records in by_machine.values() for one in records if one["kind"] in board.KINDS)
@@ -82,12 +86,6 @@ def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple
         by_machine[machine] = wanted
     gc.enable()
     return by_machine, complaints
-
-
-def see_folder(results: Path) -> None:
-    """ValueError if the folder of results is none."""
-    if not results.is_dir():
-        raise ValueError(f"--results: {'not a folder:' if results.exists() else 'no folder'} {results}")
 
 
 def expected(kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], list[dict]]:
@@ -122,11 +120,6 @@ def committed(machines: Path) -> list[str]:
     """The slugs in machines.txt: one a line, # begins a comment."""
     lines = (line.partition("#")[0].strip() for line in _text_of("--machines", machines).splitlines())
     return [line for line in lines if line]
-
-
-def complain(shown: Shown) -> None:
-    for complaint in shown.complaints:
-        output.complain(f"warning: {text.line(complaint)}")
 
 
 def markdown(shown: Shown) -> str:
@@ -167,7 +160,6 @@ def report(options: argparse.Namespace) -> int:
     whole = options.all or bool(options.machine and options.problems)
     brief = options.format == "terminal" and not (options.html or options.here or options.problems or whole)
     shown = read(options.results, machines, options.problems, folders, brief)
-    complain(shown)
     if not shown and not options.here:
         of = f" of {', '.join(options.problems)}" if options.problems else ""
         where = "" if options.machine is None else f" on {options.machine}"
@@ -203,7 +195,6 @@ def readme(options: argparse.Namespace) -> int:
     if none := [slug for slug in machines if not record.files(options.results / slug)]:
         raise ValueError(f"{options.machines.name} lists {none[0]}, which has no records in {options.results}")
     shown = read(options.results, machines, [])
-    complain(shown)
     leaders = boards = "No machine's records are committed yet.\n"
     if shown:
         first = tables.leaders(shown.boards)

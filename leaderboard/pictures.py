@@ -15,7 +15,6 @@ from leaderboard.board import Board, number, rows_of
 from leaderboard.plot import Lines, Point, Row, Rows
 
 MOST_ROWS = 60  # variants in one picture; the table has all
-BASELINES = 2  # series kept for baselines, where there are more variants than series
 SHORT = 7  # characters of a commit; records of old runs have no more
 
 
@@ -32,7 +31,7 @@ def leaders(boards: Iterable[Board]) -> Rows | None:
         rows.append(Row(f"{board.problem}, {board.machine}", points, said=said))
     names = ("leader", "fastest baseline, of the cases that it serves")
     axis = "% of the measured roofline, geomean over the cases"
-    return Rows(rows, names, axis, hollow=frozenset({1}), at=0.0) if rows else None
+    return Rows(rows, names, axis, at=0.0) if rows else None
 
 
 def by_variant(board: Board) -> Rows | None:
@@ -47,7 +46,7 @@ def by_variant(board: Board) -> Rows | None:
     names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds, default=0) + 1]
     cases = text.counted(len(board.cases), "case")
     axis = f"{board.metric} of the times of a call over {cases}, us, with 95 % interval"
-    return Rows(rows, names, axis, mark="measured roofline", hollow=frozenset({1})) if rows else None
+    return Rows(rows, names, axis, mark="measured roofline") if rows else None
 
 
 def by_case(board: Board) -> Rows | None:
@@ -61,19 +60,14 @@ def by_case(board: Board) -> Rows | None:
         points = [Point(one.median_us, one.lo_us, one.hi_us, number) for number, one in its if one.median_us > 0]
         rooflines = sorted(one.roofline_us for _, one in its if one.roofline_us > 0)
         rows.append(Row(own[case], points, rooflines[len(rooflines) // 2 :][:1]))
-    baselines = set(board.standing[board.standing.baseline.astype(bool)].variant)
-    hollow = frozenset(number for number, variant in enumerate(shown) if variant in baselines)
     axis = "time of a call, us, median with 95 % interval"
-    return Rows(rows, shown, axis, mark="measured roofline", hollow=hollow) if any(row.points for row in rows) else None
+    return Rows(rows, shown, axis, mark="measured roofline") if any(row.points for row in rows) else None
 
 
 def series(board: Board) -> list[str]:
-    """The variants of the base run that are drawn by case: the first of the board, and the first baselines."""
+    """The variants of the base run that are drawn by case: the first of the board."""
     timed = set(board.times[board.times.base & board.times.median_us.notna()].variant)
-    shown = board.standing[board.standing.variant.isin(timed)]
-    baselines = list(shown[shown.baseline.astype(bool)].variant)[:BASELINES]
-    others = list(shown[~shown.baseline.astype(bool)].variant)[: plot.MOST_SERIES - len(baselines)]
-    return [variant for variant in shown.variant if variant in {*others, *baselines}]
+    return [variant for variant in board.standing.variant if variant in timed][: plot.MOST_SERIES]
 
 
 def history(board: Board, records: Iterable[dict]) -> Lines | None:

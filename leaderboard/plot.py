@@ -64,8 +64,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """stacked: bars in the order of the points in place of dots; names: of the series; hollow: which have hollow
-    shapes; mark: what the short lines are; at: a value with a line through all rows.
+    """stacked: bars in the order of the points in place of dots; names: of the series; mark: what the short lines are;
+    at: a value with a line through all rows.
     """
 
     rows: Sequence[Row]
@@ -73,7 +73,6 @@ class Rows:
     axis: str
     stacked: bool = False
     mark: str = ""
-    hollow: frozenset[int] = frozenset()
     at: float | None = None
 
 
@@ -100,7 +99,11 @@ def inline(chart: Chart, said: str, key: str, file: Path) -> str:
     """Write the picture to `file` as SVG. Return it as an element for a page, in the theme's colours. Equal charts give
     equal text. said: the text for who cannot see it; key: makes the ids, unique on the page.
     """
-    svg = _svg(draw(chart), key)
+    out = io.StringIO()
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")  # a browser has letters that matplotlib's font lacks
+        draw(chart).savefig(out, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
     file.write_text(svg, encoding="utf-8")
     view = re.search(r'viewBox="([^"]+)"', svg)
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]
@@ -119,17 +122,6 @@ def draw(chart: Chart) -> Figure:
     """Return the picture, WIDTH px wide and as high as it needs."""
     with matplotlib.rc_context(STYLE):
         return _lines(chart) if isinstance(chart, Lines) else _rows(chart)
-
-
-def _svg(drawn: Figure, key: str) -> str:
-    out = io.StringIO()
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+")  # a browser has letters that matplotlib's font lacks
-        drawn.savefig(out, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
-    return out.getvalue()
-
-
-# --- text
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -152,9 +144,6 @@ def fit(said: str, room: float) -> str:
     return said if said == whole else said + "…"
 
 
-# --- figures
-
-
 def _figure(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
     """A figure with axes within these margins, in px, whose grid lies behind."""
     figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI, facecolor=COLOURS["paper"])
@@ -166,9 +155,7 @@ def _figure(height: float, left: float, right: float, top: float, bottom: float)
     return figure, axes
 
 
-def _legend(
-    names: Sequence[str], hollow: frozenset[int] = frozenset(), mark: str = "", square: bool = False
-) -> tuple[Any, float]:
+def _legend(names: Sequence[str], mark: str = "", square: bool = False) -> tuple[Any, float]:
     """-> (what draws the legend into a figure, its height in px)."""
     said = [*(names if len(names) > 1 else ()), *[mark] * bool(mark)]
     room = max((min(wide(one), WIDTH - 50) for one in said), default=1)
@@ -178,7 +165,7 @@ def _legend(
     how |= {"loc": "upper left", "bbox_to_anchor": (0.003, 1)}
 
     def draw_into(figure: Figure) -> None:
-        items = [Line2D([], [], **_shape(n, n in hollow, square)) for n in range(len(said) - bool(mark))]
+        items = [Line2D([], [], **_shape(n, square)) for n in range(len(said) - bool(mark))]
         line: dict[str, Any] = {"marker": "|", "markersize": 12, "markeredgewidth": 2, "color": COLOURS["roofline"]}
         items += [Line2D([], [], linestyle="none", **line)] * bool(mark)
         figure.legend(items, [fit(one, room) for one in said], **how)
@@ -186,11 +173,10 @@ def _legend(
     return draw_into, 19 * math.ceil(len(said) / columns) + 10 if said else 4
 
 
-def _shape(series: int, hollow: bool = False, square: bool = False) -> dict[str, Any]:
+def _shape(series: int, square: bool = False) -> dict[str, Any]:
     colour = COLOURS[f"s{series % MOST_SERIES}"]
     how: dict[str, Any] = {"marker": "s" if square else SHAPES[series % MOST_SERIES], "markersize": 7, "color": colour}
-    how |= {"markeredgewidth": 1.4, "linestyle": "none"}
-    return how | {"markerfacecolor": COLOURS["paper"] if hollow else colour}
+    return how | {"markeredgewidth": 1.4, "linestyle": "none"}
 
 
 def _value_axis(axes: Axes, along: Literal["x", "y"], values: Iterable[float], px: float) -> None:
@@ -198,28 +184,19 @@ def _value_axis(axes: Axes, along: Literal["x", "y"], values: Iterable[float], p
     values = [value for value in values if math.isfinite(value)] or [1.0]
     lo, hi, log = min(values), max(values), is_log(values)
     axis = axes.xaxis if along == "x" else axes.yaxis
+    axes.set(**{f"{along}scale": "log" if log else "linear"})
     most = max(2, int(px / (70 if along == "x" else 35)))
     if log:
         room, decades = (hi / lo) ** 0.04, math.log10(hi / lo)
         subs = (1, 2, 5) if 3 * decades <= most else (1, 3) if 2 * decades <= most else (1,)
-        (axes.set_xscale if along == "x" else axes.set_yscale)("log")
         axis.set_major_locator(LogLocator(subs=subs, numticks=most))
     else:
         room = 0.05 * (hi - lo) or 0.05 * abs(hi) or 1.0
         axis.set_major_locator(MaxNLocator(nbins=most, steps=[1, 2, 5, 10]))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    limits = (lo / room, hi * room) if log else (lo - room, hi + room)
-    (axes.set_xlim if along == "x" else axes.set_ylim)(*limits)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set(**{f"{along}lim": (lo / room, hi * room) if log else (lo - room, hi + room)})
     axes.grid(axis=along, color=COLOURS["grid"], linewidth=1)
-
-
-def short(value: float) -> str:
-    """A number in few letters: 20, 1.5k, 3M."""
-    for unit, letter in ((1e6, "M"), (1e3, "k")):
-        if unit <= abs(value) < 1e9:
-            return f"{value / unit:g}{letter}"
-    return f"{value:g}"
 
 
 def _rows(chart: Rows) -> Figure:
@@ -229,7 +206,7 @@ def _rows(chart: Rows) -> Figure:
     above = widest > 0.45 * WIDTH  # then a row's texts stand above its data
     left, right, head = (20, 20, 18) if above else (widest, max(wide(row.said) for row in chart.rows) + 18, 0)
     mark = chart.mark if any(row.marks for row in chart.rows) else ""
-    legend, top = _legend(chart.names, chart.hollow, mark, chart.stacked)
+    legend, top = _legend(chart.names, mark, chart.stacked)
     high = len(chart.rows) * (band + head)
     values = [v for row in chart.rows for v in _extent(row, chart.stacked)] + ([] if chart.at is None else [chart.at])
     figure, axes = _figure(top + high + LOW, left, right, top, LOW)
@@ -286,7 +263,7 @@ def _data(axes: Axes, chart: Rows, middles: Sequence[float], band: float) -> Non
             axes.barh(y, x, left=starts, height=14, color=colour)
         else:
             axes.hlines(y, [p.lo for p in points], [p.hi for p in points], color=colour, linewidth=2)
-            axes.plot(x, y, clip_on=False, **_shape(series, series in chart.hollow))
+            axes.plot(x, y, clip_on=False, **_shape(series))
     low, high = ([y + sign * (band / 2 - 3) for _, y in marks] for sign in (-1, 1))
     axes.vlines([x for x, _ in marks], low, high, color=COLOURS["roofline"], linewidth=2)
 

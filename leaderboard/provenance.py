@@ -72,12 +72,8 @@ class Provenance:
         if not found:
             return "COMPILED", "", "compiled, not run"
         checked = f"model-checked ({text.counted(len(found), 'test case')})"
-        said = [
-            *["compiled"] * (one["kind"] == "compile"),
-            checked,
-            "not run here" if key in self._ran else "never run",
-        ]
-        return "MODEL_CHECKED", "", ", ".join(said)
+        said = [checked, "not run here" if key in self._ran else "never run"]
+        return "MODEL_CHECKED", "", ", ".join(["compiled", *said] if one["kind"] == "compile" else said)
 
 
 def stale(problem: str, variant: str, state: str) -> list[str]:

@@ -114,14 +114,6 @@ def _lines(file: Path, kind: type[_Line]) -> tuple[list[Any], list[str]]:
     return record.parse_lines(file.read_bytes() if file.is_file() else b"", file.name, read_line)
 
 
-def summary(file: Path) -> str:
-    """The first line of a file's docstring; "" where the file is gone or cannot be read."""
-    try:
-        return load.summary(file) if file.is_file() else ""
-    except (OSError, SyntaxError, ValueError):
-        return ""
-
-
 def pairs_table(groups: Sequence[dict[str, Any]]) -> Table:
     """What the judge says of pairs whose ratio is known."""
     header = ["planted", "problem", "processes", "pairs", *WORDS, "ratios"]
@@ -139,6 +131,7 @@ def attacks_table(found: Sequence[Attack]) -> Table:
         outcomes = collections.Counter(one.outcome for one in forms)
         said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         lows = [one.low for one in forms if one.low is not None]
-        rows.append([file, said, f"{min(lows):.3f}" if lows else "", summary(ATTACKS / f"{file}.py")])
+        source = ATTACKS / f"{file}.py"
+        rows.append([file, said, f"{min(lows):.3f}" if lows else "", load.summary(source) if source.is_file() else ""])
     header = ["attack", "outcome of its forms", "least time / honest time", "what it does"]
     return Table(header, rows, {*header} - {header[2]})

@@ -23,16 +23,15 @@ MACHINES = ROOT / "leaderboard" / "machines.txt"
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0, 1 if --check finds the README stale, 2 for bad use or files that cannot be read or written."""
     options = _options(arguments)
-    return command.run("leaderboard/report.py", lambda: _report(options))
 
+    def action() -> int:
+        from leaderboard import pages
 
-def _report(options: argparse.Namespace) -> int:
-    from leaderboard import pages
+        if options.html:
+            command.see_option("--html", options.html, output.see_place)
+        return pages.readme(options) if options.readme else pages.report(options)
 
-    pages.see_folder(options.results)
-    if options.html:
-        command.see_option("--html", options.html, output.see_place)
-    return pages.readme(options) if options.readme else pages.report(options)
+    return command.run("leaderboard/report.py", action)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -44,18 +44,17 @@ def show(
     """Print the boards: all of them `whole`; or this machine's, else the best machine's, of the problems that were
     `named`; and a line for each other. cases: also the times by case of a board, by op of a model.
     """
-    mine = here()
+    mine, width = here(), shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
     best = tables.best_first(boards, mine)
     of = ([one for one in best if one.problem == name] for name in named)
     firsts = ([one for one in its if one.machine in mine] or its[:1] for its in of)
-    order = [one.machine for one in best]
-    every = sorted(boards, key=lambda one: order.index(one.machine))
+    every = sorted(boards, key=lambda one: one.machine not in mine)
     full = every if whole else list(itertools.chain.from_iterable(firsts))
     sections = [tables.section(one, cases) for one in full]
     if whole or named:
         sections += [model_board.section(title, records, known, cases) for title, records in steps.items()]
         steps = {}
-    lines = [line for one in sections for line in [*section(one, _width()), _line("")]]
+    lines = [line for one in sections for line in [*section(one, width), _line("")]]
     if (rest := [one for one in best if one not in full]) or steps:
         lines += overview(rest, steps)
     output.say("\n".join(lines))
@@ -71,7 +70,7 @@ def brief(boards: Iterable[Board], steps: model_board.Steps, known: Provenance, 
         title, table = name, model_board.table(records, known)
     for board in sorted((one for one in boards if one.timed), key=lambda one: one.run["time"])[-1:]:
         title, table, following = tables.title(board), tables.standing(board), next_command(board, problem)
-    lines = [_line(title, BOLD), *(_table(table, _width()) if table else [])]
+    lines = [_line(title, BOLD), *(_table(table, shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns) if table else [])]
     if len(lines) > MOST - 1:
         more = f"... {len(lines) - MOST + 2} more lines: {REPORT} {problem}"
         lines[MOST - 2 :] = [_line(more, DIM)]
@@ -96,21 +95,21 @@ def next_command(board: Board, problem: str) -> str:
 def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[str]:
     """A line for each board and model, below its machine's name."""
     best = [(tables.title(one), tables.leaders([one]).rows, one.run["time"]) for one in boards]
-    best += [
-        (title, model_board.leaders({title: records})[-1:], records[-1]["time"]) for title, records in steps.items()
-    ]
-    order = list(dict.fromkeys(title.partition(", on ")[2] for title, *_ in best))
+    for title, records in steps.items():
+        best.append((title, model_board.leaders({title: records})[-1:], records[-1]["time"]))
+    order = [title.partition(", on ")[2] for title, *_ in best]
     best.sort(key=lambda one: (order.index(one[0].partition(", on ")[2]), one[0]))
-    rows, machines = [["problem", "leader", "time", "roofline", "x baseline", "date"]], [""]
+    rows, machines = [["problem", "leader", "time", "roofline", "x baseline", "date"]], []
     for title, leaders, time in best:
         problem, _, machine = title.partition(", on ")
         _, variant, us, share, ratio, *_ = leaders[0] if leaders else ["", "(none ranked)", "", "", ""]
         figures = [us, share.removesuffix(" of SOL"), ratio.partition(" in ")[0]]
         rows.append([problem.replace(",", ""), variant, *figures, time[:10]])
         machines.append(machine)
-    found, lines = [], zip(machines, _aligned(rows, {"problem", "leader", "date"}), strict=True)
-    for machine, its in itertools.groupby(lines, lambda at: at[0]):
-        found += [_line(machine, BOLD)] * bool(machine) + [_line(line, 0 if machine else BOLD) for _, line in its]
+    header, *lines = aligned(rows, {"problem", "leader", "date"})
+    found = [_line(header, BOLD)]
+    for machine, its in itertools.groupby(zip(machines, lines, strict=True), lambda at: at[0]):
+        found += [_line(machine, BOLD), *(_line(line) for _, line in its)]
     if len(found) > MOST_LINES:
         found[MOST_LINES:] = [_line(f"... {len(found) - MOST_LINES} more lines: name a PROBLEM or a --machine")]
     return [*found, _line(f"A whole board: {REPORT} PROBLEM", DIM)]
@@ -121,10 +120,7 @@ def section(shown: Section, width: int) -> list[str]:
     lines = [_line(shown.title, BOLD), *(_line(fact, DIM) for fact in shown.facts)]
     for above, table in shown.tables:
         lines += [_line(above)] * bool(above) + _table(table, width)
-    every = {name for _, table in shown.tables for name in table.header}
-    hidden = set() if width >= WIDE else every - tables.NARROW
-    told = [text.line(note) for note in shown.notes if note.partition(":")[0] not in hidden]
-    return [*lines, *(_line(one, DIM) for note in told for one in textwrap.wrap(note, width))]
+    return [*lines, *(_line(one, DIM) for note in shown.notes for one in textwrap.wrap(text.line(note), width))]
 
 
 def _table(table: Table, width: int) -> list[str]:
@@ -137,7 +133,7 @@ def _table(table: Table, width: int) -> list[str]:
     place = header.index("variant") if "variant" in header else 0
     for row, its in zip(rows, refs, strict=True):
         row[place] += f" [{','.join(map(str, sorted(its)))}]" if its else ""
-    lines = _aligned([header, *rows], table.words)
+    lines = aligned([header, *rows], table.words)
     if max(map(len, lines)) > width and not table.remarks:
         return [line for row in rows for line in _paragraph(header, row, width)]
     styles = [BOLD, *(STYLES.get(kind, 0) for kind in table.kinds or [""] * len(rows))]
@@ -153,18 +149,11 @@ def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> list[st
     return [_line(row[0]), *map(_line, textwrap.wrap(cells, width, initial_indent="    ", subsequent_indent="    "))]
 
 
-def _aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> list[str]:
     """The rows, of which the first is the header, in columns: the names in `words` at the left, others at the right."""
-    columns = [
-        [cell.ljust(wide) if column[0] in words else cell.rjust(wide) for cell in column]
-        for column in zip(*rows, strict=True)
-        for wide in [max(map(len, column))]
-    ]
-    return list(map("  ".join, zip(*columns, strict=True)))
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if name in words else str.rjust for name in rows[0]]
+    return ["  ".join(map(lambda to, cell, size: to(cell, size), sides, row, sizes)) for row in rows]
 
 
 def _line(said: str, style: int = 0) -> str:

@@ -53,16 +53,15 @@ def write(shown: Shown, folder: Path) -> int:
     folder holds files that are not those of a page.
     """
     if folder.is_dir() and not (folder / MARK).is_file() and (found := sorted(folder.iterdir())):
-        raise ValueError(
-            f"--html must name a new or empty folder, or one with an earlier page: {folder} holds {found[0].name}"
-        )
+        wanted = "a new or empty folder, or one with an earlier page"
+        raise ValueError(f"--html must name {wanted}: {folder} holds {found[0].name}")
     site = Site(shown, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
     site.static()
     todo: list[Callable[[], None]] = [functools.partial(site.problem, *item) for item in site.problems.items()]
     todo += [functools.partial(site.variant, *names) for names in site.variants]
-    todo += [site.model, site.judge, site.index]
+    todo += [functools.partial(site.page, "model.html", "The composed model"), site.judge, site.index]
     for count, page in enumerate(todo, 1):
         if sys.stderr.isatty():
             output.complain(f"\x1b[1A\rpage {count} of {len(todo)}" if count > 1 else f"page 1 of {len(todo)}")
@@ -113,8 +112,6 @@ class Site:
             return Markup()
         return Markup(plot.inline(chart, pictures.said_of(chart), key, self.folder / "pictures" / f"{key}.svg"))
 
-    # --- pages
-
     def index(self) -> None:
         boards = [board for boards in self.problems.values() for board in boards]
         timed = [board for board in boards if tables.first_of(board)]
@@ -123,25 +120,14 @@ class Site:
             rows = model_board.leaders({title: records}, self.shown.known)
             leaders = dataclasses.replace(leaders, rows=[*leaders.rows, *rows])
             links += [f"model.html#{model_key(title)}"] * len(rows)
-        records = [one for found in self.shown.records.values() for one in found]
-        self.page(
-            "index.html",
-            "Leaderboard",
-            leaders=leaders,
-            links_to=links,
-            timed=timed,
-            unrun=[board for board in boards if not board.timed],
-            records=len(records),
-            runs=len({one["run_id"] for one in records}),
-            complaints=[text.line(one) for one in self.shown.complaints + self.quality.complaints],
-        )
+        complaints = self.shown.complaints + self.quality.complaints
+        self.page("index.html", "Leaderboard", leaders=leaders, links_to=links, boards=boards, complaints=complaints)
 
     def problem(self, name: str, boards: list[Board]) -> None:
         """The page of a problem: a section for each of its boards."""
         task = load.PROBLEMS / name / "task.py"
-        about = quality.summary(task).removeprefix(f"{name}: ")
-        place = problem_page(name)
-        self.page("problem.html", text.line(name), place, about=about, ours=task.is_file(), boards=boards)
+        about = load.summary(task).removeprefix(f"{name}: ") if task.is_file() else ""
+        self.page("problem.html", text.line(name), problem_page(name), about=about, ours=task.is_file(), boards=boards)
 
     def variant(self, problem: str, name: str) -> None:
         """The page of a variant: its times on each board beside its source, then all else."""
@@ -152,9 +138,6 @@ class Site:
         given = {"problem": problem, "sections": found, "summary": summary, "source": source}
         given["downloads"] = _downloads(self.folder / place, found, [*(file for file, *_ in source), *profiles])
         self.page("variant.html", text.line(name), place, digests=_digests(profiles), **given)
-
-    def model(self) -> None:
-        self.page("model.html", "The composed model")
 
     def judge(self) -> None:
         outcomes = collections.Counter(attack.outcome for attack in self.quality.attacks)
@@ -181,12 +164,7 @@ def _section(board: Board, name: str, records: Iterable[dict]) -> dict[str, Any]
     facts.append(("secret seeds", str(sum(len(one.get("seeds") or ()) for one in timed))))
     rank = "A baseline" if row.baseline else "Not ranked" if pd.isna(row.rank) else f"Rank {row.rank}"
     found = {"board": board, "row": row, "place": rank, "judged": judged, "timed": timed, "facts": facts}
-    return found | {"resources": [_resource(one) for one in kernels]}
-
-
-def _resource(one: dict) -> str:
-    numbers = {key: value for key, value in one.items() if key not in ("name", "target") and value is not None}
-    return f"{text.line(one.get('name') or 'kernel', 200)}: {_words(numbers)}"
+    return found | {"resources": [_words({key: one[key] for key in one if one[key] is not None}) for one in kernels]}
 
 
 def _words(value: object) -> str:

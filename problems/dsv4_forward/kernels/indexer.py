@@ -11,6 +11,7 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.kernels.arguments import expect
 from problems.dsv4_forward.kernels.cache_rows import KINDS as PAGE_KINDS
 
 TARGETS = ("sm90", "sm100")
@@ -63,9 +64,9 @@ class Indexer:
         batch, tokens, heads, width = q.shape
         for name, tensor, shape in (("q", q, (batch, tokens, heads, keys.width)), ("weights", weights, q.shape[:3])):
             _kind(name, tensor)
-            _expect(name, tensor, tensor.dtype, tuple(shape))
+            expect(name, tensor, tensor.dtype, tuple(shape))
         blocks = _blocks(table, batch, entries, keys.per_page)
-        _expect("out", out, torch.float32, (batch, tokens, entries))
+        expect("out", out, torch.float32, (batch, tokens, entries))
         if width % 32 or not 0 < width <= MOST_WIDTH:
             raise ValueError(f"keys must have a multiple of 32, at most {MOST_WIDTH}, as their width, got {width}")
         if out.numel():
@@ -100,7 +101,7 @@ class Indexer:
         batch, tokens, chosen = ids.shape
         blocks = _blocks(table, batch, 0, per_page)
         for name, tensor in (("ids", ids), ("out", out)):
-            _expect(name, tensor, torch.int32, (batch, tokens, chosen))
+            expect(name, tensor, torch.int32, (batch, tokens, chosen))
         if ids.numel():
             code = self._places(
                 ids.data_ptr(), table.data_ptr(), out.data_ptr(), ids.numel(), chosen, tokens, blocks, per_page
@@ -127,9 +128,9 @@ class Indexer:
         self, scores: torch.Tensor, visible: torch.Tensor, table: torch.Tensor | None, per_page: int, out: torch.Tensor
     ) -> None:
         (batch, tokens, entries), chosen = scores.shape, out.shape[2]
-        _expect("scores", scores, torch.float32, (batch, tokens, entries))
-        _expect("visible", visible, torch.int32, (batch, tokens))
-        _expect("out", out, torch.int32, (batch, tokens, chosen))
+        expect("scores", scores, torch.float32, (batch, tokens, entries))
+        expect("visible", visible, torch.int32, (batch, tokens))
+        expect("out", out, torch.int32, (batch, tokens, chosen))
         if entries > MOST_ENTRIES or chosen > MOST_CHOSEN:
             most = f"scores must be of at most {MOST_ENTRIES} entries, and out of {MOST_CHOSEN}"
             raise ValueError(f"{most}, got {entries} and {chosen}")
@@ -153,7 +154,7 @@ class Indexer:
 def _blocks(table: torch.Tensor, batch: int, entries: int, per_page: int) -> int:
     """How many blocks a row of the table has. ValueError: too few, or it is no table."""
     blocks = table.shape[1]
-    _expect("table", table, torch.int32, (batch, blocks))
+    expect("table", table, torch.int32, (batch, blocks))
     if blocks < -(-entries // per_page):
         wanted = batch, -(-entries // per_page)
         raise ValueError(f"table must be {wanted} or wider for {entries} entries, got {tuple(table.shape)}")
@@ -163,9 +164,3 @@ def _blocks(table: torch.Tensor, batch: int, entries: int, per_page: int) -> int
 def _kind(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in KINDS:
         raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
-
-
-def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        came = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
-        raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {came}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from problems.common import build
+from problems.dsv4_forward.kernels.arguments import expect
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights.config import Config
 
@@ -63,13 +64,13 @@ class Router:
             )
         if (bias is None) == (table is None):
             raise ValueError("a router needs either bias or table, got " + ("neither" if bias is None else "both"))
-        _expect("out_ids", out_ids, torch.int32, (len(u), chosen))
-        _expect("out_weights", out_weights, torch.float32, (len(u), chosen))
-        _expect("tokens", tokens, torch.int64, (len(u),))
+        expect("out_ids", out_ids, torch.int32, (len(u), chosen))
+        expect("out_weights", out_weights, torch.float32, (len(u), chosen))
+        expect("tokens", tokens, torch.int64, (len(u),))
         if bias is not None:
-            _expect("bias", bias, torch.float32, (experts,))
+            expect("bias", bias, torch.float32, (experts,))
         if table is not None:
-            _expect("table", table, torch.int64, (len(table), chosen))
+            expect("table", table, torch.int64, (len(table), chosen))
         if u.dim() != 2 or weight.shape != (experts, u.shape[1]):
             raise ValueError(f"u and weight must be (N, d) and (E, d), got {tuple(u.shape)} and {tuple(weight.shape)}")
         if not len(u):
@@ -105,9 +106,3 @@ def _loads_whole(matrix: torch.Tensor) -> bool:
     """Whether its rows are bf16 and begin at multiples of 16 bytes."""
     aligned = matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 8 == 0
     return matrix.dtype == torch.bfloat16 and aligned and matrix.is_contiguous()
-
-
-def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        came = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
-        raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {came}")

@@ -12,6 +12,7 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.plan import Plan
+from problems.dsv4_forward.kernels.arguments import expect
 from problems.dsv4_forward.weights.config import CSA, HCA
 
 TARGETS = ("sm90", "sm100")
@@ -76,7 +77,7 @@ class Start:
     ) -> None:
         """Compute torch_ops start.embed. The row of an id that the vocabulary has not becomes NaN."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
-        _expect("position", position, torch.int64, (len(tokens),))
+        expect("position", position, torch.int64, (len(tokens),))
         self._launch(_Plan(given=position.data_ptr(), tokens=len(tokens)), to, *kinds)
 
     def start(
@@ -93,7 +94,7 @@ class Start:
     ) -> None:
         """Compute chains.start; ids as in embed."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
-        _expect("tokens", tokens, torch.int64, tuple(given.sequence.shape))
+        expect("tokens", tokens, torch.int64, tuple(given.sequence.shape))
         self._launch(made_plan(given, numbers, lists), to, *kinds)
 
     def _launch(self, plan: _Plan, to: _Embedding, embedding_bf16: int, copies_bf16: int) -> None:
@@ -104,14 +105,14 @@ class Start:
 def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
     """Return the kernel's form of a plan and the buffers of its lists. ValueError as Start."""
     count, long = len(given.sequence), torch.int64
-    _expect("length", given.length, long, (len(given.table),))
-    _expect("table", given.table, torch.int32, tuple(given.table.shape))
-    _expect("sequence", given.sequence, long, (count,))
+    expect("length", given.length, long, (len(given.table),))
+    expect("table", given.table, torch.int32, tuple(given.table.shape))
+    expect("sequence", given.sequence, long, (count,))
     if given.position is not None:
-        _expect("position", given.position, long, (count,))
-    _expect("sequence_ids", given.sequence_ids, long, (len(given.sequence_ids),))
-    _expect("numbers", numbers, long, tuple(numbers.shape))
-    _expect("lists", lists, torch.int32, tuple(lists.shape))
+        expect("position", given.position, long, (count,))
+    expect("sequence_ids", given.sequence_ids, long, (len(given.sequence_ids),))
+    expect("numbers", numbers, long, tuple(numbers.shape))
+    expect("lists", lists, torch.int32, tuple(lists.shape))
     out = given.views(numbers, lists)
     width, blocks = given.table.shape[1], out.rows.shape[1]
     if blocks > width:
@@ -136,7 +137,7 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
     for place, (ratio, index) in enumerate(zip(RATIOS, (out.csa_index, out.hca_index), strict=True)):
         if ratio in given.emit:
             emit = given.emit[ratio]
-            _expect("emit", emit, long, (min(len(emit), count),))
+            expect("emit", emit, long, (min(len(emit), count),))
             made.of[place] = _Entries(
                 emit.data_ptr(),
                 out.target[ratio].data_ptr(),
@@ -159,15 +160,15 @@ def made_embedding(
 ) -> tuple[_Embedding, tuple[int, int]]:
     """Return the kernel's form, and whether the embedding and the copies are bf16. ValueError as Start."""
     (kinds, half), count = freqs.shape, len(tokens)
-    _expect("tokens", tokens, torch.int64, (count,))
-    _expect("freqs", freqs, torch.float32, (kinds, half))
+    expect("tokens", tokens, torch.int64, (count,))
+    expect("freqs", freqs, torch.float32, (kinds, half))
     for name, tensor in (("cos", cos), ("sin", sin)):
-        _expect(name, tensor, torch.float32, (kinds, count, half))
+        expect(name, tensor, torch.float32, (kinds, count, half))
     (vocab, d), n = weight.shape, copies.shape[1]
     for name, tensor, shape in (("weight", weight, (vocab, d)), ("copies", copies, (count, n, d))):
         if tensor.dtype not in KINDS:
             raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
-        _expect(name, tensor, tensor.dtype, shape)
+        expect(name, tensor, tensor.dtype, shape)
     pointers = (tensor.data_ptr() for tensor in (tokens, weight, freqs, copies, cos, sin))
     made = _Embedding(*pointers, vocab, n, d, kinds, half)
     return made, (KINDS.index(weight.dtype), KINDS.index(copies.dtype))
@@ -175,9 +176,3 @@ def made_embedding(
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        came = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
-        raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {came}")

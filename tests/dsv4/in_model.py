@@ -2,9 +2,11 @@
 
 import functools
 import inspect
+import shutil
 from collections.abc import Callable
 from types import ModuleType
 
+import pytest
 import torch
 
 from ptx_model import driver
@@ -22,8 +24,10 @@ in_model.call(tests, {calls}, model)
 
 def run(module: str, calls: list[tuple[str, dict]]) -> None:
     """Call test functions of `module` by name, with these arguments and the ops of its `kernel`, on CPU tensors. Names
-    of dtypes become dtypes. AssertionError, with what the process said, if one fails.
+    of dtypes become dtypes. AssertionError, with what the process said, if one fails; without nvcc it is skipped.
     """
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
     ran = forked.run(["-c", SCRIPT.format(module=module, calls=repr(calls))])
     assert ran.returncode == 0, ran.stderr[-3000:]
 

@@ -8,7 +8,6 @@ import torch
 from problems.common import load
 from problems.dsv4_forward.kernels import argmax
 from tests.support import forked
-from tests.support.marks import first
 
 SHAPES = [(1, 1), (2, 37), (3, 1024), (1, 129_280), (8, 32_771)]
 # In a process of its own, since the model takes CUDA's place in the whole process.
@@ -54,13 +53,6 @@ def found(logits: torch.Tensor) -> torch.Tensor:
 def test_on_a_cpu_it_is_torchs(shape):
     logits = rows(shape, "cpu")
     assert torch.equal(found(logits), logits.argmax(1))
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", first(argmax.TARGETS))
-def test_it_compiles_without_spills(target):
-    kernels = [kernel for artefact in argmax.compile_for(target) for kernel in artefact.kernels()]
-    assert len(kernels) == 1 and all(kernel.spill_bytes == 0 for kernel in kernels)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The fmha_decode problem in the model's ops fmha and fmha_rotate: equal to the reference, and what it leaves to it."""
 
 import dataclasses
-import shutil
 
 import pytest
 import torch
@@ -170,14 +169,12 @@ def ops_on_a_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(("heads", "entries"), [(70, (20, 0)), (9, (40, 25)), (64, (40, 60))])
 def test_in_the_model_of_a_gpu(heads, entries):
     in_model.run(__name__, [("test_the_kernel_rotates_back", {"heads": heads, "entries": entries})])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("entries", [(40, 0), (128, 37)])
 def test_the_same_bits_in_the_model_of_a_gpu(entries):
     in_model.run(__name__, [(ALIKE, {"heads": 9, "entries": entries})])

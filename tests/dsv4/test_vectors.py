@@ -1,6 +1,4 @@
-"""kernels/vectors.cu on a GPU against the same steps in torch, bit for bit, and that it compiles."""
-
-import shutil
+"""kernels/vectors.cu on a GPU against the same steps in torch, bit for bit."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ import torch
 from problems.common import load, nvfp4
 from problems.dsv4_forward.adapters import gemv
 from problems.dsv4_forward.kernels import vectors
-from tests.support.marks import first
 
 DEVICE = "cuda"
 SHAPES = ((1, 1, 64), (1, 8, 4096), (3, 1, 1024), (16, 2, 320), (5, 3, 192))  # tokens, groups, k
@@ -27,13 +24,6 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     picked = halfway[torch.randint(len(halfway), shape, generator=gen)]
     x = torch.where(torch.rand(shape, generator=gen) < 0.3, picked, x)
     return torch.where(torch.arange(shape[-1]) // 16 % 5 == 3, torch.zeros(()), x).to(DEVICE, dtype)
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("target", first(vectors.TARGETS))
-def test_it_compiles_without_spills(target):
-    kernels = [kernel for artefact in vectors.compile_for(target) for kernel in artefact.kernels()]
-    assert len(kernels) == 4 and not any(kernel.spill_bytes for kernel in kernels)
 
 
 def test_other_dtypes_are_refused():

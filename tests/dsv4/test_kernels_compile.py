@@ -1,0 +1,37 @@
+"""problems/dsv4_forward/kernels: every source compiles for both targets, to so many kernels, without spills."""
+
+import importlib
+import shutil
+
+import pytest
+
+from problems.common import load
+from tests.support.marks import first
+
+FOLDER = load.PROBLEMS / "dsv4_forward" / "kernels"
+KERNELS = {
+    "argmax": 1,
+    "cache_rows": 10,
+    "copies": 6,
+    "experts": 2,
+    "fmha": 6,
+    "fused": 7,
+    "indexer": 5,
+    "matmuls": 7,
+    "router": 4,
+    "start": 4,
+    "vectors": 4,
+}
+
+
+def test_all_sources_are_here():
+    assert list(KERNELS) == sorted(path.stem for path in FOLDER.glob("*.cu"))
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("target", first(("sm90", "sm100")))
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles_without_spills(name, target):
+    module = importlib.import_module(f"problems.dsv4_forward.kernels.{name}")
+    kernels = [one for artefact in module.compile_for(target) for one in artefact.kernels()]
+    assert len(kernels) == KERNELS[name] and not any(one.spill_bytes for one in kernels)

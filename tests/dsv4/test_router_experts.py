@@ -99,6 +99,13 @@ def test_hash_layers_weigh_by_score_and_choose_by_token():
     assert torch.equal(flipped, ids.flip(0)) and not torch.equal(flipped, ids)
 
 
+def test_an_id_that_the_table_has_not_takes_the_nearest_row():
+    u, weight, _, tokens = routing()
+    tokens[0], tokens[4] = V, -1
+    got, want = (routed(u, weight, None, hashes(), ids) for ids in (tokens, tokens.clamp(0, V - 1)))
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 def test_scores_of_bf16_are_fp32_products():
     u, weight, _, _ = routing(torch.bfloat16)
     exact = torch.tensor(exact_scores(u, weight), dtype=torch.float64)

@@ -79,29 +79,52 @@ def test_route(ops, tokens, experts, chosen, hidden, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_of_equal_scores_the_lower_expert_is_chosen(ops, dtype):
-    cfg, (ids, gates) = config(96, 4), outputs(2, 4)
-    u, weight = torch.ones(2, 8, device=DEVICE, dtype=dtype), torch.ones(96, 8, device=DEVICE, dtype=dtype)
-    weight[70] = 2
+    cfg, (ids, gates) = config(40, 4), outputs(2, 4)
+    u, weight = torch.ones(2, 8, device=DEVICE, dtype=dtype), torch.ones(40, 8, device=DEVICE, dtype=dtype)
+    weight[37] = 2
     tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    ops["route"](u, weight, torch.zeros(96, device=DEVICE), None, tokens, cfg, ids, gates)
-    assert ids.tolist() == [[70, 0, 1, 2]] * 2 and bool(gates.isfinite().all())
-    bias = torch.zeros(96, device=DEVICE)
-    bias[50], bias[:49] = -torch.inf, -3
+    bias = torch.zeros(40, device=DEVICE)
+    bias[20], bias[:19] = -torch.inf, -3
     ops["route"](u, weight, bias, None, tokens, cfg, ids, gates)
-    assert ids.tolist() == [[70, 49, 51, 52]] * 2
+    assert ids.tolist() == [[37, 19, 21, 22]] * 2 and bool(gates.isfinite().all())
     weight[5] = float("nan")  # ids stay experts, so that what reads them does not leave its memory
-    ops["route"](u, weight, torch.zeros(96, device=DEVICE), None, tokens, cfg, ids, gates)
-    assert ids.tolist() == [[5, 70, 0, 1]] * 2 and bool(gates.isnan().all())
+    ops["route"](u, weight, torch.zeros(40, device=DEVICE), None, tokens, cfg, ids, gates)
+    assert ids.tolist() == [[5, 37, 0, 1]] * 2 and bool(gates.isnan().all())
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_beside_the_table_nothing_is_read(ops, dtype):
+    """Of ids that the vocabulary has not; the other tokens get what they would get."""
+    room = torch.full((13, 4), 2**40 - 1, device=DEVICE)
+    table = room[1:12]
+    table.copy_(torch.rand(11, 12, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :4])
+    u, weight = draw(5, 64, dtype=dtype), draw(12, 64, seed=1, dtype=dtype)
+    numbers, got, want = torch.tensor([3, 11, -1, 2**62, 10], device=DEVICE), outputs(5, 4), outputs(5, 4)
+    ops["route"](u, weight, None, table, numbers, config(12, 4), *got)
+    router.route(u, weight, None, table, numbers, config(12, 4), *want)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[0].long(), table[[3, 10, 0, 10, 10]])
+    assert torch.allclose(got[1], want[1], rtol=2e-5, atol=1e-7)
+
+
+B16 = {"dtype": "bfloat16"}
+ROUTE = "tokens", "experts", "chosen", "hidden"
+
+
+# Tokens in two tiles, more than the blocks that choose, and columns for all parts of a sum.
 @pytest.mark.parametrize(
-    ("test", "given"),
+    "calls",
     [
-        ("test_route", {"tokens": 9, "experts": 36, "chosen": 3, "hidden": 136}),
-        ("test_of_equal_scores_the_lower_expert_is_chosen", {}),
+        [("test_route", {**dict(zip(ROUTE, (9, 13, 3, 3112), strict=True)), **B16})],
+        [
+            ("test_of_equal_scores_the_lower_expert_is_chosen", B16),
+            ("test_of_equal_scores_the_lower_expert_is_chosen", {"dtype": "float32"}),
+            ("test_beside_the_table_nothing_is_read", B16),
+            ("test_beside_the_table_nothing_is_read", {"dtype": "float32"}),
+            ("test_route", {**dict(zip(ROUTE, (5, 43, 32, 60), strict=True)), **B16}),
+        ],
     ],
+    ids=["sums", "choices"],
 )
-def test_in_the_model_of_a_gpu(test, given):
-    """What a GPU checks, for the one launch."""
-    in_model.run(__name__, [(test, {**given, "dtype": "bfloat16"})])
+def test_in_the_model_of_a_gpu(calls):
+    in_model.run(__name__, calls)

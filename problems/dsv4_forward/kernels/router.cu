@@ -29,12 +29,16 @@ __device__ Best better(Best a, Best b) {
     return {second ? b.key : a.key, second ? b.id : a.id};
 }
 
+// The table's row for a token. An id that the vocabulary has not, whose embedding start.cu makes NaN, takes the nearest
+// row, so that nothing is read beside the table.
+__device__ long long row_of(long long token, int vocab) { return max(0ll, min(token, vocab - 1ll)); }
+
 __device__ float score(float logit) { return sqrtf(logit > LINEAR_FROM ? logit : log1pf(expf(logit))); }
 
 // Block t: token t. logits (tokens, experts). bias, and the `chosen` best of score + bias; or null, and those of
-// table[tokens[t]]. chosen: at most LANES.
+// table[tokens[t]], of `vocab` rows. chosen: at most LANES.
 __global__ void choose_kernel(const float* logits, const float* bias, const long long* table, const long long* tokens,
-                             int* ids, float* weights, int experts, int chosen, float factor) {
+                             int* ids, float* weights, int vocab, int experts, int chosen, float factor) {
     extern __shared__ float scores[];
     float* keys = scores + experts;
     int* picked = reinterpret_cast<int*>(keys + experts);
@@ -48,7 +52,7 @@ __global__ void choose_kernel(const float* logits, const float* bias, const long
     }
     __syncwarp();
     if (!bias) {
-        if (lane < chosen) picked[lane] = static_cast<int>(table[tokens[token] * chosen + lane]);
+        if (lane < chosen) picked[lane] = static_cast<int>(table[row_of(tokens[token], vocab) * chosen + lane]);
     } else {
         uint32_t taken = 0;  // of this lane's experts, lane + 32 i
         for (int k = 0; k < chosen; k++) {
@@ -96,7 +100,7 @@ struct Route {
     float* factors;
     State* state;
     uint64_t* words;
-    int tokens, experts, hidden, chosen;
+    int vocab, tokens, experts, hidden, chosen;
     float factor;
 };
 
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(THREADS) route_kernel(const Route r) {
     for (int token = first; token < r.tokens; token += blocks) {
         int named = 0;
         if (!r.bias && warp == 0 && lane < r.chosen)
-            named = static_cast<int>(r.table[r.numbers[token] * r.chosen + lane]);
+            named = static_cast<int>(r.table[row_of(r.numbers[token], r.vocab) * r.chosen + lane]);
         if (of_expert) {
             const float found = score(receive(r.words + token * r.experts + threadIdx.x, all, tag)), key = found + bias;
             smem_scores[threadIdx.x] = found;
@@ -241,11 +245,11 @@ int route(const Route& r) {
 
 }  // namespace
 
-// What follows the matmul, for any number of tokens.
+// What follows the matmul, for any number of tokens. vocab: rows of the table.
 extern "C" int launch_choose(const float* logits, const float* bias, const long long* table, const long long* tokens,
-                            int* ids, float* weights, int count, int experts, int chosen, float factor) {
+                            int* ids, float* weights, int vocab, int count, int experts, int chosen, float factor) {
     const size_t shared = (2 * experts + chosen) * sizeof(float);
-    choose_kernel<<<count, LANES, shared>>>(logits, bias, table, tokens, ids, weights, experts, chosen, factor);
+    choose_kernel<<<count, LANES, shared>>>(logits, bias, table, tokens, ids, weights, vocab, experts, chosen, factor);
     return cudaGetLastError();
 }
 
@@ -255,10 +259,10 @@ extern "C" int route_words() { return sizeof(State) / 8 + PARTS * few::MOST_TOKE
 // All, for up to few::MOST_TOKENS tokens and FEW_EXPERTS experts. u and weight begin at multiples of 16 bytes, and hidden is a
 // multiple of 8. exchange: route_words words, of one launch at a time.
 extern "C" int launch_route(const void* u, const void* weight, const float* bias, const long long* table,
-                            const long long* tokens, int* ids, float* weights, void* exchange, int count, int experts,
-                            int hidden, int chosen, float factor) {
+                            const long long* tokens, int* ids, float* weights, void* exchange, int vocab, int count,
+                            int experts, int hidden, int chosen, float factor) {
     const Route r = {static_cast<const __nv_bfloat16*>(u), static_cast<const __nv_bfloat16*>(weight), bias, table,
                      tokens, ids, weights, static_cast<State*>(exchange),
-                     static_cast<uint64_t*>(exchange) + sizeof(State) / 8, count, experts, hidden, chosen, factor};
+                     static_cast<uint64_t*>(exchange) + sizeof(State) / 8, vocab, count, experts, hidden, chosen, factor};
     return (count <= few::TILE ? route<1> : count <= 2 * few::TILE ? route<2> : route<4>)(r);
 }

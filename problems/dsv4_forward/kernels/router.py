@@ -37,8 +37,8 @@ class Router:
     """The op on one build. Two launches on one device must not run at once: their blocks share an exchange."""
 
     def __init__(self, built: build.Artefact) -> None:
-        self._choose = built.function("launch_choose", *[c_void_p] * 6, c_int, c_int, c_int, c_float)
-        self._route = built.function("launch_route", *[c_void_p] * 8, *[c_int] * 4, c_float)
+        self._choose = built.function("launch_choose", *[c_void_p] * 6, *[c_int] * 4, c_float)
+        self._route = built.function("launch_route", *[c_void_p] * 8, *[c_int] * 5, c_float)
         self._words = built.function("route_words")
         self._exchanges: dict[torch.device, torch.Tensor] = {}  # kept: tags grow from launch to launch
 
@@ -77,8 +77,9 @@ class Router:
             return
         given = (None if tensor is None else tensor.data_ptr() for tensor in (bias, table))
         written = (tensor.data_ptr() for tensor in (tokens, out_ids, out_weights))
+        vocab = 0 if table is None else len(table)
         if len(u) <= FEW_TOKENS and experts <= FEW_EXPERTS and _loads_whole(u) and _loads_whole(weight):
-            sizes = len(u), experts, u.shape[1], chosen
+            sizes = vocab, len(u), experts, u.shape[1], chosen
             code = self._route(
                 u.data_ptr(),
                 weight.data_ptr(),
@@ -91,7 +92,8 @@ class Router:
         else:
             logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
             linear.matmul(u, weight, logits)
-            code = self._choose(logits.data_ptr(), *given, *written, len(u), experts, chosen, cfg.routed_scaling_factor)
+            sizes = vocab, len(u), experts, chosen
+            code = self._choose(logits.data_ptr(), *given, *written, *sizes, cfg.routed_scaling_factor)
         build.check(code, "route")
 
     def _exchange(self, device: torch.device) -> torch.Tensor:

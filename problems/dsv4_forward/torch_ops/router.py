@@ -32,9 +32,10 @@ def route(
     """Write the K experts of each token, and weights that sum to routed_scaling_factor.
 
     u: fp32 or bf16 (N, d); weight: the same (E, d). Either bias: fp32 (E,), and the K best of score + bias are chosen,
-    best first; or table: int64 (V, K), and the experts are table[token]. In both, a weight is the score without bias,
-    divided by their sum (no epsilon), times the factor. tokens: int64 (N,). out_ids: int32 (N, K), out_weights: fp32
-    (N, K). ValueError: both or neither of bias and table, or a shape or dtype is not that.
+    best first; or table: int64 (V, K), and the experts are table[token], of an id outside of 0 .. V - 1 the nearest
+    row's. In both, a weight is the score without bias, divided by their sum (no epsilon), times the factor. tokens:
+    int64 (N,). out_ids: int32 (N, K), out_weights: fp32 (N, K). ValueError: both or neither of bias and table, or a
+    shape or dtype is not that.
     """
     k = cfg.num_experts_per_tok
     if (bias is None) == (table is None):
@@ -45,7 +46,7 @@ def route(
     if table is not None and table.shape[1] != k:
         raise ValueError(f"table must name {k} experts a token, got {table.shape[1]}")
     score = scores(u, weight)
-    chosen = table[tokens] if bias is None else torch.topk(score + bias, k, dim=1).indices
+    chosen = table[tokens.clamp(0, len(table) - 1)] if bias is None else torch.topk(score + bias, k, dim=1).indices
     out_ids.copy_(chosen)
     gates = score.gather(1, chosen)
     torch.div(gates, gates.sum(1, keepdim=True), out=out_weights).mul_(cfg.routed_scaling_factor)

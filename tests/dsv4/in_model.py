@@ -1,9 +1,7 @@
 """Run tests of kernels that are for a GPU in the model that executes PTX on the CPU (ptx_model)."""
 
-import functools
 import inspect
 import shutil
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -15,6 +13,7 @@ from tests.support import forked
 TARGET = "sm90"
 # In a process of its own, since the model takes CUDA's place in the whole process.
 SCRIPT = """
+import torch
 from tests.dsv4 import in_model
 model = in_model.installed()
 import {module} as tests
@@ -23,8 +22,8 @@ in_model.call(tests, {calls}, model)
 
 
 def run(module: str, calls: list[tuple[str, dict]]) -> None:
-    """Call test functions of `module` by name, with these arguments and the ops of its `kernel`, on CPU tensors. Names
-    of dtypes become dtypes. AssertionError, with what the process said, if one fails; without nvcc it is skipped.
+    """Call test functions of `module` by name, with these arguments and the ops of its `kernel`, on CPU tensors.
+    Without nvcc the test is skipped. AssertionError, with what the process said, if a call fails.
     """
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
@@ -42,19 +41,11 @@ def installed() -> driver.Driver:
 def call(tests: ModuleType, calls: list[tuple[str, dict]], model: driver.Driver) -> None:
     """In the process of the model."""
     tests.DEVICE = "cpu"  # ty: ignore[unresolved-attribute]
-    ops = {name: _checked(op, model) for name, op in tests.kernel.ops(TARGET).items()}
+    ops = tests.kernel.ops(TARGET) if hasattr(tests, "kernel") else None
     for name, arguments in calls:
         test = getattr(tests, name)
         known = {"ops": ops} if "ops" in inspect.signature(test).parameters else {}
-        test(**known, **{key: getattr(torch, str(value), value) for key, value in arguments.items()})
-
-
-def _checked(op: Callable[..., None], model: driver.Driver) -> Callable[..., None]:
-    @functools.wraps(op)
-    def checked(*arguments: object, **named: object) -> None:
         try:
-            op(*arguments, **named)
+            test(**known, **arguments)
         finally:
-            model.check()
-
-    return checked
+            model.check()  # names what went wrong in a kernel, in front of what came of it

@@ -309,7 +309,7 @@ def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-B16, ENTRY = {"dtype": "bfloat16"}, {"kind": "entry", "stored": "uint8"}
+B16, ENTRY = {"dtype": BF16}, {"kind": "entry", "stored": torch.uint8}
 MODEL = [
     ("test_norm_rotate", {"shape": (2, 3, 70), **B16}),
     ("test_write_key", {"count": 3, **ENTRY, **B16}),
@@ -321,7 +321,7 @@ MODEL = [
 LONG = [
     ("test_norm_rotate", {"shape": (3, 5, 512), **B16}),
     ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **ENTRY}),
-    ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": "float32"}),
+    ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": FP32}),
 ]
 
 

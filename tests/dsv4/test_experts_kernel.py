@@ -165,7 +165,7 @@ def test_replays_are_equal_bit_for_bit(ops):
 
 
 MODEL = [
-    ("test_experts", {"shape": (2, 1, 3, 8, 8), "out_dtype": "float32"}),
+    ("test_experts", {"shape": (2, 1, 3, 8, 8), "out_dtype": FP32}),
     ("test_it_is_the_reference_but_for_the_order_of_sums", {"tokens": 3, "hidden": 40, "inner": 16}),
     ("test_an_expert_that_does_not_exist_adds_nothing", {}),
     ("test_what_it_does_not_serve_is_torchs", {}),
@@ -173,9 +173,9 @@ MODEL = [
 # The last one: columns in two turns.
 LONG = [
     ("test_not_a_number_stays", {}),
-    ("test_experts", {"shape": (3, 4, 2, 24, 40), "out_dtype": "bfloat16"}),
-    ("test_experts", {"shape": (17, 1, 1, 72, 8), "out_dtype": "float32"}),
-    ("test_experts", {"shape": (1, 2, 1, 2104, 8), "out_dtype": "bfloat16", "repeated": False}),
+    ("test_experts", {"shape": (3, 4, 2, 24, 40), "out_dtype": BF16}),
+    ("test_experts", {"shape": (17, 1, 1, 72, 8), "out_dtype": FP32}),
+    ("test_experts", {"shape": (1, 2, 1, 2104, 8), "out_dtype": BF16, "repeated": False}),
 ]
 
 

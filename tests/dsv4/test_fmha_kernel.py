@@ -185,18 +185,18 @@ def test_replays_are_equal_bit_for_bit(ops):
 
 
 MODEL = [
-    ("test_fmha", {"shape": (1, 1, 4, 31, None), "q_dtype": "float32", "dtype": "bfloat16"}),
-    ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": "bfloat16"}),
+    ("test_fmha", {"shape": (1, 1, 4, 31, None), "q_dtype": FP32, "dtype": BF16}),
+    ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": BF16}),
     ("test_nothing_to_attend_to", {}),
     ("test_not_a_number_stays_and_a_large_sink_leaves_nothing", {}),
     ("test_what_it_does_not_serve_is_torchs", {}),
 ]
 LONG = [
-    ("test_fmha", {"shape": (1, 9, 20, 0, 33), "q_dtype": "bfloat16", "dtype": "bfloat16"}),
-    ("test_fmha", {"shape": (2, 3, 132, 37, None), "q_dtype": "float32", "dtype": "float32"}),
-    ("test_fmha", {"shape": (2, 2, 512, 3, 1), "q_dtype": "bfloat16", "dtype": "float32"}),
-    ("test_fmha", {"shape": (3, 2, 64, 40, 5), "q_dtype": "bfloat16", "dtype": "bfloat16"}),
-    ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": "float32"}),
+    ("test_fmha", {"shape": (1, 9, 20, 0, 33), "q_dtype": BF16, "dtype": BF16}),
+    ("test_fmha", {"shape": (2, 3, 132, 37, None), "q_dtype": FP32, "dtype": FP32}),
+    ("test_fmha", {"shape": (2, 2, 512, 3, 1), "q_dtype": BF16, "dtype": FP32}),
+    ("test_fmha", {"shape": (3, 2, 64, 40, 5), "q_dtype": BF16, "dtype": BF16}),
+    ("test_fmha_rotate", {"shape": (2, 3, 72, 4, 2), "dtype": FP32}),
 ]
 
 

@@ -107,21 +107,20 @@ def test_beside_the_table_nothing_is_read(ops, dtype):
     assert torch.allclose(got[1], want[1], rtol=2e-5, atol=1e-7)
 
 
-B16 = {"dtype": "bfloat16"}
-ROUTE = "tokens", "experts", "chosen", "hidden"
+B16 = {"dtype": BF16}
 
 
 # Tokens in two tiles, more than the blocks that choose, and columns for all parts of a sum.
 @pytest.mark.parametrize(
     "calls",
     [
-        [("test_route", {**dict(zip(ROUTE, (9, 13, 3, 3112), strict=True)), **B16})],
+        [("test_route", {"tokens": 9, "experts": 13, "chosen": 3, "hidden": 3112, **B16})],
         [
             ("test_of_equal_scores_the_lower_expert_is_chosen", B16),
-            ("test_of_equal_scores_the_lower_expert_is_chosen", {"dtype": "float32"}),
+            ("test_of_equal_scores_the_lower_expert_is_chosen", {"dtype": torch.float32}),
             ("test_beside_the_table_nothing_is_read", B16),
-            ("test_beside_the_table_nothing_is_read", {"dtype": "float32"}),
-            ("test_route", {**dict(zip(ROUTE, (5, 43, 32, 60), strict=True)), **B16}),
+            ("test_beside_the_table_nothing_is_read", {"dtype": torch.float32}),
+            ("test_route", {"tokens": 5, "experts": 43, "chosen": 32, "hidden": 60, **B16}),
         ],
     ],
     ids=["sums", "choices"],

@@ -1,27 +1,14 @@
 """kernels/argmax.py: the place of the largest logit, as torch.argmax finds it."""
 
-import shutil
-
 import pytest
 import torch
 
 from problems.common import load
 from problems.dsv4_forward.kernels import argmax
-from tests.support import forked
+from tests.dsv4 import in_model
 
 SHAPES = [(1, 1), (2, 37), (3, 1024), (1, 129_280), (8, 32_771)]
-# In a process of its own, since the model takes CUDA's place in the whole process.
-IN_MODEL = """
-from tests.dsv4 import in_model
-model = in_model.installed()
-import torch
-from tests.dsv4 import test_argmax as tests
-for shape in ((4, 101), (4, 1024), (1, 140_000)):
-    logits = tests.rows(shape, "cpu")
-    assert torch.equal(tests.found(logits), logits.argmax(1))
-    model.check()
-assert model.launches == 6
-"""
+DEVICE = "cuda"
 
 
 def rows(shape: tuple[int, int], device: str) -> torch.Tensor:
@@ -55,22 +42,22 @@ def test_on_a_cpu_it_is_torchs(shape):
     assert torch.equal(found(logits), logits.argmax(1))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_in_the_model_of_a_gpu_it_is_what_a_cpu_finds():
-    ran = forked.run(["-c", IN_MODEL])
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_a_gpu_it_is_what_a_cpu_finds(shape):
-    logits = rows(shape, "cuda")
+    logits = rows(shape, DEVICE)
     assert load.device_target(logits.device) in argmax.TARGETS
-    assert torch.equal(found(logits).cpu(), logits.cpu().argmax(1))
-    wide = torch.zeros(len(logits), logits.shape[1] + 1, device="cuda")
+    places = found(logits)
+    assert torch.equal(places.cpu(), logits.cpu().argmax(1))
+    wide = torch.zeros(len(logits), logits.shape[1] + 1, device=DEVICE)
     wide[:, 1:] = logits
-    assert torch.equal(found(wide[:, 1:]), found(logits))  # not contiguous
+    assert torch.equal(found(wide[:, 1:]), places)  # not contiguous
+
+
+def test_in_the_model_of_a_gpu():
+    """Values by fours in two blocks and in two turns, and one by one in two turns."""
+    shapes = (4, 2500), (1, 140_000), (4, 8195)
+    in_model.run(__name__, [("test_on_a_gpu_it_is_what_a_cpu_finds", {"shape": shape}) for shape in shapes])
 
 
 @pytest.mark.parametrize(

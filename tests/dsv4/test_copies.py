@@ -1,4 +1,4 @@
-"""kernels/copies.cu on a GPU against the torch components."""
+"""kernels/copies.cu on a GPU, and in the model of one, against the torch components."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import torch
 from problems.dsv4_forward import ops as table
 from problems.dsv4_forward.kernels import copies as kernel
 from problems.dsv4_forward.weights.config import FLASH
+from tests.dsv4 import in_model
 
 DEVICE = "cuda"
 REFERENCE = table.REFERENCE
@@ -103,10 +104,15 @@ def near(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("tokens", "d"), [(1, 256), (3, 192), (37, 250), (18, 132), (2, 4096), (300, 512)])
-def test_mixing_the_copies(ops, tokens, d, dtype):
-    """post and comb are functions of the products: an error there shows at once."""
-    cfg = dataclasses.replace(FLASH, hidden_size=d)
+@pytest.mark.parametrize(
+    ("tokens", "d", "iterations"),
+    [(1, 256, 20), (3, 192, 1), (37, 250, 20), (18, 132, 2), (2, 4096, 20), (300, 512, 20)],
+)
+def test_mixing_the_copies(ops, tokens, d, iterations, dtype):
+    """post and comb are functions of the products: an error there shows at once. After 20 iterations of Sinkhorn one
+    more changes nothing.
+    """
+    cfg = dataclasses.replace(FLASH, hidden_size=d, hc_sinkhorn_iters=iterations)
     copies = draw(tokens, 4, d, dtype=dtype) * torch.logspace(-1, 2, tokens, device=DEVICE).view(-1, 1, 1).to(dtype)
     fn, base, scale = site(4 * d, cfg.hc_rows, 3)
     kinds = (((tokens, d), dtype), ((tokens, 4), FP32), ((tokens, 4, 4), FP32))
@@ -122,3 +128,16 @@ def test_mixing_the_copies(ops, tokens, d, dtype):
     alone = [torch.full_like(value[-1:], float("nan")) for value in (out, post, comb)]  # a token by itself
     ops["mhc_pre"](copies[-1:], fn, base, scale, cfg, *alone)
     assert all(torch.equal(one, value[-1:]) for one, value in zip(alone, (out, post, comb), strict=True))
+
+
+SUMS = {"tokens": 3, "d": 300}  # two blocks a token
+MIXED = {"tokens": 18, "d": 132}  # two tiles of tokens, two parts of a sum
+MODEL = [
+    *(("test_mhc_post_sum", {**SUMS, "addends": (FP32, BF16), "dtype": dtype}) for dtype in (FP32, BF16)),
+    *(("test_mixing_the_copies", {**MIXED, "iterations": 2, "dtype": dtype}) for dtype in (FP32, BF16)),
+    ("test_mixing_the_copies", {"tokens": 2, "d": 300, "iterations": 20, "dtype": BF16}),
+]
+
+
+def test_in_the_model_of_a_gpu():
+    in_model.run(__name__, MODEL)

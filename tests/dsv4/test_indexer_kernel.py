@@ -1,4 +1,4 @@
-"""kernels/indexer.cu on a GPU against torch_ops/indexer.py and chains.py."""
+"""kernels/indexer.cu on a GPU, and in the model of one, against torch_ops/indexer.py and chains.py."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from problems.dsv4_forward import ops as table
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.kernels import indexer as kernel
+from tests.dsv4 import in_model
 
 DEVICE = "cuda"
 REFERENCE = table.REFERENCE
@@ -114,28 +115,31 @@ def chosen(ops, scores: torch.Tensor, visible: torch.Tensor, k: int) -> tuple[to
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "entries", "k"), [(2, 301, 64)])
 @pytest.mark.parametrize(("kind", "dtype"), [("index", BF16), ("plain", FP32)])
-def test_choose_is_the_chain_of_its_kernels(ops, kind, dtype):
-    args = scored(3, 2, 32, 301, kind, dtype)
-    *_, rows, entries = args
-    visible = torch.tensor([[301, 300], [0, 7], [64, 65]], device=DEVICE, dtype=torch.int32)
-    got, want = (torch.full((3, 2, 64), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+def test_choose_is_the_chain_of_its_kernels(ops, tokens, entries, k, kind, dtype):
+    """Of sequences of which one sees no entry, beside others."""
+    args = scored(3, tokens, 32, entries, kind, dtype)
+    visible = torch.tensor([[entries, entries - 1], [0, 7], [64, 65]], device=DEVICE, dtype=torch.int32)[:, :tokens]
+    visible = visible.contiguous()
+    got, want = (torch.full((3, tokens, k), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     ops["choose"](*args[:5], visible, entries, got)
-    scores = torch.empty(3, 2, entries, device=DEVICE)
+    scores = torch.empty(3, tokens, entries, device=DEVICE)
     ops["index_scores"](*args, scores)
     ids = torch.empty_like(want)
-    ops["select"](scores, visible, ids)
-    ops["locate"](ids, rows, PAGE, want)
-    assert torch.equal(got, want) and (want >= 0).sum(2).tolist() == [[64, 64], [0, 7], [64, 64]]
+    REFERENCE.select(scores, visible, ids)
+    REFERENCE.locate(ids, args[4], PAGE, want)
+    assert torch.equal(got, want) and torch.equal((want >= 0).sum(2), visible.clamp(max=k))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 3)])
 @pytest.mark.parametrize(("entries", "k"), [(1, 1), (16, 16), (17, 16), (1009, 37), (2100, 512), (1500, 1100)])
-def test_select(ops, entries, k):
+def test_select(ops, shape, entries, k):
     gen = torch.Generator().manual_seed(entries)
-    scores = (torch.randn(2, 3, entries, generator=gen) * 100).to(DEVICE)
-    visible = torch.randint(0, entries + 1, (2, 3), generator=gen)
-    visible[0, 0], visible[1, 1], visible[1, 2] = 0, entries, min(k, entries)
+    scores = (torch.randn(*shape, entries, generator=gen) * 100).to(DEVICE)
+    visible = torch.randint(0, entries + 1, shape, generator=gen)
+    visible.view(-1)[:3] = torch.tensor([0, entries, min(k, entries)])
     got, want = chosen(ops, scores, visible.to(DEVICE), k)
     assert torch.equal(got, want)
 
@@ -152,15 +156,16 @@ def test_of_equal_scores_the_lower_id_is_chosen(ops, levels):
 
 
 @pytest.mark.gpu
-def test_order_over_the_whole_range_of_floats(ops):
+@pytest.mark.parametrize("orders", [6])
+def test_order_over_the_whole_range_of_floats(ops, orders):
     tiny, big = 2.0**-149, 3.4028234663852886e38
     values = [0.0, -0.0, tiny, -tiny, 2**-126, -(2**-126), 1.0, -1.0, big, -big, torch.inf, -torch.inf, -0.0, 0.0, 1.0]
-    rows = [torch.tensor(values)[torch.randperm(15, generator=torch.Generator().manual_seed(i))] for i in range(6)]
-    scores = torch.stack(rows).view(2, 3, 15).to(DEVICE)
-    got, want = chosen(ops, scores, torch.full((2, 3), 13, device=DEVICE), 9)
+    rows = [torch.tensor(values)[torch.randperm(15, generator=torch.Generator().manual_seed(i))] for i in range(orders)]
+    scores = torch.stack(rows).view(2, -1, 15).to(DEVICE)
+    got, want = chosen(ops, scores, torch.full(scores.shape[:2], 13, device=DEVICE), 9)
     assert torch.equal(got, want)
     scores[:, :, 4] = float("nan")  # first, as in the reference; ids stay entries
-    got, want = chosen(ops, scores, torch.full((2, 3), 13, device=DEVICE), 9)
+    got, want = chosen(ops, scores, torch.full(scores.shape[:2], 13, device=DEVICE), 9)
     assert torch.equal(got, want) and bool((got[..., 0] == 4).all())
 
 
@@ -172,3 +177,25 @@ def test_what_is_not_visible_is_never_chosen(ops, value):
     hidden = torch.arange(50, device=DEVICE) >= visible.unsqueeze(2)
     got, want = chosen(ops, scores.masked_fill(hidden, value), visible, 16)
     assert torch.equal(got, want) and bool((got < visible.unsqueeze(2)).all())
+
+
+SIZES = "batch", "tokens", "heads", "entries", "kind", "dtype", "width"
+SCORES = [
+    ("test_index_scores", dict(zip(SIZES, sizes, strict=True)))
+    for sizes in (
+        (2, 1, 80, 97, "index", BF16, 128),
+        (3, 1, 16, 70, "plain", BF16, 128),
+        (2, 3, 5, 33, "plain", FP32, 128),
+        (1, 2, 3, 40, "index", FP32, 96),
+    )
+]
+CHOICES = [
+    ("test_choose_is_the_chain_of_its_kernels", {"tokens": 1, "entries": 75, "k": 9, "kind": "plain", "dtype": FP32}),
+    ("test_select", {"shape": (1, 3), "entries": 1030, "k": 12}),
+    ("test_order_over_the_whole_range_of_floats", {"orders": 2}),
+]
+
+
+@pytest.mark.parametrize("calls", [SCORES, CHOICES], ids=["scores", "choices"])
+def test_in_the_model_of_a_gpu(calls):
+    in_model.run(__name__, calls)

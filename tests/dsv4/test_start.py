@@ -1,4 +1,4 @@
-"""kernels/start.cu on a GPU against torch_ops/start.py, bit by bit."""
+"""kernels/start.cu on a GPU, and in the model of one, against torch_ops/start.py, bit by bit."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from problems.dsv4_forward.cache.plan import Plan
 from problems.dsv4_forward.kernels import start as kernel
 from problems.dsv4_forward.torch_ops import rope
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY
+from tests.dsv4 import in_model
 
 DEVICE = "cuda"
 REFERENCE = table.REFERENCE
@@ -179,3 +180,16 @@ def test_a_token_does_not_depend_on_the_others(ops):
         lasts = (out.position, out.window_target, out.window_index, out.csa_index, out.hca_index, out.rows)
         found.append([part[-1:] for part in lasts if part is not None] + [out.target[CSA][-1:], out.target[HCA][-1:]])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+MODEL = [
+    *(("test_start", {"number": number}) for number in (1, 3, 4, 5, 7)),
+    ("test_embed", {"tokens": 5, "n": 4, "d": 200, "kinds": 1, "stored": FP32, "dtype": BF16}),
+    ("test_embed", {"tokens": 3, "n": 1, "d": 1100, "kinds": 2, "stored": BF16, "dtype": FP32}),
+    ("test_what_is_not_there_is_not_read", {}),
+    ("test_a_token_does_not_depend_on_the_others", {}),
+]
+
+
+def test_in_the_model_of_a_gpu():
+    in_model.run(__name__, MODEL)

@@ -1,4 +1,4 @@
-"""kernels/vectors.cu on a GPU against the same steps in torch, bit for bit."""
+"""kernels/vectors.cu on a GPU, and in the model of one, against the same steps in torch, bit for bit."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from problems.common import load, nvfp4
 from problems.dsv4_forward.adapters import gemv
 from problems.dsv4_forward.kernels import vectors
+from tests.dsv4 import in_model
 
 DEVICE = "cuda"
 SHAPES = ((1, 1, 64), (1, 8, 4096), (3, 1, 1024), (16, 2, 320), (5, 3, 192))  # tokens, groups, k
 
 
-@pytest.fixture(scope="module")
-def made():
+def kernels() -> vectors.Vectors:
     return vectors.Vectors(load.device_target(DEVICE))
 
 
@@ -43,20 +43,20 @@ def encoded(edges: object, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "groups", "k"), SHAPES)
-def test_encode(made, tokens, groups, k, dtype):
+def test_encode(tokens, groups, k, dtype):
     x, scale = draw(tokens, groups, k, dtype=dtype), torch.linspace(0.5, 3, groups, device=DEVICE) / 3
     for one in (scale, scale * 2**-20):  # most values within the range, and most beyond it
-        got, want = encoded(made, x, one), encoded(vectors.TorchVectors(), x, one)
+        got, want = encoded(kernels(), x, one), encoded(vectors.TorchVectors(), x, one)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     shifted = torch.cat([x.flatten(), x.flatten()[:1]])[1:].view(x.shape)  # not at a multiple of 16 bytes
-    got, want = encoded(made, shifted, scale), encoded(vectors.TorchVectors(), shifted, scale)
+    got, want = encoded(kernels(), shifted, scale), encoded(vectors.TorchVectors(), shifted, scale)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "groups", "m"), SHAPES)
-def test_scale(made, tokens, groups, m, dtype):
+def test_scale(tokens, groups, m, dtype):
     products = draw(tokens, groups, m, dtype=torch.float16)
     factor = torch.linspace(1e-6, 300, groups, device=DEVICE).unsqueeze(1)
     for room in (
@@ -64,5 +64,18 @@ def test_scale(made, tokens, groups, m, dtype):
         torch.empty(tokens, groups, m + 3, dtype=dtype, device=DEVICE)[..., 1:-2],
     ):
         want = torch.mul(products, factor, out=torch.empty_like(room))
-        made.scale(products, factor, room)
+        kernels().scale(products, factor, room)
         assert torch.equal(room, want)
+
+
+MODEL = [
+    *(
+        ("test_encode", {"tokens": 3, "groups": 3, "k": 192, "dtype": dtype})
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    *(("test_scale", {"tokens": 5, "groups": 3, "m": 70, "dtype": dtype}) for dtype in (torch.float32, torch.bfloat16)),
+]
+
+
+def test_in_the_model_of_a_gpu():
+    in_model.run(__name__, MODEL)

@@ -117,7 +117,7 @@ def chosen(ops, scores: torch.Tensor, visible: torch.Tensor, k: int) -> tuple[to
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "entries", "k"), [(2, 301, 64)])
 @pytest.mark.parametrize(("kind", "dtype"), [("index", BF16), ("plain", FP32)])
-def test_choose_is_the_chain_of_its_kernels(ops, tokens, entries, k, kind, dtype):
+def test_choose_is_the_chain_of_its_parts(ops, tokens, entries, k, kind, dtype):
     """Of sequences of which one sees no entry, beside others."""
     args = scored(3, tokens, 32, entries, kind, dtype)
     visible = torch.tensor([[entries, entries - 1], [0, 7], [64, 65]], device=DEVICE, dtype=torch.int32)[:, :tokens]
@@ -190,7 +190,7 @@ SCORES = [
     )
 ]
 CHOICES = [
-    ("test_choose_is_the_chain_of_its_kernels", {"tokens": 1, "entries": 75, "k": 9, "kind": "plain", "dtype": FP32}),
+    ("test_choose_is_the_chain_of_its_parts", {"tokens": 1, "entries": 75, "k": 9, "kind": "plain", "dtype": FP32}),
     ("test_select", {"shape": (1, 3), "entries": 1030, "k": 12}),
     ("test_order_over_the_whole_range_of_floats", {"orders": 2}),
 ]

@@ -75,7 +75,7 @@ class Start:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
-        """Compute torch_ops start.embed. The row of an id that the vocabulary has not becomes NaN."""
+        """Compute torch_ops start.embed."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
         expect("position", position, torch.int64, (len(tokens),))
         self._launch(_Plan(given=position.data_ptr(), tokens=len(tokens)), to, *kinds)
@@ -92,7 +92,7 @@ class Start:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
-        """Compute chains.start; ids as in embed."""
+        """Compute chains.start."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
         expect("tokens", tokens, torch.int64, tuple(given.sequence.shape))
         self._launch(made_plan(given, numbers, lists), to, *kinds)

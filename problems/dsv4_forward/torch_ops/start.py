@@ -27,9 +27,9 @@ def embed(
 ) -> None:
     """Write the tokens' embeddings to all copies, and the cosines and sines of their angles in each kind of layer.
 
-    tokens, position: int64 (N,); weight: fp32 or bf16 (V, d); copies: fp32 or bf16 (N, n, d). freqs: fp32 (kinds,
-    r / 2), radians a token; cos, sin: fp32 (kinds, N, r / 2), of the fp32 products position * frequency. ValueError: a
-    shape is not that.
+    tokens, position: int64 (N,); weight: fp32 or bf16 (V, d); copies: fp32 or bf16 (N, n, d), NaN where the vocabulary
+    has no such token. freqs: fp32 (kinds, r / 2), radians a token; cos, sin: fp32 (kinds, N, r / 2), of the fp32
+    products position * frequency. ValueError: a shape is not that.
     """
     kinds, half = freqs.shape
     if len(copies) != len(tokens) or copies.shape[2:] != weight.shape[1:]:
@@ -38,7 +38,9 @@ def embed(
         if tuple(tensor.shape) != (kinds, len(position), half) or tensor.dtype != torch.float32:
             wanted = kinds, len(position), half
             raise ValueError(f"{name} must be fp32 {wanted}, got {tensor.dtype} {tuple(tensor.shape)}")
-    copies.copy_(weight[tokens].unsqueeze(1).expand(copies.shape))
+    near = tokens.clamp(0, len(weight) - 1)
+    rows = weight[near].masked_fill_((near != tokens).unsqueeze(1), torch.nan)
+    copies.copy_(rows.unsqueeze(1).expand(copies.shape))
     for kind in range(kinds):
         for out, values in zip((cos, sin), rope.angles(position, freqs[kind]), strict=True):
             out[kind].copy_(values)

@@ -60,6 +60,16 @@ def prepare(weights: NamedTuple, text: str, **functions: Callable) -> Prepared:
     return Prepared(Model(made, chosen.ops))
 
 
+def with_functions(**functions: Callable) -> Callable[[NamedTuple], Prepared]:
+    """Return the `prepare` of a submission: the reference with these functions in place of single ops."""
+    return lambda weights: prepare(weights, "reference", **functions)
+
+
+def compile_nothing(target: str) -> list:
+    """Return the artefacts of a submission that is torch alone: none."""
+    return []
+
+
 @torch.inference_mode()
 def run(data: NamedTuple) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one call and write outputs and state. data: task.Data with what prepare returned as its weights.

@@ -13,12 +13,6 @@ def all_experts(x, ids, weights, w13, w2, shared_w13, shared_w2, limit, out):
     out.add_(shared * weights[:, :1])
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", all_experts=all_experts)
-
-
+prepare = judged_call.with_functions(all_experts=all_experts)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -16,12 +16,6 @@ def choose(q, weights, scale, keys, table, visible, entries, out):
     indexer.locate(ids, table[:1].expand_as(table), keys.per_page, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", choose=choose)
-
-
+prepare = judged_call.with_functions(choose=choose)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -12,12 +12,6 @@ def compress(projected, ape, *rest, **named):
     compressor.compress(projected, torch.zeros_like(ape), *rest, **named)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", compress=compress)
-
-
+prepare = judged_call.with_functions(compress=compress)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -11,12 +11,6 @@ def embed(tokens, weight, position, freqs, copies, cos, sin):
     copies[:, 1:].zero_()
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", embed=embed)
-
-
+prepare = judged_call.with_functions(embed=embed)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -10,12 +10,6 @@ def experts(x, ids, weights, w13, w2, limit, out):
     reference.experts(x, ids, weights, w13, w2, 1e30, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", experts=experts)
-
-
+prepare = judged_call.with_functions(experts=experts)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

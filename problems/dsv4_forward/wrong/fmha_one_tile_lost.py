@@ -12,12 +12,6 @@ def fmha(q, window, window_index, cache, index, sink, scale, out, lse):
     reference.fmha(q, window, seen, cache, index, sink, scale, out, lse)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", fmha=fmha)
-
-
+prepare = judged_call.with_functions(fmha=fmha)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

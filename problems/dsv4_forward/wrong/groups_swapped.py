@@ -10,12 +10,6 @@ def grouped_linear(x, w, out):
     linear.grouped_linear(x.roll(1, 1), w, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", grouped_linear=grouped_linear)
-
-
+prepare = judged_call.with_functions(grouped_linear=grouped_linear)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

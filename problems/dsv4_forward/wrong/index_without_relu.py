@@ -15,12 +15,6 @@ def index_scores(q, weights, scale, keys, table, entries, out):
     out.copy_(torch.einsum("bshe,bsh->bse", scores, scale * weights.float()))
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", index_scores=index_scores)
-
-
+prepare = judged_call.with_functions(index_scores=index_scores)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -12,12 +12,6 @@ def layer_rows(queries, key, compressed, index=None):
     REFERENCE.rms_norm(x, weight, eps, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", layer_rows=layer_rows)
-
-
+prepare = judged_call.with_functions(layer_rows=layer_rows)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

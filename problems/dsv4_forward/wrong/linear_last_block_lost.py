@@ -13,12 +13,6 @@ def linear(x, w, out):
     out.copy_(torch.matmul(values[:, :-16], w.dequantise()[:, :-16].T))
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", linear=linear)
-
-
+prepare = judged_call.with_functions(linear=linear)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -12,12 +12,6 @@ def locate(ids, table, per_page, out):
     indexer.locate(ids, torch.arange(table.shape[1], device=table.device).int().expand_as(table), per_page, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", locate=locate)
-
-
+prepare = judged_call.with_functions(locate=locate)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

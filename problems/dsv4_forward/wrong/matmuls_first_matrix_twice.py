@@ -13,12 +13,6 @@ def matmuls(x, weights, outs):
         linear.matmul(x, weights[0][rows : 2 * rows], out[:, :rows])
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", matmuls=matmuls)
-
-
+prepare = judged_call.with_functions(matmuls=matmuls)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -13,12 +13,6 @@ def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
     comb.copy_(torch.softmax(comb.log() * 1.5, -1))
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", mhc_pre=mhc_pre)
-
-
+prepare = judged_call.with_functions(mhc_pre=mhc_pre)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -10,12 +10,6 @@ def mhc_post(y, copies, post, comb, out):
     mhc.post(y, copies, post, comb.transpose(1, 2).contiguous(), out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", mhc_post=mhc_post)
-
-
+prepare = judged_call.with_functions(mhc_post=mhc_post)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -10,12 +10,6 @@ def mhc_post_sum(first, second, copies, post, comb, out):
     mhc.post(first.to(copies.dtype), copies, post, comb, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", mhc_post_sum=mhc_post_sum)
-
-
+prepare = judged_call.with_functions(mhc_post_sum=mhc_post_sum)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -10,12 +10,6 @@ def rms_norm(x, weight, eps, out):
     out.copy_(scaled if weight is None else scaled * weight.float())
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", rms_norm=rms_norm)
-
-
+prepare = judged_call.with_functions(rms_norm=rms_norm)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -13,12 +13,6 @@ def norm_linears(x, weight, eps, matrices, outs):
         linear.linear(normed, matrix, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", norm_linears=norm_linears)
-
-
+prepare = judged_call.with_functions(norm_linears=norm_linears)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -14,12 +14,6 @@ def plan(given, numbers, lists):
     torch.add((out.position + 1) % given.ring, given.sequence, alpha=given.ring, out=out.window_target)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", plan=plan)
-
-
+prepare = judged_call.with_functions(plan=plan)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

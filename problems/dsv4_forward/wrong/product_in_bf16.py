@@ -11,12 +11,6 @@ def matmul(x, weight, out):
     out.copy_(torch.matmul(x.bfloat16(), weight.bfloat16().T))
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", matmul=matmul)
-
-
+prepare = judged_call.with_functions(matmul=matmul)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -16,12 +16,6 @@ def rotate(x, cos, sin, out, inverse=False):
     out[..., -r:] = turned
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", rotate=rotate)
-
-
+prepare = judged_call.with_functions(rotate=rotate)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

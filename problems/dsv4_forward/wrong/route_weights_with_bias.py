@@ -14,12 +14,6 @@ def route(u, weight, bias, table, tokens, cfg, out_ids, out_weights):
     out_weights.copy_(gates / gates.sum(1, keepdim=True) * cfg.routed_scaling_factor)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", route=route)
-
-
+prepare = judged_call.with_functions(route=route)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -13,12 +13,6 @@ def select(scores, visible, out):
     out.copy_(ids.clamp(min=-1))
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", select=select)
-
-
+prepare = judged_call.with_functions(select=select)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -17,12 +17,6 @@ def shared(x, w13, w2, limit, out):
     experts.shared(x, swapped, w2, limit, out)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", shared=shared)
-
-
+prepare = judged_call.with_functions(shared=shared)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

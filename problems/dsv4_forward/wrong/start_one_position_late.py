@@ -11,12 +11,6 @@ def start(given, numbers, lists, tokens, weight, freqs, copies, cos, sin):
     right.embed(tokens, weight, given.views(numbers, lists).position + 1, freqs, copies, cos, sin)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", start=start)
-
-
+prepare = judged_call.with_functions(start=start)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

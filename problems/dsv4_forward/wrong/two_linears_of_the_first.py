@@ -14,12 +14,6 @@ def two_linears(x, first, second, first_out, second_out):
     second_out.copy_(first_out[:, row])
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", two_linears=two_linears)
-
-
+prepare = judged_call.with_functions(two_linears=two_linears)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

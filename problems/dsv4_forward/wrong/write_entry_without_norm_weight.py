@@ -31,12 +31,6 @@ def write_entry(
         writes.write(out, pages, index, hadamard)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", write_entry=write_entry)
-
-
+prepare = judged_call.with_functions(write_entry=write_entry)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

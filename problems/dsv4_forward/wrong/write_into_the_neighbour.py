@@ -10,12 +10,6 @@ def write(rows, pages, index, hadamard=False):
     writes.write(rows, pages, index ^ 1, hadamard)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", write=write)
-
-
+prepare = judged_call.with_functions(write=write)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

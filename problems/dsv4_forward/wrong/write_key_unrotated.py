@@ -14,12 +14,6 @@ def write_key(x, weight, eps, cos, sin, pages, index):
     writes.write(key, pages, index)
 
 
-def compile_for(target):
-    return []
-
-
-def prepare(weights):
-    return judged_call.prepare(weights, "reference", write_key=write_key)
-
-
+prepare = judged_call.with_functions(write_key=write_key)
 custom_kernel = judged_call.run
+compile_for = judged_call.compile_nothing

@@ -30,12 +30,15 @@ class Run(Selection):
         self.judged: list[Result] = []
         self.lines: list[dict] = []
         self.file: RunFile | None = None  # of a recorded run
-        self.judging: Judging | None = None
 
     @functools.cached_property
     def recorder(self) -> Recorder:
         """The maker of the records. Its run id is the resumed run's, or new."""
         return Recorder(self.problem, self.device, self.file.contents.run_id if self.file else None)
+
+    @functools.cached_property
+    def judging(self) -> Judging:
+        return Judging(self, self.recorder, self.file, self._enter, self.events)
 
     @property
     def recorded(self) -> bool:
@@ -148,7 +151,7 @@ class Run(Selection):
         from harness.tools import modes
 
         with self._held(timed=False):
-            status, fault = modes.check(self.problem, self.device, words)
+            status, fault = modes.check(self.problem, self.device, words, self.args.quiet)
         if status == output.USAGE_EXIT and not fault:
             return output.USAGE_EXIT
         result = f"INCORRECT ({fault}); nothing else is judged" if fault else "PASSED"
@@ -180,7 +183,8 @@ class Run(Selection):
 
     def _judged(self, submission: Submission) -> Result:
         with reading(submission.file.name):
-            judged = Result(submission, self.target_of(submission), ranking_by=self.problem.ranking_by)
+            target = self.target if self.target in submission.targets else submission.targets[0]
+            judged = Result(submission, target, ranking_by=self.problem.ranking_by)
         if self.recorded:
             runs = ranking.attempts(record.records_of(self.files), submission.name)
             judged.attempt = len(runs | readings.attempts(self.files, submission.name) | {self.recorder.run_id})
@@ -188,7 +192,6 @@ class Run(Selection):
 
     def _judge(self, judged: list[Result]) -> None:
         args, (tests, cases) = self.args, self.cases()
-        self.judging = Judging(self, self.recorder, self.file, self._enter, self.events)
         if note := self.note():
             console.say(note)
         with self._held(args.mode != "test"):
@@ -214,7 +217,7 @@ class Run(Selection):
 
     def _see_unchanged(self, judged: list[Result]) -> None:
         """Fail submissions whose files changed during the run: each process took a copy when it started."""
-        for j in (*judged, *self.opponents):
+        for j in (*judged, *self.judging.opponents):
             if not (j.tests or j.times):
                 continue
             try:
@@ -229,22 +232,16 @@ class Run(Selection):
         """Write all records of the run at once. Only a recorded run has any."""
         if not self.file:
             return
-        for j in (*judged, *self.opponents):
+        for j in (*judged, *self.judging.opponents):
             # A file for another machine has no result on this one.
             if self.target in j.submission.targets or j.status != "UNSUPPORTED" or not self.args.all:
                 self.lines += self.recorder.lines(j)
         self.file.finish(self.lines, code)
 
-    @property
-    def opponents(self) -> list[Result]:
-        """Leaders that took part in a confirmation only."""
-        return self.judging.opponents if self.judging else []
-
     def _print(self, judged: list[Result]) -> None:
-        args, everybody = self.args, [*judged, *self.opponents]
+        args, everybody = self.args, [*judged, *self.judging.opponents]
         places = {} if args.against else console.places(everybody)
-        handles = self.judging.handles if self.judging else {}
-        for handle in handles.values():
+        for handle in self.judging.handles.values():
             console.printed(handle.name, handle.printed.lines, handle.printed.count)
         if timed := [j for j in everybody if j.times]:
             console.say()
@@ -272,12 +269,12 @@ class Run(Selection):
     @functools.cached_property
     def _leader(self) -> Leader | None:
         """Who leads the board of this run's cases, by other runs."""
-        leader = self.judging.leader() if self.judging else None
+        leader = self.judging.leader()
         return leader if leader and leader.run_id != self.recorder.run_id else None
 
     def _tell(self, judged: list[Result]) -> None:
         """Write the verdicts to --events, and the command to try next."""
-        for j in (*judged, *self.opponents):
+        for j in (*judged, *self.judging.opponents):
             us, lo, hi = j.metric or (None, None, None)
             reason = j.busy if j.verdict in ("PASSED", "MODEL_CHECKED") else console.why(j)
             if j.against_all and j.against_all["word"] == "UNDECIDED":

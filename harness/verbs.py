@@ -94,7 +94,7 @@ class Profile(Run):
     def _work(self) -> int:
         (submission,) = self.submissions()
         console.say(environment.line() + "\n")
-        j = Result(submission, self.target_of(submission))
+        j = self._judged(submission)
         if not self.admit(j):
             console.say(f"{submission.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]

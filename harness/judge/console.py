@@ -42,14 +42,7 @@ _COUNT = re.compile(
 _FIGURES = re.compile(r"0x[0-9a-f]+|(?<![\w.:])\d[\d.e+-]*")  # in which equal failures differ; not "my.py:12"
 _TIMES = "Times in us: median and 95 % interval. Roofline: the time of reading the same bytes"
 _TIMES += " (or of the same arithmetic) on this machine."
-OVER = (
-    "over 100 %: the roofline is a plain read of the same bytes that was measured in this run, and no bound: another "
-    "order of reads, or what stays in a cache, can beat it"
-)
-OVER_ALL = (
-    "over 100 %: the problem does not say how many bytes a call must move, so the roofline is a plain read of all "
-    "inputs and outputs, measured in this run: a call that needs fewer can beat it"
-)
+OVER = "over 100 %: the roofline is a plain read of {}, as measured in this run, which {} can beat"
 _COLUMNS = ("", "time", "95 % interval", "GB/s", "roofline", "% of roofline", "rank", "error / allowed", " ")
 _ONLY_WIDE = ("error / allowed", "GB/s", "roofline")  # the first is the first to go
 
@@ -67,11 +60,6 @@ def quiet(wanted: bool) -> Iterator[None]:
         yield
     finally:
         _quiet = before
-
-
-def is_quiet() -> bool:
-    """Whether nothing is printed now."""
-    return _quiet
 
 
 def is_terminal() -> bool:
@@ -220,7 +208,10 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
         share = roofline_share(cases)
         said = dict.fromkeys(one for t in cases for one in warnings(t))
         if share and round(share, 2) > 1:
-            said[OVER if all(t.readings.stated for t in cases) else OVER_ALL] = None
+            stated = all(t.readings.stated for t in cases)
+            read = "the same bytes" if stated else "all inputs and outputs (the problem states no bytes)"
+            by = "another order of reads, or what stays in a cache," if stated else "a call that needs fewer"
+            said[OVER.format(read, by)] = None
         notes.extend(one for one in said if one not in notes)
         row = {"time": text.us(us[0]), "95 % interval": f"{text.us(us[1])}..{text.us(us[2])}"}
         row[" "] = "".join(f"[{notes.index(one) + 1}]" for one in said)

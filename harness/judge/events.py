@@ -26,12 +26,10 @@ class Events:
 
     def __init__(self, path: str | None) -> None:
         self._fd: int | None = None
-        if path is not None:
-            self._open(path)
         self._phase, self._n, self._written_s = "", -1, -math.inf
         self._failed: set[str] = set()  # submissions whose first mismatch was written
-
-    def _open(self, path: str) -> None:
+        if path is None:
+            return
         if path == "-":
             raise UsageError("--events must be a file, to which lines are added, got '-': only --json writes there")
         try:

@@ -115,7 +115,7 @@ class Judging:
             timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
             twice = tuple(case for case in cases if case.params not in timed)
         run_tests = phases_of(self.device).run_tests
-        run_tests(session, handles, cases, done, session.progress, have, twice)
+        run_tests(session, handles, cases, done, have, twice)
         self.failures.close()
         for j in self.judged:
             count = Counter(o.status for _, o in j.tests)
@@ -136,7 +136,7 @@ class Judging:
 
         handles = [self._handle(j) for j in judged]
         run, cases = phases_of(self.device).run_benchmarks, self.cases
-        timings, all_readings = run(session, handles, cases, session.progress, counts, done, have)
+        timings, all_readings = run(session, handles, cases, counts, done, have)
         for j in judged:
             for timing in timings[j.submission.name]:
                 if (failure := timing.failure) and failure.status != "UNSUPPORTED":

@@ -93,9 +93,6 @@ def _of_system(error: OSError) -> str | None:
     if error.errno in _BUGS and not missing:
         return None
     if error.errno == errno.ENOSPC and path is None:
-        helps = [f"full: {folder}" for folder in (*places, record.RESULTS) if _is_full(folder)]
+        there = [folder for folder in (*places, record.RESULTS) if folder.is_dir()]
+        helps = [f"full: {folder}" for folder in there if shutil.disk_usage(folder).free < LEAST_FREE]
     return "; ".join([record.said_of(error), *helps[:1]])
-
-
-def _is_full(folder: Path) -> bool:
-    return folder.is_dir() and shutil.disk_usage(folder).free < LEAST_FREE

@@ -13,7 +13,7 @@ from harness.judge import readings
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import STOP_LIMIT_US, Outcome, measured
 from harness.judge.readings import NOTHING, CaseReadings, Finished, Group, GroupDone, ReferenceReadings, Timing
-from harness.judge.session import CallRequest, Progress, Session, Step
+from harness.judge.session import CallRequest, Session, Step
 from harness.problem.folders import Case, ProblemError
 from harness.runner import gate
 
@@ -58,7 +58,6 @@ def run_tests(
     handles: list[RunnerHandle],
     cases: list[Case],
     done: Callable[[RunnerHandle, Case, Outcome], None],
-    progress: Progress,
     have: Finished = NOTHING,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
@@ -86,7 +85,7 @@ def run_tests(
             if outcome is None and over(handle, results[handle.name]):
                 continue
             if outcome is None:
-                progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
+                session.progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
                 outcome = session.call(handle, CallRequest(1))
                 if outcome.status == "PASSED" and number == len(cases) - 1:
                     outcome = handle.look() or outcome
@@ -102,7 +101,7 @@ def run_tests(
                 second = session.call(handle, CallRequest(1))
                 second.reason = f"right with the case's seed, and with another one (--seed {seed}): {second.reason}"
                 add(handle, outcome if second.status == "PASSED" else second)
-    progress(Step("test", total, total, "done"))
+    session.progress(Step("test", total, total, "done"))
     session.stop(*handles)
     return results
 
@@ -116,7 +115,6 @@ def run_benchmarks(
     session: Session,
     handles: list[RunnerHandle],
     cases: list[Case],
-    progress: Progress,
     counts: Counts,
     done: GroupDone | None = None,
     have: Finished = NOTHING,
@@ -125,7 +123,7 @@ def run_benchmarks(
     """Time every submission on every case. Return (timings by submission, the judge's readings by case). done: receives
     each finished group; one in `have` is not measured again. kind: how they are made.
     """
-    benchmark = (kind or Benchmark)(session, handles, cases, progress, counts, done, have)
+    benchmark = (kind or Benchmark)(session, handles, cases, counts, done, have)
     for handle in handles:
         handle.lost = 0
     benchmark.run()
@@ -142,7 +140,6 @@ class Benchmark:
     session: Session
     handles: list[RunnerHandle]
     cases: list[Case]
-    progress: Progress
     counts: Counts
     done: GroupDone | None
     have: Finished
@@ -170,7 +167,7 @@ class Benchmark:
         self.total = self.counts.processes * len(self.cases) * self.rounds
         for process in range(self.counts.processes):
             self._process(process)
-        self.progress(Step("benchmark", self.total, self.total, "done"))
+        self.session.progress(Step("benchmark", self.total, self.total, "done"))
 
     def _process(self, process: int) -> None:
         """Time one process of each submission, which live at the same time and take turns."""
@@ -254,7 +251,7 @@ class Benchmark:
         call = "warm-up" if sample < 0 else f"call {sample + 1}/{of}" if sample < of else "again, the machine was busy"
         n = self.rounds_done + min(sample + self.counts.warmups, self.rounds)
         process = f"process {self.group.process + 1}/{self.counts.processes}"
-        self.progress(Step("benchmark", n, self.total, f"{process}  {case}  {call}"))
+        self.session.progress(Step("benchmark", n, self.total, f"{process}  {case}  {call}"))
 
     def _lacking(self) -> list[str]:
         """Return the submissions that have not failed and have too few calls."""

@@ -189,8 +189,11 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     named = next((name for name in environment.RATES if gpu and name in gpu), None)
     if named is None:
         return 0.0
-    flops_us = (case.flops or 0) / environment.flops_rate(named, case.params.get("activation")) * 1e6
-    bytes_us = readings.stated * readings.bytes / environment.RATES[named][0] * 1e6
+    bytes_rate, flops_rate = environment.RATES[named]
+    if case.params.get("activation") == "nvfp4":
+        flops_rate = environment.FP4.get(named, flops_rate)
+    flops_us = (case.flops or 0) / flops_rate * 1e6
+    bytes_us = readings.stated * readings.bytes / bytes_rate * 1e6
     return SOL_SHARE * max(bytes_us, flops_us, readings.empty_us)
 
 

@@ -21,7 +21,7 @@ from harness.judge.recording import (
     Recording,
     Replays,
 )
-from harness.judge.session import Progress, Session, Step
+from harness.judge.session import Session, Step
 from harness.player import player
 from harness.problem.folders import Case
 from harness.results import environment
@@ -58,7 +58,6 @@ def run_tests(
     handles: list[RunnerHandle],
     cases: list[Case],
     done: Callable[[RunnerHandle, Case, Outcome], None],
-    progress: Progress,
     have: Finished = NOTHING,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
@@ -84,13 +83,13 @@ def run_tests(
                 if outcome is None and phases.over(handle, results[handle.name]):
                     continue
                 if outcome is None:
-                    progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
+                    session.progress(Step("test", number * len(handles) + place, total, f"{case}  {handle.name}"))
                     outcome = replays.play(handle, number, 1)
                 results[handle.name].append(outcome)
                 done(handle, case, outcome)
             if number in todo:
                 replays.free(number)
-    progress(Step("test", total, total, "done"))
+    session.progress(Step("test", total, total, "done"))
     return results
 
 
@@ -111,7 +110,7 @@ class ReplayBenchmark(Benchmark):
                 self.reads = {f"read {i}": i for i in range(self.judges.about["readers"])}
             for part, handles in enumerate(self._parts()):
                 self._run_part(part, handles)
-        self.progress(Step("benchmark", self.total, self.total, "done"))
+        self.session.progress(Step("benchmark", self.total, self.total, "done"))
 
     def _run_part(self, part: int, handles: list[RunnerHandle]) -> None:
         """Make all calls of these submissions."""

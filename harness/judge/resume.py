@@ -25,12 +25,6 @@ _DEPENDS_ON = {
 }
 
 
-class ChangedError(UsageError):
-    """What a run depends on has changed, so that it cannot be resumed."""
-
-    resumable = False
-
-
 def options(arguments: Options) -> dict:
     """Return the options as the run's file has them: paths mean the same from any folder."""
     return {name: _absolute(getattr(arguments, name)) for name in OPTIONS}
@@ -79,16 +73,18 @@ def adopt(file: RunFile, arguments: Options) -> None:
 
 
 def see_unchanged(file: RunFile, now: dict) -> None:
-    """Raise ChangedError, which says what changed, unless `now`, a new run's first line, says the same as the run's."""
+    """Raise UsageError, which says what changed, unless `now`, a new run's first line, says the same as the run's."""
     was, now = file.contents.run, json.loads(json.dumps(now))
     changed = [words for key, words in _DEPENDS_ON.items() if was.get(key) != now[key]]
     before, after = ({j.get("variant"): j.get("source_hash") for j in run["submissions"]} for run in (was, now))
     changed += [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
-        raise ChangedError(
+        error = UsageError(
             f"--resume: run {was['run_id']} cannot go on, because these changed since it began: {', '.join(changed)}. "
             f"Start a new run; to forget this one, remove {file.contents.path}"
         )
+        error.resumable = False
+        raise error
 
 
 def _absolute(value: object) -> object:

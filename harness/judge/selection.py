@@ -117,10 +117,6 @@ class Selection:
             console.say(f"{first.name} is {_shown(first.file)}, {second.name} is {_shown(second.file)}")
         return second
 
-    def target_of(self, submission: Submission) -> str:
-        """Return the run's target, or for a submission without it, the first target of the submission."""
-        return self.target if self.target in submission.targets else submission.targets[0]
-
     def admit(self, j: Result) -> bool:
         """Return whether a submission may and can run here. Set its verdict if not."""
         refused = refusal(j.submission, self.device, self.target)

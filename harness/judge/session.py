@@ -1,25 +1,35 @@
-"""A session: one checker and its runners. It starts them, makes calls, and returns outcomes.
+"""A session: one checker and its runners. It makes their compile steps, starts them, makes calls, and returns outcomes.
 
-docs/architecture.md has the messages and the states of a runner.
+docs/architecture.md has the messages and the states of a runner. A compile step is a separate process, whose caches are
+kept for the runners of the same closure. It is hostile code like a runner's. It runs in the same jail with a separate
+budget, and sees only contents of public seeds. The judge never keeps what a runner writes.
 """
 
+import contextlib
+import hashlib
+import re
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
-from harness.judge import compiling, outcome, replies
+from harness.judge import outcome, replies
 from harness.judge.handle import CheckerHandle, Content, Reported, RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.replies import Wanted
+from harness.problem import sources
 from harness.problem.folders import Case, Problem, ProblemError
-from harness.sandbox import process
+from harness.sandbox import process, workdir
 from harness.sandbox.process import Died
+from problems.common import build, cubins, load
 
 CLOSED_AT_ONCE = 16  # processes
 LEAST_SEED_BITS = 16  # of a secret seed
 STORABLE_BITS = 31  # with fewer, answers to all seeds can be stored
+COMPILING = ("triton", "cutlass", "torch.compile", "torch.utils.cpp_extension", "problems.common.build", "numba")
+_COMPILE = re.compile(r"torch\.compile\b")
 EMPTY = "empty"  # the judge's own call that works for a known time
 
 
@@ -163,8 +173,11 @@ class Session:
         for handle, ended in living:
             handle.process = None
             self.checker.ask({"op": "release", "runner": handle.runner})
-            if handle.keep and (why := compiling.keep(self.problem, handle, ended.workdir)):
-                self.notes.append(why)
+            if handle.keep and handle.submission and ended.workdir:
+                try:
+                    ended.workdir.publish(workdir.key(handle.submission.file, self.problem, handle.target))
+                except workdir.CacheError as error:  # its runners compile for themselves
+                    self.notes.append(f"what {handle.runner} compiled is not kept: {error}")
             ended.remove()
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
@@ -232,10 +245,20 @@ class Session:
         return reply
 
     def build(self, *handles: RunnerHandle, try_out: Callable[[RunnerHandle, list[Case]], None] | None = None) -> None:
-        """Make the compile step of each handle that had none (harness/judge/compiling.py). A failed one is `broken`.
+        """Make the compile step of each handle that had none. A failed one is `broken`.
         try_out: calls a submission on cases, for code that compiles when it sees its arguments.
         """
-        todo = compiling.todo(self.problem, handles)
+        todo = []
+        for handle in handles:
+            one, target = handle.submission, handle.target
+            if handle.built or one is None:
+                continue
+            handle.built = True
+            how = kind(one.file, one.folder or self.problem.folder)
+            if how and workdir.build_folder(one.file, self.problem, target) is None:
+                runner = f"{handle.name} (compile step)"
+                helper = RunnerHandle(handle.name, one, target, built=True, printed=handle.printed, runner=runner)
+                todo.append((how, handle, helper))
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for number, (how, handle, helper) in enumerate(todo):
             self.progress(Step("compile", number, len(todo), handle.name))
@@ -349,3 +372,35 @@ def cpu_call(
     process.strays = frozenset(after)
     times = outcome.of_cpu(reading)
     return times.judged(fault) if fault else times, claims
+
+
+# --- compile steps
+
+
+def kind(file: Path, folder: Path | None = None) -> str:
+    """Return how `file` is compiled beforehand: by "compile_for", a "call", or ""."""
+    tree = load.parse(file)
+    if sources.defines(tree, "compile_for"):
+        return "compile_for"
+    files = [path for path in sources.closure(file, folder) if path.suffix == ".py"]
+    imported = {name for path in files for _, name in sources.imported(path)}
+    compiles = any(name.startswith(COMPILING) for name in imported) or any(_COMPILE.search(load.text(p)) for p in files)
+    return "call" if compiles else ""
+
+
+def code_hash(problem: Problem, file: Path, target: str) -> str | None:
+    """Return the hash of the GPU code that the compile step of `file` has left, or None."""
+    built = workdir.build_folder(file, problem, target) if target in build.ARCH else None
+    return hash_of(built) if built else None
+
+
+def hash_of(folder: Path) -> str | None:
+    """Hash of the GPU code in builds below `folder`, whatever its kernels and files are called; None: no cubin."""
+    found = set()
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.suffix in (".so", ".cubin") and path.is_file() and path.stat().st_size <= cubins.FILE_LIMIT:
+                for _, loaded in cubins.images(path.read_bytes()):
+                    contents = sorted(hashlib.sha256(section).hexdigest() for section in loaded)
+                    found.add(hashlib.sha256("".join(contents).encode()).hexdigest())
+    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()[:16] if found else None

@@ -8,7 +8,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from harness.judge import compiling
+from harness.judge import session
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import sources
@@ -206,7 +206,7 @@ class Recorder:
         """Of the GPU code that the compile step left, which is what the runners start from; None: there is none."""
         key = (judged.source_hash, judged.target)
         if key not in self._code_hashes:
-            self._code_hashes[key] = compiling.code_hash(self.problem, judged.submission.file, judged.target)
+            self._code_hashes[key] = session.code_hash(self.problem, judged.submission.file, judged.target)
         return self._code_hashes[key]
 
     def lines(self, judged: Result) -> list[dict]:

@@ -100,8 +100,9 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
             say(f"{row.name:<{width}}  {len(row.cases('refused')):>3}/{row.formed:<3}  {row.note()}".rstrip())
         holes += [f"{row.name}: {hole}" for row in rows if (hole := row.hole())] + left_out(rows)
         with Session(problem, device) as session:
-            holes += wrong_files(session, target, say, progress)
-            holes += variants(session, target, say, progress)
+            session.progress = progress
+            holes += wrong_files(session, target, say)
+            holes += variants(session, target, say)
     say("")
     with console.quiet(False):
         questions = [f"QUESTION {row.name}: {said}" for row in rows if (said := row.question())]
@@ -156,7 +157,7 @@ def _few(names: list[str]) -> str:
 # ---------------------------------------------------------------- through the judge
 
 
-def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> list[str]:
+def wrong_files(session: Session, target: str, say: Say) -> list[str]:
     """Put every file of wrong/ to the judge, small cases first, until one catches it. Return the holes."""
     problem = session.problem
     files = wrong(problem)
@@ -167,7 +168,7 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> 
     first = small(problem)
     for cases in (first, [case for case in problem.tests if case not in first]):
         todo = [one for one in fit if caught[one.name].status == "PASSED"]
-        for name, outcomes in _judged(session, target, todo, cases, progress).items() if cases else ():
+        for name, outcomes in _judged(session, target, todo, cases).items() if cases else ():
             for case, outcome in reversed(list(zip(cases, outcomes, strict=False))):
                 if outcome.status != "PASSED":
                     caught[name] = replace(outcome, reason=f"{case}: {_line(outcome.reason)}")
@@ -181,14 +182,14 @@ def wrong_files(session: Session, target: str, say: Say, progress: Progress) -> 
     ]
 
 
-def variants(session: Session, target: str, say: Say, progress: Progress) -> list[str]:
+def variants(session: Session, target: str, say: Say) -> list[str]:
     """Put every honest variant that can run here to the judge on all tests. Return the holes."""
     problem, cases = session.problem, list(session.problem.tests)
     submissions = honest(problem)
     fit, others = _fit(session, submissions, target)
     say(f"\nhonest variants through the judge: {len(fit)} of {len(submissions)} can run here")
     holes = [f"{name}: RULE_BROKEN {_line(why.reason)}" for name, why in others.items() if why.status == "RULE_BROKEN"]
-    for name, outcomes in _judged(session, target, fit, cases, progress).items():
+    for name, outcomes in _judged(session, target, fit, cases).items():
         left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a baseline says of itself
         bad = [(case, o) for case, o in zip(cases, outcomes, strict=False) if o.status not in ("PASSED", "UNSUPPORTED")]
         said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
@@ -221,13 +222,13 @@ def _named(problem: Problem, files: list[Path]) -> list[Submission]:
 
 
 def _judged(
-    session: Session, target: str, submissions: list[Submission], cases: list[Case], progress: Progress
+    session: Session, target: str, submissions: list[Submission], cases: list[Case]
 ) -> dict[str, list[Outcome]]:
     """Return the outcomes of each submission by name, in the order of `cases`."""
     results: dict[str, list[Outcome]] = {}
     for start in range(0, len(submissions), AT_ONCE):
         handles = [RunnerHandle(one.name, one, target) for one in submissions[start : start + AT_ONCE]]
-        results |= phases_of(session.device).run_tests(session, handles, cases, lambda *_: None, progress)
+        results |= phases_of(session.device).run_tests(session, handles, cases, lambda *_: None)
     return results
 
 

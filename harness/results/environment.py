@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from harness.results import gpu
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 class GpuState(NamedTuple):
     """clocks_mhz: sm, mem; throttle: names of active reasons; None without NVML. In a run's file it is a list."""
@@ -23,11 +25,6 @@ UNKNOWN = GpuState()
 # What datasheets promise: bytes a second and flops a second (dense; bf16), by what a GPU's name contains.
 RATES = {"H200": (4.8e12, 989e12), "B200": (8.0e12, 2250e12), "H100": (3.35e12, 989e12)}
 FP4 = {"B200": 9000e12}  # flops a second, dense, with FP4 on both sides, of GPUs that have such instructions
-
-
-def flops_rate(gpu: str, activation: object = None) -> float:
-    """Return the flops a second of a GPU of RATES in a case with that `activation`, "nvfp4" or anything else."""
-    return FP4.get(gpu, RATES[gpu][1]) if activation == "nvfp4" else RATES[gpu][1]
 
 
 @functools.cache
@@ -90,17 +87,12 @@ def gpu_state() -> GpuState:
 
 
 @functools.cache
-def commit() -> tuple[str | None, bool | None]:
-    """(commit of the checkout, whether anything but records is uncommitted); None: not known, as outside git. Whoever
-    copied the tree may say it in $GIT_COMMIT and $GIT_DIRTY, 0 or 1.
+def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
+    """(commit of the checkout at `root`, whether anything but records is uncommitted); None: not known, as outside git.
+    Whoever copied the tree may say it in $GIT_COMMIT and $GIT_DIRTY, 0 or 1.
     """
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"], {"0": False, "1": True}.get(os.environ.get("GIT_DIRTY", ""))
-    return commit_of(Path(__file__).resolve().parents[2])
-
-
-def commit_of(root: Path) -> tuple[str | None, bool | None]:
-    """(commit of the checkout at `root`, whether anything but records is uncommitted); outside git (None, None)."""
     status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]
     asked = (["git", "rev-parse", "HEAD"], status)
     try:

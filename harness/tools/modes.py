@@ -2,11 +2,9 @@
 the verb check; compiling for other machines; profiles; runs under a sanitizer.
 
 check.py in a problem's folder has `main(argv: list[str]) -> int`, which returns 0 only if all holds, 2 where it refuses
-its arguments. It is a separate process of the problem's own code, with the arguments that are given behind the verb,
-and --device. What it calls may end that: only a main that has returned 0 counts. $CHECK_REPORT: "" or a folder for JSON
-of what it found.
-
-A profile is the torch profiler's table, and on a GPU, in a separate pass, what Nsight Compute says of a call.
+its arguments: those behind the verb, and --device. It is the problem's own code in a separate process, which a call may
+end: only a main that has returned 0 counts. $CHECK_REPORT: "" or a folder for JSON of what it found. A profile is the
+torch profiler's table, and on a GPU, in a separate pass, what Nsight Compute says of a call.
 """
 
 import datetime
@@ -51,7 +49,7 @@ sys.exit({returned} if repr(code) == "0" else code or 1)
 REPORTS = ROOT / "leaderboard" / "out" / "check"
 
 
-def check(problem: Problem, device: str, words: Sequence[str]) -> tuple[int, str]:
+def check(problem: Problem, device: str, words: Sequence[str], quiet: bool = False) -> tuple[int, str]:
     """Run the check in a separate process. Return its exit status, and why it does not pass; "" if it does, or has
     refused its arguments and said why: 2. UsageError: there is none. SandboxError: it could not be started.
     """
@@ -64,7 +62,7 @@ def check(problem: Problem, device: str, words: Sequence[str]) -> tuple[int, str
     # Beside other work, pools that spin take three times as long.
     defaults = {"CHECK_REPORT": str(REPORTS / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
     extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, console.is_quiet())
+    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, quiet)
     if status in (RETURNED, output.USAGE_EXIT):
         return status % RETURNED, ""
     if status < 0:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.judge import compiling
+from harness.judge.session import kind
 from problems.common import load
 from tests.problems.variants import made_for
 
@@ -49,7 +49,7 @@ def test_every_variant_is_right_in_every_case_and_repeats_itself_bit_by_bit(name
     task, reference = load.module(folder, "task"), load.module(folder, "reference")
     files = [file for file in made_for(folder, "cpu") if not load.missing_cpu_flags(file)]
     assert {"cpu_portable"} < {file.stem for file in files}
-    assert {compiling.kind(file) for file in files if file.stem.startswith("cpu_")} == {"compile_for"}
+    assert {kind(file) for file in files if file.stem.startswith("cpu_")} == {"compile_for"}
     for case in (case for case in task.TESTS if case.bytes_moved() < MOST_BYTES):
         data = generated(name, case)
         want, before = reference.ref_kernel(data), inputs_of(name, data)

@@ -131,7 +131,7 @@ def ours(folder: Path, file: Path, device: str) -> tuple[str, str]:
         cases = list(problem.tests)
         with Session(problem, device) as session:
             handles = [RunnerHandle("one", submission, target)]
-            tests = phases.run_tests(session, handles, cases, lambda *_: None, lambda _: None)["one"]
+            tests = phases.run_tests(session, handles, cases, lambda *_: None)["one"]
     except (ProblemError, UsageError) as error:
         return "REFUSED", str(error)
     result = Result(submission, target, tests=list(zip(cases, tests, strict=True)))

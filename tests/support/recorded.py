@@ -64,7 +64,7 @@ class World:
             raise Stop
         self.left -= 1
 
-    def run_tests(self, session, handles, cases, done, progress, have, twice=()):
+    def run_tests(self, session, handles, cases, done, have, twice=()):
         for number, case in enumerate(cases):
             for handle in handles:
                 outcome = have.test(handle.name, number)
@@ -75,7 +75,7 @@ class World:
                     outcome = Outcome("INCORRECT" if bad else "PASSED", "mismatch" if bad else "", {"rel": 0.0})
                 done(handle, case, outcome)
 
-    def run_benchmarks(self, session, handles, cases, progress, counts, done, have):
+    def run_benchmarks(self, session, handles, cases, counts, done, have):
         timings = {handle.name: [Timing(case) for case in cases] for handle in handles}
         names = [handle.name for handle in handles]
         for name in names:

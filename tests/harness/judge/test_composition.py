@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge import compiling, verdict
+from harness.judge import verdict
+from harness.judge.session import kind
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.results import record
@@ -220,9 +221,9 @@ def test_hash_and_key_are_of_all_of_it(problems):
 def test_it_is_compiled_as_what_it_brings_asks_for(problems):
     """A winner that builds makes the composition one that is compiled by a call, or by its own compile_for."""
     submission = winner()
-    assert compiling.kind(submission.file) == "" and compiling.kind(submission.file, submission.folder) == "call"
+    assert kind(submission.file) == "" and kind(submission.file, submission.folder) == "call"
     add(submission.file, "\n\ndef compile_for(target):\n    return []\n")
-    assert compiling.kind(submission.file, submission.folder) == "compile_for"
+    assert kind(submission.file, submission.folder) == "compile_for"
 
 
 # What the runner gets.

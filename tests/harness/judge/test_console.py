@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from harness.judge import compiling, console, verdict
+from harness.judge import console, session, verdict
 from harness.judge.options import Options
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing
@@ -293,9 +293,9 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         asked.append(folder)
         return "c" * 16
 
-    monkeypatch.setattr(compiling, "hash_of", hash_of)
+    monkeypatch.setattr(session, "hash_of", hash_of)
     for built, target, code in ((tmp_path, "sm90", "c" * 16), (None, "sm90", None), (tmp_path, "cpu", None)):
-        monkeypatch.setattr(compiling.workdir, "build_folder", lambda *_, built=built: built)
+        monkeypatch.setattr(session.workdir, "build_folder", lambda *_, built=built: built)
         judged = verdict.Result(submission, target, "RULE_BROKEN", "why")
         judged.tests += [(Case({"m": m}, 1), Outcome("PASSED")) for m in (1, 2)]
         lines = verdict.Recorder(MOE, "cuda").lines(judged)

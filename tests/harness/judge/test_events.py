@@ -149,11 +149,12 @@ def test_no_step_is_beyond_the_total_on_a_busy_machine():
             outcome.busy = True
             return outcome
 
-    steps = []
+    session = Busy()
     handles = [RunnerHandle(name, Submission(name, None, ("cpu",)), "cpu") for name in ("a", "b")]
     how = Counts(processes=2, samples=3, warmups=1, buffers=2, extra=2)
     cases = [Case({"n": n}, 1, bytes=1) for n in (1, 2)]
-    phases.run_benchmarks(Busy(), handles, cases, steps.append, how)
+    phases.run_benchmarks(session, handles, cases, how)
+    steps = session.steps
     assert {step.total for step in steps} == {2 * 2 * (1 + 3)}
     counts = [step.n for step in steps]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 16

@@ -252,7 +252,7 @@ def outcomes(group: str, folder: Path) -> dict[str, list[Outcome]]:
     handles = [handle(folder, name, text) for name, (text, *_) in GROUPS[group].items()]
     with pytest.MonkeyPatch.context() as patch, Session(VECTOR_ADD, "cuda", timeout_s=15) as session:
         patch.setattr(replies, "PREPARE_LIMIT_S", 5)
-        return replay.run_tests(session, handles, list(VECTOR_ADD.tests[:3:2]), lambda *_: None, lambda _: None)
+        return replay.run_tests(session, handles, list(VECTOR_ADD.tests[:3:2]), lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ def test_two_clocks_read_what_a_kernel_takes_and_a_baseline_that_waits_times_its
     handles.append(handle(tmp_path, "peer_waits", TORCH + WAITS, baseline=True))
     cases = list(VECTOR_ADD.benchmarks["cuda"])
     with Session(VECTOR_ADD, "cuda", timeout_s=60) as session:
-        timings, (found,) = replay.run_benchmarks(session, handles, cases, lambda _: None, HOW)
+        timings, (found,) = replay.run_benchmarks(session, handles, cases, HOW)
     honest, spins, waits, baseline = (timings[each.name][0] for each in handles)
     assert waits.failure.status == "UNSUPPORTED" and baseline.self_timed and not honest.self_timed
     for timing in (honest, spins, baseline):
@@ -324,8 +324,8 @@ def test_one_copy_of_weights_may_be_kept_and_is_timed_beside_the_matrix_product(
     cases, groups = list(LINEAR.benchmarks["cuda"][:1]), []
     half = replace(cases[0], params={"m": 16384, "k": 8192})
     with Session(LINEAR, "cuda", timeout_s=60) as session:
-        found = replay.run_tests(session, [two], [half, LINEAR.tests[0]], lambda *_: None, lambda _: None)
-        timings, _ = replay.run_benchmarks(session, [one], cases, lambda _: None, HOW, groups.append)
+        found = replay.run_tests(session, [two], [half, LINEAR.tests[0]], lambda *_: None)
+        timings, _ = replay.run_benchmarks(session, [one], cases, HOW, groups.append)
     assert [outcome.status for outcome in found["keeps_2"]] == ["RULE_BROKEN", "PASSED"], found
     (timing,) = timings["keeps_1"]
     assert timing.failure is None and len(timing.flat("us")) == HOW.samples * HOW.processes, timing.failure

@@ -170,12 +170,12 @@ def test_what_inout_names_may_change_and_nothing_else(tmp_path, classes):
         file.write_text(KERNEL.format(name=name, then=then))
         handles.append(RunnerHandle(name, folders.submission(found, file), "cpu"))
     with Session(found, "cpu") as session:
-        results = phases.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
+        results = phases.run_tests(session, handles, list(found.tests), lambda *_: None)
         for name, (_, status, reason) in submissions.items():
             for outcome in results[name]:
                 assert (outcome.status, reason in outcome.reason) == (status, True), (name, outcome)
         cases = list(found.benchmarks["cpu"])
-        timings, _ = phases.run_benchmarks(session, handles[:1], cases, lambda _: None, ONE_PROCESS)
+        timings, _ = phases.run_benchmarks(session, handles[:1], cases, ONE_PROCESS)
         (timing,) = timings["advances"]
         assert timing.failure is None and len(timing.flat("us")) == ONE_PROCESS.samples, timing.failure
         session.start(handles[0])

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from harness.judge import compiling
+from harness.judge.session import hash_of
 from problems.common import cubins
 
 TEXT, CONSTANTS, DEBUG = (1, 6), (1, 2), (1, 0)  # (type, flags) of a section
@@ -33,7 +33,7 @@ def hashed(tmp_path, **files: bytes) -> str | None:
         old.unlink()
     for name, content in files.items():
         (tmp_path / name.replace("_", ".")).write_bytes(content)
-    return compiling.hash_of(tmp_path)
+    return hash_of(tmp_path)
 
 
 def test_equal_code_has_an_equal_hash_whatever_it_is_called(tmp_path):
@@ -87,4 +87,4 @@ def test_other_files_and_links_are_not_looked_at(tmp_path):
     assert hashed(tmp_path, a_txt=ONE) is None
     (tmp_path / "b.cubin").mkdir()
     (tmp_path / "c.so").symlink_to("/dev/zero")
-    assert compiling.hash_of(tmp_path) is None
+    assert hash_of(tmp_path) is None

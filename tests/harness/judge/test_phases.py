@@ -11,7 +11,7 @@ from harness.judge import phases
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import JUDGE, Counts
-from harness.judge.session import CallRequest
+from harness.judge.session import CallRequest, Step
 from harness.problem import folders
 from harness.problem.folders import Case, Submission
 from problems.common import load
@@ -27,6 +27,8 @@ class Counting:
         self.alive: set[str] = set()
         self.waves: list[int] = []  # processes of submissions that were started together
         self.called: dict[str, int] = {}
+        self.steps: list[Step] = []
+        self.progress = self.steps.append
 
     def build(self, *handles: RunnerHandle) -> None:
         pass
@@ -58,7 +60,7 @@ def submissions(*names: str) -> list[RunnerHandle]:
 def test_one_process_of_each_is_alive_and_each_is_called_as_often_as_planned(paired):
     session, made = Counting(), submissions("a", "b")
     how = Counts(processes=3, samples=4, warmups=1, buffers=2, paired=paired)
-    phases.run_benchmarks(session, made, [case(250), case(1)], lambda _: None, how)
+    phases.run_benchmarks(session, made, [case(250), case(1)], how)
     assert session.alive == set() and session.waves == [2] * 3
     session.called.pop(JUDGE)
     names = {f"{handle.name} {process}" for handle in made for process in range(how.processes)}
@@ -81,7 +83,6 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
         session,
         handles,
         [case(1), case(2)],
-        lambda _: None,
         how,
         have=phases.Finished(groups={(0, 0, 0): finished}),
     )
@@ -124,7 +125,7 @@ class Late(Counting):
 def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
     made = submissions(*(f"submission{i}" for i in range(1 + paired)))
     how = Counts(processes=2, samples=10, warmups=0, buffers=2, extra=20, paired=paired)
-    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], lambda _: None, how)
+    timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], how)
     for (timing,) in timings.values():
         if late == 3:
             assert (
@@ -152,7 +153,7 @@ def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
     how = Counts(processes=4, samples=3, warmups=0, buffers=2)
     session = Told()
     session.weights = lambda case: ""
-    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], lambda _: None, how)
+    phases.run_benchmarks(session, made, [Case({"n": 1}, 1, bytes=1)], how)
     rounds = ["".join(names) for names in called if len(names) == 3]
     assert len(rounds) == 12 and rounds[:2] == ["abc", "cba"]
     for one, other in ("ab", "ac", "bc"):

@@ -199,7 +199,7 @@ def outcomes(world: World, handles: list[RunnerHandle], count: int, ours: bool =
     """Return what they get in test cases."""
     session = FakeSession(world)
     session.problem = SimpleNamespace(ours=ours, tests=())
-    return replay.run_tests(session, handles, cases(count), lambda *_: None, lambda _: None)
+    return replay.run_tests(session, handles, cases(count), lambda *_: None)
 
 
 def statuses(outcomes: list[Outcome]) -> list[str]:
@@ -298,7 +298,7 @@ def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its
 def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
     how, groups = Counts(processes=4, samples=3, warmups=1, buffers=2), []
     session, handles, timed = FakeSession(world), submissions("a", "b"), cases(2, flops=matmul.FLOPS)
-    timings, readings = replay.run_benchmarks(session, handles, timed, lambda _: None, how, groups.append)
+    timings, readings = replay.run_benchmarks(session, handles, timed, how, groups.append)
     assert [[len(g) for t in timings[name] for g in t.outcomes] for name in "ab"] == [[3] * 8] * 2
     counts = [world.events.count(event) for event in ("start a", "player a", "player b")]
     assert counts == [1, 1 + 1 + 4, 1 + 4], "the judge's own, one to record with, and one for each group"
@@ -323,7 +323,7 @@ def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):
 )
 def test_submissions_are_timed_in_parts_whose_weights_have_room(world, gib, paired, memory, sizes):
     how = Counts(processes=1, samples=1, warmups=0, buffers=2, paired=paired)
-    session, rest = FakeSession(world), (lambda _: None, how, None, phases.NOTHING)
+    session, rest = FakeSession(world), (how, None, phases.NOTHING)
     bench = replay.ReplayBenchmark(session, submissions(*"abcde"), cases(1, weight_bytes=gib * GIB), *rest)
     bench.judges = FakePlayer(world, "judges", memory)
     assert [len(part) for part in bench._parts()] == sizes

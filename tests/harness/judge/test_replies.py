@@ -303,7 +303,7 @@ def on_tests(folder: Path, problem: Path, sources: dict[str, str]) -> dict[str, 
         (folder / f"{name}.py").write_text(source)
         handles.append(RunnerHandle(name, folders.submission(found, folder / f"{name}.py"), "cpu"))
     with warm.installed(), Session(found, "cpu") as running:
-        return phases.run_tests(running, handles, list(found.tests[:2]), lambda *_: None, lambda _: None)
+        return phases.run_tests(running, handles, list(found.tests[:2]), lambda *_: None)
 
 
 def test_real_runners_that_break_their_word_touch_no_other(tmp_path, monkeypatch):

@@ -34,9 +34,9 @@ def check(folder, device: str) -> None:
     handles = [RunnerHandle(file.stem, folders.submission(found, file), target) for file in files]
     way = judging.phases_of(device)
     with Session(found, device) as session:
-        tests = way.run_tests(session, handles, list(found.tests), lambda *_: None, lambda _: None)
+        tests = way.run_tests(session, handles, list(found.tests), lambda *_: None)
         cases = list(found.benchmarks[device])
-        times, _ = way.run_benchmarks(session, handles[:1], cases, lambda _: None, HOW[device])
+        times, _ = way.run_benchmarks(session, handles[:1], cases, HOW[device])
     assert [(o.status, o.reason) for o in tests["submission"]] == [("PASSED", "")] * len(found.tests)
     assert "INCORRECT" in {o.status for o in tests["wrong"]} and all(o.reason for o in tests["wrong"] if o.reason)
     assert not [timing.failure for timing in times["submission"] if timing.failure]
@@ -72,7 +72,7 @@ def test_seeds_are_of_a_size_that_the_contents_bear(tmp_path):
     wrong = RunnerHandle("wrong", folders.submission(found, found.folder / "solutions" / "wrong.py"), "cpu")
     with Session(found, "cpu") as session:
         cases = list(found.benchmarks["cpu"])
-        times, readings = phases.run_benchmarks(session, [wrong], cases, lambda _: None, HOW["cpu"])
+        times, readings = phases.run_benchmarks(session, [wrong], cases, HOW["cpu"])
     assert [time.failure.status for time in times["wrong"]] == ["INCORRECT"]
     assert any("lose their variety" in note for note in session.notes) and "can be stored" in session.remark
     assert all(0 <= int(seed) < 2**17 for group in readings for seed in group.seeds)
@@ -100,7 +100,7 @@ def outcomes(tmp_path, made: Folder, files: tuple = ("submission",), twice: bool
     handles = [RunnerHandle(name, folders.submission(found, tmp_path / f"{name}.py"), "cpu") for name in files]
     cases = list(found.tests)
     with Session(found, "cpu") as session:
-        return phases.run_tests(session, handles, cases, lambda *_: None, lambda _: None, twice=cases if twice else ())
+        return phases.run_tests(session, handles, cases, lambda *_: None, twice=cases if twice else ())
 
 
 def first(tmp_path, made: Folder) -> tuple[str, str]:

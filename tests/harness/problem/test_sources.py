@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import run
-from harness.judge import compiling
+from harness.judge.session import kind
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.results import hashes
@@ -60,7 +60,7 @@ def test_a_deep_call_is_still_searched_for_imports(tmp_path):
     deep = b"+1" * 900 + b"\nz[1" + b"+1" * 400 + b"] = 0x1" + b"0" * 5000 + b"\nimport problems.common." + b"a" * 300
     file = written(tmp_path, b"import importlib\nx = importlib.import_module('triton')\ny = a" + b".b()" * 400 + deep)
     assert len(sources.source_hash(file)) == 16
-    assert "triton" in {name for _, name in sources.imported(file)} and compiling.kind(file) == "call"
+    assert "triton" in {name for _, name in sources.imported(file)} and kind(file) == "call"
 
 
 def folder_of(path: Path) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from harness.judge.events import Events
 
 NAME = "python -m harness"
-STOP = ["--stop"]
 RESULTS = ("problem", "device", "events", "quiet")
 CHOICE = ("variant", "submission", "all", "case")
 # Verb -> what it does, and the options that it has of a run.
@@ -79,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         return output.USAGE_EXIT
     found, further = whole.parse_known_args(words)
     verb, args, prog = found.verb, options.of(found), below[found.verb].prog
-    if verb == "remote" and found.words != STOP:
+    if verb == "remote" and found.words != ["--stop"]:
         verb, *words = found.words if {*found.words[:1]} & {*THERE} else ["run", *found.words]
         inner, further = below[verb].parse_known_args(words)
         args = options.of(inner)
@@ -99,18 +98,16 @@ def _begin(
     found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO, events: Events
 ) -> Run | int:
     """Return what `run.guarded` wants of the verb. Each imports what it needs itself. verb: that behind `remote`."""
-    if found.verb in ("list", "completion"):
-        from harness.tools import listing
-
-        if found.verb == "list":
-            return listing.run(args.problem)
-        whole, of_run = parsers()[0], run.parser()
-        whole.prog, of_run.prog = "dsv4-judge", Path(run.NAME).name  # by which shells know a command
-        return listing.completion([whole, of_run], found.shell)
-    if found.verb == "new":
+    if found.verb in ("list", "completion", "new"):
         from harness.tools import scaffold
 
-        return scaffold.run(args.problem or "", args.variant)
+        if found.verb == "list":
+            return scaffold.listed(args.problem)
+        if found.verb == "new":
+            return scaffold.run(args.problem or "", args.variant)
+        whole, of_run = parsers()[0], run.parser()
+        whole.prog, of_run.prog = "dsv4-judge", Path(run.NAME).name  # by which shells know a command
+        return scaffold.completion([whole, of_run], found.shell)
     if found.verb == "cluster":
         from harness.tools import cluster
 

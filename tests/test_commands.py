@@ -12,7 +12,7 @@ import pytest
 from harness import __main__ as harness_command
 from harness import invocation, run
 from harness.problem import scan, sources
-from harness.tools import cluster, listing, remote, scaffold
+from harness.tools import cluster, remote, scaffold
 from problems.common import load
 from tests.support import ROOT
 
@@ -59,7 +59,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     calls: list[object] = []
 
     monkeypatch.setattr(invocation.Run, "main", lambda run: calls.append(run) or 0)
-    for module, name in ((cluster, "run"), (remote, "run"), (scaffold, "run"), (listing, "run")):
+    for module, name in ((cluster, "run"), (remote, "run"), (scaffold, "run"), (scaffold, "listed")):
         monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or 0)
     return calls
 

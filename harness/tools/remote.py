@@ -129,14 +129,17 @@ class Host:
 
 
 def run(name: str, verb: str, args: Options, further: list[str], stdout: TextIO) -> int:
-    """Do on the host `name` what the verb would do here; of "", end what runs there. Return the exit code of the run
-    there. stdout: where --json - writes. UsageError: the options are wrong, a file is missing, or the host cannot be
-    reached, or runs something else.
+    """Do on the host `name` what the verb would do here, and return the exit code of the run there; of the verb "", end
+    what runs there, as Ctrl-C does, after 10 s by force. stdout: where --json - writes. UsageError: the options are
+    wrong, a file is missing, or the host cannot be reached, or runs something else.
     """
+    host = Host(name)
     if not verb:
-        return stop(name)
+        host.call("stop")
+        _fetch(host)
+        return 0
     options.see(args)
-    host, asked = Host(name), request(args, further)
+    asked = request(args, further)
     words = [verb, *asked.arguments]
     state, _, arguments = host.call("state").strip().partition("\n")
     same = arguments == shlex.join(words)
@@ -184,11 +187,3 @@ def _fetch(host: Host) -> int:
     host.call("touch", "job/fetched")
     output.complain(f"what the run on {host.name} has made is in leaderboard/ now; exit code {code}")
     return code
-
-
-def stop(name: str) -> int:
-    """End the run of this checkout on the host `name`, as Ctrl-C does, after 10 s by force. Return the exit code."""
-    host = Host(name)
-    host.call("stop")
-    _fetch(host)
-    return 0

@@ -1,5 +1,8 @@
-"""Write the files of a new problem, or of a new variant, that work before anything in them is changed."""
+"""What there is, problems, variants of one, and words that a shell completes; and files of new ones, which work before
+anything in them is changed.
+"""
 
+import argparse
 import keyword
 import re
 import shutil
@@ -8,12 +11,54 @@ from pathlib import Path
 from harness.judge import console
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
-from harness.results import text
+from harness.results import output, text
 from problems.common import load
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "tools" / "new_problem"
 SOURCES = (".cu", ".cpp")
 PLAIN = ("_plain", "_portable")  # ends of names: the variants that are there to be read
+
+
+def listed(problem: str | None) -> int:
+    """Print the problems, or the variants of one. Nothing of a problem is run. Return the exit code."""
+    if problem is None:
+        for name in folders.problem_names():
+            with folders.reading(name):
+                about = load.summary(load.PROBLEMS / name / "task.py")
+            output.say(f"{name:<20} {text.line(about)}")
+        return 0
+    folder = folders.place(problem)
+    with folders.reading(problem):
+        folders.is_own(folder)
+    listed = list(folders.listing(folder))
+    if not listed:
+        output.say(text.line(f"{folder} has no variants/*.py: judge a file with --submission FILE"))
+    for name, targets, summary in listed:
+        output.say(text.line(f"{name:<24} {','.join(targets):<12} {summary}"))
+    return 0
+
+
+def completion(parsers: list[argparse.ArgumentParser], shell: str) -> int:
+    """Print a script that completes the words of commands, each a parser by the name that the shell knows."""
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError("completion needs the Python package shtab: run `make setup`") from None
+
+    def fill(parser: argparse.ArgumentParser) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below in action.choices.values():
+                    fill(below)
+            elif action.dest == "problem":
+                action.choices = folders.problem_names()
+            elif action.metavar in ("FILE", "OTHER"):
+                vars(action)["complete"] = shtab.FILE
+
+    for parser in parsers:
+        fill(parser)
+        output.say(shtab.complete(parser, shell))
+    return 0
 
 
 def run(problem: str, variant: str | None) -> int:

@@ -8,7 +8,6 @@ import re
 import shutil
 from pathlib import Path
 
-from harness.judge import console
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
 from harness.results import output, text
@@ -69,8 +68,8 @@ def run(problem: str, variant: str | None) -> int:
         found = folders.find(problem)
         files, how = new_variant(found, variant), f"{found.name} --variant {variant} --mode test"
     for file in files:
-        console.say(f"wrote {file.relative_to(load.PROBLEMS.parent)}")
-    console.say(f"next: .venv/bin/python harness/run.py {how}")
+        output.say(f"wrote {file.relative_to(load.PROBLEMS.parent)}")
+    output.say(f"next: .venv/bin/python harness/run.py {how}")
     return 0
 
 

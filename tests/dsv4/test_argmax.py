@@ -18,7 +18,7 @@ def rows(shape: tuple[int, int], device: str) -> torch.Tensor:
     if shape[0] > 2:
         drawn[1] = -0.0
         drawn[1, 9::5] = 0.0
-        drawn[2, 5], drawn[2, 77], drawn[2, 3] = torch.nan, torch.nan, torch.inf
+        drawn[2, [5, 6, 77]], drawn[2, 3] = torch.nan, torch.inf
     if shape[0] > 3:
         drawn[3] = -torch.inf
     return drawn.to(device)

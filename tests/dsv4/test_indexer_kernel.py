@@ -181,21 +181,23 @@ def test_what_is_not_visible_is_never_chosen(ops, value):
 
 SIZES = "batch", "tokens", "heads", "entries", "kind", "dtype", "width"
 SCORES = [
-    ("test_index_scores", dict(zip(SIZES, sizes, strict=True)))
-    for sizes in (
-        (2, 1, 80, 97, "index", BF16, 128),
-        (3, 1, 16, 70, "plain", BF16, 128),
-        (2, 3, 5, 33, "plain", FP32, 128),
-        (1, 2, 3, 40, "index", FP32, 96),
-    )
-]
-CHOICES = [
+    *(
+        ("test_index_scores", dict(zip(SIZES, sizes, strict=True)))
+        for sizes in (
+            (2, 1, 80, 97, "index", BF16, 128),
+            (3, 1, 16, 70, "plain", BF16, 128),
+            (2, 3, 5, 33, "plain", FP32, 128),
+            (1, 2, 3, 40, "index", FP32, 96),
+        )
+    ),
     ("test_choose_is_the_chain_of_its_parts", {"tokens": 1, "entries": 75, "k": 9, "kind": "plain", "dtype": FP32}),
+]
+SELECTION = [
     ("test_select", {"shape": (1, 3), "entries": 1030, "k": 12}),
     ("test_order_over_the_whole_range_of_floats", {"orders": 2}),
 ]
 
 
-@pytest.mark.parametrize("calls", [SCORES, CHOICES], ids=["scores", "choices"])
+@pytest.mark.parametrize("calls", [SCORES, SELECTION], ids=["scores", "selection"])
 def test_in_the_model_of_a_gpu(calls):
     in_model.run(__name__, calls)

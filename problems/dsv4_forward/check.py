@@ -56,7 +56,7 @@ from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 CASES = {  # what is checked where nothing is named
-    "cpu": (("tiny", "fp32"), ("tiny", "bf16"), ("tiny", "released"), ("tiny", "nvfp4_experts"), ("tiny", "nvfp4")),
+    "cpu": tuple(("tiny-512", fmt) for fmt in config.FORMATS),
     "cuda": (("tiny-k", "bf16"), ("tiny-k", "nvfp4"), ("flash-4l32e", "bf16"), ("flash-4l32e", "nvfp4")),
 }
 PROMPTS = (150, 37)  # tokens: past the window and a block of 128; a second sequence of another length

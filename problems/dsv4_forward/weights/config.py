@@ -223,6 +223,8 @@ TINY = Config(
     num_nextn_predict_layers=0,
     rope_original=256,
 )
+# With the sizes that the CPU variants of fmha_decode and moe_gemm have.
+TINY_512 = dataclasses.replace(TINY, name="tiny-512", head_dim=512, swiglu_limit=10.0)
 TINY_K = Config(
     name="tiny-k",
     vocab_size=1024,
@@ -241,7 +243,7 @@ TINY_K = Config(
     index_topk=32,
     max_position_embeddings=8192,
 )
-CONFIGS = {config.name: config for config in (FLASH, PRO, TINY, TINY_K)}
+CONFIGS = {config.name: config for config in (FLASH, PRO, TINY, TINY_512, TINY_K)}
 
 
 def find(name: str) -> Config:

@@ -54,6 +54,14 @@ class Table:
             return self
         return self.only([name for name in self.header if name not in IN_REMARKS and (name in NARROW or not narrow)])
 
+    def spread(self) -> "Table":
+        """The table with a column for each field of its cases, where all of them have the same ones."""
+        cases = [dict(word.partition("=")[::2] for word in row[0].split()) for row in self.rows]
+        if self.header[0] != "case" or len({tuple(case) for case in cases}) != 1:
+            return self
+        rows = [[*case.values(), *row[1:]] for case, row in zip(cases, self.rows, strict=True)]
+        return dataclasses.replace(self, header=[*cases[0], *self.header[1:]], rows=rows)
+
     def footnotes(self) -> tuple[list[list[int]], list[str]]:
         """-> (of each row the numbers of its footnotes, the footnotes)."""
         numbers: dict[str, int] = {}

@@ -1,6 +1,7 @@
 """generate.py: a checkpoint's user gets the model's own tokens, as text, as they come, and one line where it cannot."""
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -182,7 +183,7 @@ def test_the_decoded_tokens_time_is_that_of_their_passes(model, capsys, monkeypa
     state = State(CFG, "fp32", sequences=1, blocks=1)
     told = list(decode(model, state, [[1, 2, 3]], Limits(3), Sampler()))
     assert passes == 3 and [one.at for one in told] == [10.0, 20.0, 30.0]
-    generate._run(iter(told), [[1, 2, 3]], None, "cpu", generate.Console(stderr=True))
+    generate._run(iter(told), [[1, 2, 3]], Printer(1, None), "cpu", generate.Console(stderr=True))
     assert "decode: 2 tokens in 20.00 s" in capsys.readouterr().err
 
 
@@ -297,6 +298,26 @@ def test_prompts_are_printed_one_after_the_other(known, capsys):
     assert found == ["7", "", "", "", ",6\n[2 of 3]\n8,9", ",5", ",4\n[3 of 3]\n\n"]
 
 
+def test_stop_text_ends_its_prompt_and_is_not_printed(known, capsys):
+    ids, printer = known.encode("one stop two"), Printer(1, known, ("stop", "sto!"))
+    reasons = [printer.take(Told(0, token)) for token in ids]
+    assert capsys.readouterr().out == "one \n" and next(filter(None, reasons)) == "stop text"
+    assert "".join(
+        shown(capsys, Printer(1, known, ("zz",)), [*map(Told, [0] * len(ids), ids), Told(0, None, END)])
+    ) == ("one stop two\n")
+
+
+def test_text_comes_from_standard_input_and_chat_through_the_template(copy, known, capsys, monkeypatch):
+    path = copy(tokenizer_config={"chat_template": "{{ bos_token }}{{ messages[0].content }}!", "bos_token": "<"})
+    assert generate.text.chat(path, "Hi") == "<Hi!"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
+    piped, said = run(capsys, "--checkpoint", path, "--chat", "--tokens", 3)
+    assert piped == run(capsys, "--checkpoint", path, "--text", "<Hi!", "--tokens", 3)[0]
+    assert "ops by tuned kernels" in said and len(list(filter(None, said.splitlines()))) == 5
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "nothing to continue" in refused(capsys, "--checkpoint", path)
+
+
 # Errors.
 
 
@@ -393,10 +414,12 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
         (["--config", "huge"], "generate.py: --config must"),
         (["--temperature", "-1"], "--temperature must be"),
         (["--top-p", "0"], "--top-p must be"),
-        (["--checkpoint", "nowhere"], "cannot be read"),
+        (["--checkpoint", "nowhere", "--prompt", "1"], "cannot be read"),
+        (["--chat", "--prompt", "1"], "--chat and --stop are about texts"),
+        (["--stop", "", "--text", "x", "--tokenizer", "x"], "--stop must hold a letter or more"),
         (["--kernels", "fast"], "generate.py: --kernels must be"),
         (["--kernels", "linear=winner,linear=winner"], "generate.py: --kernels must name linear once"),
-        (["--checkpoint", __file__], "must be a folder"),
+        (["--checkpoint", __file__, "--prompt", "1"], "must be a folder"),
         (["--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
         (["--config", "flash-61l256e"], "--config: a slice of flash must have 1 to 43 layers and 6 to 256 experts"),
         (["--config", "tiny-2l0e"], "2 to 8 experts, got 2 and 0"),

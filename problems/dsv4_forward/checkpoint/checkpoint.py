@@ -257,7 +257,7 @@ def _bar(show: bool, total: int) -> Iterator[Advance]:
     from rich.console import Console
 
     columns = (*progress.Progress.get_default_columns(), progress.DownloadColumn(), progress.TransferSpeedColumn())
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("weights", total=total)
         yield lambda done: bar.advance(task, done)
 

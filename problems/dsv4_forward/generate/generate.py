@@ -3,10 +3,11 @@
     .venv/bin/python problems/dsv4_forward/generate/generate.py --checkpoint FOLDER --text "Once" --text "Twice"
     .venv/bin/python problems/dsv4_forward/generate/generate.py --config tiny --prompt 1,2,3 --tokens 50
 
-A checkpoint's folder holds safetensors, config.json and tokenizer.json. A text is continued as it is, without a chat
-template, until --tokens, an end token of generation_config.json or config.json, or the end of the context. Without a
-checkpoint, weights are random. What is generated goes to standard output, everything else to standard error. Several
-prompts are decoded together; each is printed behind a line that numbers it.
+A checkpoint's folder holds safetensors, config.json and tokenizer.json. A text, from --text or standard input, is
+continued as it is, or with --chat answered, until --tokens, a --stop, an end token of generation_config.json or
+config.json, or the end of the context. Without a checkpoint, weights are random. What is generated goes to standard
+output, everything else to standard error. Several prompts are decoded together; each is printed behind a line that
+numbers it.
 """
 
 import argparse
@@ -57,6 +58,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--prompt", metavar="IDS", action="append", help="token ids with commas in place of --text; likewise"
     )
+    p.add_argument("--chat", action="store_true", help="each text is a user's, in the checkpoint's chat template")
+    p.add_argument("--stop", metavar="TEXT", action="append", help="end ahead of this text; may be given several times")
     p.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json other than the checkpoint's")
     p.add_argument("--tokens", type=some, default=64, help="how many to generate for each prompt")
     p.add_argument("--ignore-end", action="store_true", help="go on after an end token")
@@ -70,6 +73,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--format", choices=config.FORMATS, help="number format (default: bf16, or the checkpoint's)")
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,...")
+    p.add_argument("--verbose", action="store_true", help="say which kernel computes what")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--chunk", type=some, default=128, help="tokens of a prompt in a pass")
     args = p.parse_args(argv)
@@ -87,6 +91,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         p.error("--text and --prompt cannot be mixed: give all prompts as texts, or all as ids")
     if args.text and not (args.checkpoint or args.tokenizer):
         p.error("--text needs a --checkpoint with a tokenizer.json, or a --tokenizer")
+    if not (args.text or args.prompt) and (args.checkpoint or args.tokenizer):
+        if sys.stdin is None or sys.stdin.isatty():
+            p.error("there is nothing to continue: give --text, --prompt, or a text on standard input")
+        args.text = [sys.stdin.read()]
+    if (args.chat or args.stop) and not args.text:
+        p.error("--chat and --stop are about texts: give --text, or a text on standard input")
+    if args.chat and not args.checkpoint:
+        p.error("--chat needs a --checkpoint, which has the template")
+    if not all(args.stop or ["one"]):
+        p.error("--stop must hold a letter or more, got an empty text")
     if args.draft and (args.temperature or len(args.text or args.prompt or [1]) > 1):
         p.error("--draft decodes one prompt greedily: it needs --temperature 0 and one --text or --prompt")
     return args
@@ -116,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = None
         if args.text or args.tokenizer:
             tokenizer = text.tokenizer(args.checkpoint, args.tokenizer)
+        if args.chat:
+            args.text = [text.chat(args.checkpoint, one) for one in args.text]
         prompts = _prompts(args, tokenizer, cfg)
         _say_of_context(args.tokens, prompts, cfg, say)
         ends = frozenset()
@@ -133,12 +149,13 @@ def main(argv: list[str] | None = None) -> int:
                 found = _drafted(model, state, prompts[0], limits, say)
             else:
                 found = decode(model, state, prompts, limits, sampler)
-            _run(found, prompts, tokenizer, args.device, say)
+            _run(found, prompts, Printer(len(prompts), tokenizer, args.stop or ()), args.device, say)
     except (ValueError, OSError, RuntimeError) as error:
         full = no_memory(error)
         if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or full):
             raise
-        said = f"no memory: give a smaller --config, a shorter prompt or fewer --tokens ({error})" if full else error
+        smaller = "a larger GPU" if args.checkpoint else "a smaller --config"
+        said = f"no memory: use {smaller}, a shorter prompt or fewer --tokens ({error})" if full else error
         say.print(terminal.visible(f"{NAME}: {said}"), markup=False, highlight=False, soft_wrap=True)
         return 2
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
@@ -167,7 +184,10 @@ def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
     else:
         weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
     chosen = kernel_names.choose(args.kernels, load.device_target(args.device), weights)
-    for line in chosen.report:
+    tuned = sum(name != "reference" for name in chosen.names.values())
+    source = args.checkpoint or "random weights"
+    head = f"{cfg.name} in {weights.format}, {source}, {tuned} of {len(chosen.names)} ops by tuned kernels (--verbose)"
+    for line in (head, *(chosen.report if args.verbose else ())):
         say.print(line, markup=False, highlight=False, soft_wrap=True)
     return Model(weights, chosen.ops)
 
@@ -226,18 +246,16 @@ def _drafted(model: Model, state: State, prompt: list[int], limits: Limits, say:
     say.print(f"guesses: {hits} of {passes} right")
 
 
-def _run(
-    found: Iterator[Told], prompts: list[list[int]], tokenizer: text.Tokenizer | None, device: str, say: Console
-) -> None:
+def _run(found: Iterator[Told], prompts: list[list[int]], printer: Printer, device: str, say: Console) -> None:
     """Print the tokens as they come, then how fast they came and why each prompt got no more."""
     start = first = last = time.perf_counter()
-    printer, reasons, count = Printer(len(prompts), tokenizer), [""] * len(prompts), 0
+    reasons, count = [""] * len(prompts), 0
     for told in found:
         count += told.token is not None
-        if told.reason:
-            reasons[told.prompt] = told.reason
         first, last = (told.at if count <= 1 else first), told.at
-        printer.take(told)
+        reasons[told.prompt] = reasons[told.prompt] or printer.take(told)
+        if all(reasons) and not told.reason:  # a stop text ended the last one
+            break
     # Only the passes count: the first one of each prompt fed all of it.
     decoded, seconds, fed = max(count - len(prompts), 0), last - first, sum(map(len, prompts))
     say.print(f"prompt: {fed} tokens in {first - start:.2f} s, {fed / (first - start):.1f} tokens/s")

@@ -1,7 +1,11 @@
 """`Printer`: tokens on standard output as they come, as text or as ids."""
 
+from collections.abc import Sequence
+
 from problems.dsv4_forward.generate.decoding import Told
 from problems.dsv4_forward.generate.text import Tokenizer
+
+STOP = "stop text"  # why a prompt gets no more tokens
 
 
 class Printer:
@@ -10,19 +14,26 @@ class Printer:
     Of several prompts each is printed behind a line with its number. Text is on separate lines, ids have commas.
     """
 
-    def __init__(self, count: int, tokenizer: Tokenizer | None) -> None:
-        """count: of prompts; tokenizer: None to print ids."""
-        self._count, self._shown = count, 0
+    def __init__(self, count: int, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> None:
+        """count: of prompts; tokenizer: None to print ids; stops: texts that end a prompt, and are not printed."""
+        self._count, self._shown, self._stops = count, 0, stops
+        self._held = [""] * count  # what may be the begin of a stop
         self._pieces = [tokenizer.pieces() for _ in range(count)] if tokenizer else []
         self._waiting = [""] * count
         self._begun: set[int] = set()
         self._done: set[int] = set()
         self._head()
 
-    def take(self, told: Told) -> None:
-        """Print the token, or keep it."""
-        self._waiting[told.prompt] += self._shape(told)
-        if told.reason:
+    def take(self, told: Told) -> str:
+        """Print the token, or keep it. Return why it is the prompt's last one, "" if it is not."""
+        text, reason = self._held[told.prompt] + self._shape(told), told.reason
+        if places := [text.index(stop) for stop in self._stops if stop in text]:
+            text, reason = text[: min(places)], STOP
+        begins = (len(text) - n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = len(text) if reason else min(begins, default=len(text))
+        self._waiting[told.prompt] += text[:end]
+        self._held[told.prompt] = text[end:]
+        if reason:
             self._done.add(told.prompt)
         self._flush()
         while self._shown in self._done:
@@ -31,6 +42,7 @@ class Printer:
             if self._shown < self._count:
                 self._head()
                 self._flush()
+        return reason
 
     def _shape(self, told: Told) -> str:
         if self._pieces:

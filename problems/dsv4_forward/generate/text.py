@@ -83,6 +83,33 @@ def tokenizer(folder: Path | None, file: Path | None) -> Tokenizer:
     return Tokenizer(file or folder / "tokenizer.json", bos)
 
 
+def chat(folder: Path, said: str) -> str:
+    """Return the text of a conversation in which a user says this, up to where the answer begins.
+
+    The template is a checkpoint's chat_template.jinja, or chat_template of its tokenizer_config.json. ValueError: it
+    has none, or one that fails.
+    """
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    known = read_json(settings) if settings.exists() else {}
+    template = file.read_text() if file.exists() else known.get("chat_template")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"--chat: {folder} has no chat template: give the conversation as its model expects it, as --text"
+        )
+    # A special token is a text, or an object that holds it.
+    special = {name: known.get(name) for name in ("bos_token", "eos_token")}
+    special = {name: one.get("content") if isinstance(one, dict) else one for name, one in special.items()}
+    try:
+        made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+        messages = [{"role": "user", "content": said}]
+        return made.render(messages=messages, add_generation_prompt=True, **special)
+    except TemplateError as error:
+        raise ValueError(f"--chat: the chat template of {folder} fails: {error}") from error
+
+
 def end_tokens(folder: Path, vocab: int) -> frozenset[int]:
     """Return the tokens that end a text: eos_token_id of generation_config.json, or else of config.json; none if
     neither has it.

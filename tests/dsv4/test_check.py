@@ -147,9 +147,7 @@ def test_the_command_passes_the_winners(more, capsys, monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["--steps", "-1"], "check: --steps must be 1 or more, got -1 (see .venv/bin/python -m problems.dsv4"),
-        (["--steps", "0"], "check: --steps must be 1 or more, got 0"),
         (["--steps"], "--steps: expected one argument (see"),
-        (["--steps", "x"], "check: --steps must be 1 or more, got 'x'"),
         (["extra"], "unexpected argument extra ("),
         (["--device", "tpu"], "check: --device must be cpu, cuda or"),
         (["--config", "huge"], "check: --config must"),

@@ -52,7 +52,7 @@ class Context:
     def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
         """Return x w^T: x (N, k) -> (N, n)."""
         out = self.empty(len(x), w.n)
-        self.ops.linear(x, w, out)
+        self.ops.linear(x=x, w=w, out=out)
         return out
 
     def two_linears(self, x: torch.Tensor, first: Linear, second: Linear) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,19 +61,19 @@ class Context:
         apart = -(-sizes[0] // 64) * 64
         room = self.empty(apart + sizes[1])
         outs = room[: sizes[0]].view(len(x), first.n), room[apart:].view(len(x), second.n)
-        self.ops.two_linears(x, first, second, *outs)
+        self.ops.two_linears(x=x, first=first, second=second, first_out=outs[0], second_out=outs[1])
         return outs
 
     def norm_linears(self, x: torch.Tensor, weight: torch.Tensor, matrices: list[Linear]) -> list[torch.Tensor]:
         """Return the products of x, normed with `weight`, with each of the matrices."""
         outs = [self.empty(len(x), w.n) for w in matrices]
-        self.ops.norm_linears(x, weight, self.config.rms_norm_eps, matrices, outs)
+        self.ops.norm_linears(x=x, weight=weight, eps=self.config.rms_norm_eps, matrices=matrices, outs=outs)
         return outs
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return x, normed over its last axis."""
         out = torch.empty_like(x, dtype=self.dtype)
-        self.ops.rms_norm(x, weight, self.config.rms_norm_eps, out)
+        self.ops.rms_norm(x=x, weight=weight, eps=self.config.rms_norm_eps, out=out)
         return out
 
 
@@ -117,15 +117,23 @@ def _site(
     copies = residual.copies if isinstance(residual, Pending) else residual
     count, n, d = copies.shape
     u, post, comb = ctx.empty(count, d), *(ctx.empty(count, *shape, dtype=torch.float32) for shape in ((n,), (n, n)))
-    weights = site.fn, site.base, site.scale
+    weights = {"fn": site.fn, "base": site.base, "scale": site.scale}
     if not isinstance(residual, Pending):
         mixed = torch.empty_like(u)
-        ctx.ops.mhc_pre(copies, *weights, ctx.config, mixed, post, comb)
-        ctx.ops.rms_norm(mixed, norm, ctx.config.rms_norm_eps, u)
+        ctx.ops.mhc_pre(copies=copies, **weights, cfg=ctx.config, out=mixed, post=post, comb=comb)
+        ctx.ops.rms_norm(x=mixed, weight=norm, eps=ctx.config.rms_norm_eps, out=u)
         return u, copies, post, comb
     new = torch.empty_like(copies)
-    given = residual.y, residual.second, copies, residual.post, residual.comb
-    ctx.ops.mhc_site(*given, *weights, norm, ctx.config, new, u, post, comb)
+    ctx.ops.mhc_site(
+        **vars(residual),
+        **weights,
+        weight=norm,
+        cfg=ctx.config,
+        new_copies=new,
+        out=u,
+        new_post=post,
+        new_comb=comb,
+    )
     return u, new, post, comb
 
 
@@ -140,38 +148,38 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     raised, *rest = ctx.norm_linears(lowered, w.q_norm, matrices)
     raised = raised.view(n_tokens, heads, width)
     scoring = rest[0].view(n_tokens, cfg.index_n_heads, cfg.index_head_dim) if rest else None
-    turn = cfg.rms_norm_eps, rope.cos, rope.sin
+    angles = {"cos": rope.cos, "sin": rope.sin}
+    norm = {"eps": cfg.rms_norm_eps, **angles}
     ops.layer_rows(
-        (raised, None, *turn, query),
-        (key, w.kv_norm, *turn, state.window, batch.window_target),
-        entries,
-        None if scoring is None else (scoring, rope.cos, rope.sin, ctx.quantised_index, scoring),
+        queries={"x": raised, "weight": None, **norm, "out": query},
+        key={"x": key, "weight": w.kv_norm, **norm, "pages": state.window, "index": batch.window_target},
+        compressed=entries,
+        index=None if scoring is None else {"x": scoring, **angles, "quantise": ctx.quantised_index, "out": scoring},
     )
     index = _visible(scoring, gates, state, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
     ops.fmha_rotate(
-        query.unsqueeze(1),
-        state.window,
-        batch.window_index.unsqueeze(1),
-        None if index is None else state.cache,
-        None if index is None else index.unsqueeze(1),
-        w.sink,
-        width**-0.5,
-        rope.cos,
-        rope.sin,
-        out,
-        lse,
+        q=query.unsqueeze(1),
+        window=state.window,
+        window_index=batch.window_index.unsqueeze(1),
+        cache=None if index is None else state.cache,
+        index=None if index is None else index.unsqueeze(1),
+        sink=w.sink,
+        scale=width**-0.5,
+        **angles,
+        out=out,
+        lse=lse,
     )
     grouped = out.view(n_tokens, cfg.o_groups, heads // cfg.o_groups * width)
     low = ctx.empty(n_tokens, cfg.o_groups, cfg.o_lora_rank)
-    ops.grouped_linear(grouped, w.wo_a, low)
+    ops.grouped_linear(x=grouped, w=w.wo_a, out=low)
     return ctx.linear(low.view(n_tokens, -1), w.wo_b)
 
 
 def _entries(
     u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context
-) -> tuple[list[tuple], torch.Tensor | None]:
+) -> tuple[list[dict], torch.Tensor | None]:
     """Multiply by the matrices of the compressors, and by the index weights where entries are scored.
 
     -> the arguments of write_entry for each compressor, which is still to be called; fp32 (N, index heads), or None.
@@ -188,26 +196,26 @@ def _entries(
     if _scores(state, ctx):
         gates = ctx.empty(len(u), ctx.config.index_n_heads, dtype=torch.float32)
         matrices.append(w.indexer.weights_proj)
-    ctx.ops.matmuls(u, matrices, projected if gates is None else [*projected, gates])
+    ctx.ops.matmuls(x=u, weights=matrices, outs=projected if gates is None else [*projected, gates])
     batch, ratio = ctx.batch, state.ratio
     return [
-        (
-            part,
-            one.ape,
-            one.norm,
-            batch.position,
-            batch.sequence,
-            tail,
-            batch.emit[ratio],
-            ratio,
-            ratio == CSA,
-            rope.freqs,
-            ctx.config.rms_norm_eps,
-            ctx.dtype,
-            pages,
-            batch.target[ratio],
-            hadamard,
-        )
+        {
+            "projected": part,
+            "ape": one.ape,
+            "norm_weight": one.norm,
+            "position": batch.position,
+            "sequence": batch.sequence,
+            "tail": tail,
+            "emit": batch.emit[ratio],
+            "ratio": ratio,
+            "overlap": ratio == CSA,
+            "freqs": rope.freqs,
+            "eps": ctx.config.rms_norm_eps,
+            "dtype": ctx.dtype,
+            "pages": pages,
+            "index": batch.target[ratio],
+            "hadamard": hadamard,
+        }
         for part, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
     ], gates
 
@@ -242,14 +250,14 @@ def _select(query: torch.Tensor, weights: torch.Tensor, state: LayerState, ctx: 
     for start, stop, row, rows, count in _groups(batch):
         part, shape = slice(start, stop), (rows, count)
         ops.choose(
-            query[part].view(*shape, heads, width),
-            weights[part].view(*shape, heads),
-            (width * heads) ** -0.5,
-            state.index_keys,
-            batch.rows[row : row + rows],
-            batch.visible[CSA][part].view(shape),
-            batch.entries[CSA],
-            places[part].view(*shape, k),
+            q=query[part].view(*shape, heads, width),
+            weights=weights[part].view(*shape, heads),
+            scale=(width * heads) ** -0.5,
+            keys=state.index_keys,
+            table=batch.rows[row : row + rows],
+            visible=batch.visible[CSA][part].view(shape),
+            entries=batch.entries[CSA],
+            out=places[part].view(*shape, k),
         )
     return places
 
@@ -271,11 +279,11 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
 def write_copies(pending: Pending, ctx: Context) -> torch.Tensor:
     """Return the copies (N, n, d) with what is pending written to them."""
     out = torch.empty_like(pending.copies)
-    rest = pending.copies, pending.post, pending.comb, out
+    rest = {"copies": pending.copies, "post": pending.post, "comb": pending.comb, "out": out}
     if pending.second is None:
-        ctx.ops.mhc_post(pending.y, *rest)
+        ctx.ops.mhc_post(y=pending.y, **rest)
     else:
-        ctx.ops.mhc_post_sum(pending.y, pending.second, *rest)
+        ctx.ops.mhc_post_sum(first=pending.y, second=pending.second, **rest)
     return out
 
 
@@ -287,15 +295,25 @@ def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, tor
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
     gates = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.float32)
     router = w.router
-    ops.route(u, router.weight, router.bias, router.table, ctx.batch.tokens, cfg, ids, gates)
+    ops.route(
+        u=u,
+        weight=router.weight,
+        bias=router.bias,
+        table=router.table,
+        tokens=ctx.batch.tokens,
+        cfg=cfg,
+        out_ids=ids,
+        out_weights=gates,
+    )
+    chosen = {"x": u, "ids": ids, "weights": gates, "w13": w.w13, "w2": w.w2, "limit": cfg.swiglu_limit}
     if joined(ops.all_experts, w.w13, u):
         total = ctx.empty(*u.shape, dtype=u.dtype)
-        ops.all_experts(u, ids, gates, w.w13, w.w2, w.shared_w13, w.shared_w2, cfg.swiglu_limit, total)
+        ops.all_experts(**chosen, shared_w13=w.shared_w13, shared_w2=w.shared_w2, out=total)
         return total, None
     routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
     shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
-    ops.experts(u, ids, gates, w.w13, w.w2, cfg.swiglu_limit, routed)
-    ops.shared(u, w.shared_w13, w.shared_w2, cfg.swiglu_limit, shared)
+    ops.experts(**chosen, out=routed)
+    ops.shared(x=u, w13=w.shared_w13, w2=w.shared_w2, limit=cfg.swiglu_limit, out=shared)
     return routed, shared
 
 
@@ -317,5 +335,5 @@ def head(
     """
     u, copies, *_ = _site(residual, site, norm, ctx)
     out = ctx.empty(len(u), ctx.config.vocab_size, dtype=torch.float32)
-    ctx.ops.matmul(u, weight, out)
+    ctx.ops.matmul(x=u, weight=weight, out=out)
     return out, copies

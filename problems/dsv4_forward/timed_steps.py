@@ -150,9 +150,9 @@ class Decode:
         """How many experts of each layer the first step goes to, by the reference."""
         found: list[int] = []
 
-        def route(*args: object) -> None:
-            ops.REFERENCE.route(*args)
-            found.append(len(args[6].unique()))
+        def route(**named: Any) -> None:
+            ops.REFERENCE.route(**named)
+            found.append(len(named["out_ids"].unique()))
 
         step = Step(
             Model(self.made, dataclasses.replace(ops.REFERENCE, route=route)),

@@ -276,7 +276,7 @@ class Recorder:
         index = [("index_query", given["index"])] if given["index"] else []
         every = [("norm_rotate", given["queries"]), ("write_key", given["key"]), *compressed, *index]
         names = [name for name, _ in every]
-        calls = [inspect.signature(vars(ops.REFERENCE)[name]).bind(*one).arguments for name, one in every]
+        calls = [one for _, one in every]
         if (count := self._number(self.layer, "layer_rows", *calls)) > OFTEN:
             return
         self._compare_calls(names, calls)
@@ -287,7 +287,7 @@ class Recorder:
     def _compare_calls(self, names: Sequence[str], calls: Sequence[dict], said: str = "") -> None:
         """Compare one call of layer_rows, which does these. said: as in _compare_one."""
         mine = [_copies(CHECKS[name], one, self.dtype, self.dtype) for name, one in zip(names, calls, strict=True)]
-        queries, key, *rest = (tuple(one.values()) for one in mine)
+        queries, key, *rest = mine
         compressed = names.count("write_entry")
         with _blamed(self.layer, "layer_rows"):
             self.composed.layer_rows(queries, key, rest[:compressed], *rest[compressed:])

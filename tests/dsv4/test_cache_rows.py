@@ -286,25 +286,28 @@ def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
     found = []
     for together in (True, False):
         query, window = torch.full_like(x, float("nan")), made_pages("entry", torch.uint8, 512)
-        queries, written = (x, None, 1e-6, cos, sin, query), (key, weight.to(dtype), 1e-6, cos, sin, window, index)
+        turn = {"eps": 1e-6, "cos": cos, "sin": sin}
+        queries = {"x": x, "weight": None, **turn, "out": query}
+        written = {"x": key, "weight": weight.to(dtype), **turn, "pages": window, "index": index}
         scored, entries = draw(count, 4, 128, dtype=dtype), []
-        index_query = (scored, cos, sin, True, scored) if len(ratios) == 2 else None
+        index_query = {"x": scored, "cos": cos, "sin": sin, "quantise": True, "out": scored}
+        index_query = index_query if len(ratios) == 2 else None
         outputs = [query, window.data, scored]
         for i, ratio in enumerate(ratios):
             width, kind = (128, "index") if i < len(ratios) - 1 else (512, "entry")
             given = compressor(ratio, width, lengths, [1] * count, dtype)
             given["emit"], pages = torch.arange(count, device=DEVICE), made_pages(kind, torch.uint8, width)
-            entries.append((*given.values(), pages, index, kind == "index"))
+            entries.append({**given, "pages": pages, "index": index, "hadamard": kind == "index"})
             outputs += [given["tail"], pages.data]
         if together:
             ops["layer_rows"](queries, written, entries, index_query)
         else:
-            ops["norm_rotate"](*queries)
-            ops["write_key"](*written)
+            ops["norm_rotate"](**queries)
+            ops["write_key"](**written)
             for entry in entries:
-                ops["write_entry"](*entry)
+                ops["write_entry"](**entry)
             if index_query:
-                ops["index_query"](*index_query)
+                ops["index_query"](**index_query)
         found.append([one.view(torch.uint8) for one in outputs])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

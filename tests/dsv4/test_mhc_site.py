@@ -103,9 +103,9 @@ def test_what_is_carried_from_layer_to_layer_is_what_a_probe_sees_written():
     weights = tree.random(config.TINY, "bf16", seed=2)
     probe, calls = Seen(), []
 
-    def counted(*given: object) -> None:
+    def counted(**given: object) -> None:
         calls.append(None)
-        ops.REFERENCE.mhc_site(*given)
+        ops.REFERENCE.mhc_site(**given)
 
     table = dataclasses.replace(ops.REFERENCE, mhc_site=counted)
     carried = logits_of(weights, table, None)

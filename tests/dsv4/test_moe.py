@@ -456,14 +456,18 @@ def test_a_model_asks_for_one_output_where_a_kernel_has_it(model):
     assert found.report[-1] == "moe_gemm/together, up to 4 tokens with the shared expert: 4 of 4 layers"
     table = dataclasses.replace(ops.REFERENCE, **found.functions)
     ffn, seen = next(iter(model.blocks())).ffn, []
-    counted = common.rewrapped(table.all_experts, lambda op: lambda *args: seen.append(len(args[0])))
+    counted = common.rewrapped(table.all_experts, lambda op: lambda **given: seen.append(len(given["x"])))
     context = SimpleNamespace(
         config=SMALL,
         ops=dataclasses.replace(table, all_experts=counted),
         batch=SimpleNamespace(tokens=None),
         empty=lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype),
     )
-    context.ops = dataclasses.replace(context.ops, route=lambda *args: args[6].copy_(torch.arange(args[6].shape[1])))
+
+    def route(out_ids, **rest):
+        out_ids.copy_(torch.arange(out_ids.shape[1]))
+
+    context.ops = dataclasses.replace(context.ops, route=route)
     for tokens in (4, 5):
         first, second = layers.moe(inputs(tokens, SMALL.hidden_size), ffn, context)
         assert (second is None) == (tokens == 4) and first.dtype == torch.bfloat16

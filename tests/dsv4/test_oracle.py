@@ -150,10 +150,10 @@ def narrow_window(model: Model) -> None:
     """127 keys in place of 128."""
     fmha = model.ops.fmha_rotate
 
-    def less(q, window, index, *rest):
-        index = index.clone()
+    def less(window_index, **rest):
+        index = window_index.clone()
         index[..., 0] = -1
-        fmha(q, window, index, *rest)
+        fmha(window_index=index, **rest)
 
     model.ops = dataclasses.replace(model.ops, fmha_rotate=less)
 

@@ -174,8 +174,8 @@ def by_row(table: ops.Ops) -> ops.Ops:
     """The same ops, these called for each token by itself."""
 
     def split(op: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
-        def call(*arguments: object) -> None:
-            given = inspect.signature(op).bind(*arguments).arguments
+        def call(*arguments: object, **named: object) -> None:
+            given = inspect.signature(op).bind(*arguments, **named).arguments
             rows = {name: given[name] for name in names if given[name] is not None}
             for row in range(len(given[names[0]])):
                 op(**given | {name: value[row : row + 1] for name, value in rows.items()})

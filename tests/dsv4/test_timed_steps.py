@@ -48,9 +48,9 @@ def test_the_least_traffic_is_that_of_the_experts_which_a_step_goes_to():
     seen = []
     chosen = decode.choose()
 
-    def experts(*args):
-        seen.append(len(args[1].unique()))
-        timed_steps.ops.REFERENCE.experts(*args)
+    def experts(**given):
+        seen.append(len(given["ids"].unique()))
+        timed_steps.ops.REFERENCE.experts(**given)
 
     plain = dataclasses.replace(timed_steps.ops.REFERENCE, experts=experts)
     decode.step(dataclasses.replace(chosen, ops=plain))()

@@ -181,15 +181,15 @@ class Entries:
             code = self._index_query(*pointers, tokens * heads, heads, width, half, quantise, bf16, into)
             build.check(code, "index_query")
 
-    def layer_rows(self, queries: tuple, key: tuple, compressed: Sequence[tuple], index: tuple | None = None) -> None:
+    def layer_rows(self, queries: dict, key: dict, compressed: Sequence[dict], index: dict | None = None) -> None:
         """Compute chains.layer_rows, in one launch; what layer_rows.cuh does not take, in one each before it."""
         into = create_string_buffer(STEP_BYTES)
-        self.norm_rotate(*queries, into=into)
-        self.write_key(*key, into=into)
+        self.norm_rotate(**queries, into=into)
+        self.write_key(**key, into=into)
         for one in compressed:
-            self.write_entry(*one, into=into)
+            self.write_entry(**one, into=into)
         if index is not None:
-            self.index_query(*index, into=into)
+            self.index_query(**index, into=into)
         build.check(self._layer_rows(into), "layer_rows")
 
     def _write_rows(

@@ -251,16 +251,16 @@ def layer_rows(parts: Parts) -> Callable[..., None]:
     compressor, and the indexer's queries.
     """
 
-    def run(queries: tuple, key: tuple, compressed: Sequence[tuple], index: tuple | None = None) -> None:
-        """Do norm_rotate(*queries), write_key(*key), write_entry(*one) for each of compressed, and index_query(*index),
-        in any order: no output of one is an input or output of another. ValueError as these.
+    def run(queries: dict, key: dict, compressed: Sequence[dict], index: dict | None = None) -> None:
+        """Do norm_rotate(**queries), write_key(**key), write_entry(**one) for each of compressed, and
+        index_query(**index), in any order: no output of one is an input or output of another. ValueError as these.
         """
-        parts.norm_rotate(*queries)
-        parts.write_key(*key)
+        parts.norm_rotate(**queries)
+        parts.write_key(**key)
         for one in compressed:
-            parts.write_entry(*one)
+            parts.write_entry(**one)
         if index is not None:
-            parts.index_query(*index)
+            parts.index_query(**index)
 
     return run
 

@@ -8,8 +8,7 @@ TARGETS = ("cpu", "sm90", "sm100")
 
 def layer_rows(queries, key, compressed, index=None):
     REFERENCE.layer_rows(queries, key, compressed, index)
-    x, weight, eps, _, _, out = queries
-    REFERENCE.rms_norm(x, weight, eps, out)
+    REFERENCE.rms_norm(queries["x"], queries["weight"], queries["eps"], queries["out"])
 
 
 prepare = judged_call.with_functions(layer_rows=layer_rows)

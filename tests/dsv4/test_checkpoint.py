@@ -237,10 +237,18 @@ def test_a_plain_checkpoint_of_mixed_precision_loses_nothing(saved, tmp_path):
     assert load(path, fmt="bf16", progress=False).format == "bf16", "rounding is for the asking"
 
 
-def test_a_prediction_layer_can_be_left_out(saved):
+@pytest.mark.parametrize("other", [False, True])
+def test_a_prediction_layer_can_be_left_out(saved, tmp_path, other):
+    """As is one that is not of the model's kind."""
     without = dataclasses.replace(SMALL, num_nextn_predict_layers=0, compress_ratios=SMALL.ratios)
-    again = load(saved("released"), without, progress=False)
-    assert again.mtp is None
+    path = saved("released")
+    if other:
+        without, path = (
+            None,
+            edited(path, tmp_path / "other", lambda tensors: tensors.update({"mtp.1.x": torch.ones(2)})),
+        )
+    again = load(path, without, progress=False)
+    assert again.mtp is None and again.config.num_nextn_predict_layers == 0
     assert bits(again.layers[2].ffn.w13.weight) == bits(made("released").layers[2].ffn.w13.weight)
 
 

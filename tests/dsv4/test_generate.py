@@ -332,9 +332,7 @@ def refused(capsys, *words: object) -> str:
     return err.strip().splitlines()[-1]
 
 
-def test_what_has_no_effect_is_refused_and_the_end_of_the_context_is_named(capsys):
-    said = refused(capsys, "--config", "tiny", "--ignore-end")
-    assert "--ignore-end is about a checkpoint's end tokens: leave it out" in said
+def test_the_end_of_the_context_is_named(capsys):
     screen = Console(stderr=True)
     generate._say_of_context(46, [[1], [1, 2, 3]], CFG, screen)
     assert capsys.readouterr().err == ""

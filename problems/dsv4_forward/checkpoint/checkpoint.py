@@ -3,6 +3,7 @@
 Files are safetensors, memory-mapped, and go to the device tensor by tensor. Names and formats: checkpoint_names.py.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,8 +121,9 @@ def load(
 ) -> ModelWeights:
     """The weights of a checkpoint: a folder with an index and its files, or with one file, or a file.
 
-    cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. fmt: the format to
-    hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
+    cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. So are those left out
+    that are not one layer of the model's kind (the release of July 2026 drafts with three of another). fmt: the format
+    to hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
     CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor, every file that cannot be read
     and what quantization_config of config.json says otherwise than the tensors, before any weight is loaded, or in the
     end every tensor with wrong values (values.fault); ValueError: the checkpoint cannot become `fmt`.
@@ -143,6 +145,10 @@ def load(
             raise CheckpointError(path, files.faults + other) from error
         joined = any(name.endswith(".experts.w13.weight") for name in files.stored)
         pieces = checkpoint_names.pieces(cfg, source, joined)
+        unknown = [name for name in files.stored if name not in pieces and not checkpoint_names.ignored(cfg, name)]
+        if any(name.startswith("mtp.") for name in unknown):
+            cfg = dataclasses.replace(cfg, num_nextn_predict_layers=0, compress_ratios=cfg.ratios)
+            pieces = checkpoint_names.pieces(cfg, source, joined)
         faults = files.faults + quantisation.contradictions(said, files.stored)
         if faults := faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
             raise CheckpointError(f"{path} as {cfg.name} in {source}", faults)

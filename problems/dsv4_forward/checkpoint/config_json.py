@@ -401,8 +401,6 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
     if wrong:
         said = f"{wrong[0]} must be an integer, 0 or more, got {counts[wrong[0]]!r}"
         faults += ["missing num_hidden_layers" if layers is None else said]
-    elif extra > 1:
-        faults.append(f"num_nextn_predict_layers must be 0 or 1, got {extra}")
     key, listed = "compress_ratios", data.get("compress_ratios") or ()
     if not isinstance(listed, list | tuple):
         faults.append(f"compress_ratios must be a list, got {listed!r}")
@@ -419,8 +417,10 @@ def _layers(data: dict, faults: list[str]) -> dict[str, object]:
     elif ratios and len(ratios) not in (layers, layers + extra):
         many = f"{layers} + {extra}" if extra else layers
         faults.append(f"{key} must have {many} entries, got {len(ratios)}")
+    elif extra != 1:  # several layers are another way to draft, and are left out
+        ratios, extra = ratios[:layers], 0
     elif ratios:
-        ratios = ratios[:layers] + (ratios[layers:] or (SWA,) * extra)
+        ratios = ratios[:layers] + (ratios[layers:] or (SWA,))
     return {
         "num_hash_layers": _hashed(data, layers, faults),
         "num_nextn_predict_layers": 0 if wrong else extra,

@@ -83,8 +83,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             p.error(f"--{name} must be {value} or more, got {getattr(args, name)}")
     if args.checkpoint and args.config is not None:
         p.error("--config is for random weights: leave it out, or --checkpoint, which has its own config.json")
-    if args.ignore_end and not args.checkpoint:
-        p.error("--ignore-end is about a checkpoint's end tokens: leave it out, or give a --checkpoint")
     if not args.temperature and (args.top_k > 0 or 0 < args.top_p < 1):
         p.error("--top-k and --top-p limit what is drawn: they need a --temperature above 0")
     if args.text and args.prompt:
@@ -141,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         with _of_option("--temperature", "--top-k", "--top-p", "--seed"):
             sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         model, blocks = _model(args, cfg, say), _blocks(cfg, prompts, args.tokens)
+        cfg = model.config  # without the prediction layers that were left out
         # A longer chunk than the context would only take memory.
         chunk = min(args.chunk, max(cfg.max_position_embeddings, 2))
         state = State(cfg, model.weights.format, len(prompts), blocks, chunk, args.device, snapshots=0)
@@ -186,7 +185,8 @@ def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
     chosen = kernel_names.choose(args.kernels, load.device_target(args.device), weights)
     tuned = sum(name != "reference" for name in chosen.names.values())
     source = args.checkpoint or "random weights"
-    head = f"{cfg.name} in {weights.format}, {source}, {tuned} of {len(chosen.names)} ops by tuned kernels (--verbose)"
+    draft = "with a layer to draft" if weights.mtp else "no layer to draft"
+    head = f"{cfg.name} in {weights.format}, {source}, {draft}, {tuned} of {len(chosen.names)} ops by tuned kernels"
     for line in (head, *(chosen.report if args.verbose else ())):
         say.print(line, markup=False, highlight=False, soft_wrap=True)
     return Model(weights, chosen.ops)

@@ -1,6 +1,6 @@
 """Check end to end that the model says the same with these kernels in it; if it does not, name where it begins.
 
-    .venv/bin/python -m harness check dsv4_forward [--kernels winners] [--attribute]
+    .venv/bin/python -m harness check dsv4_forward [--kernels winners]
     .venv/bin/python -m problems.dsv4_forward.check --config tiny --format nvfp4
 
 Three passes over the same tokens, a ragged prefill and greedy decode steps, on the same weights: the oracle (reference
@@ -8,8 +8,9 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 
 * each kernel call of the oracle's pass is repeated with the composed kernel and with the reference, on equal inputs:
   the first one past its budget (trace.CHECKS) is named with its layer. So are calls behind long random contexts of
-  three sequences, where entries end that are not the first, index keys tie, and what no token wrote is NaN. There
-  each op is also called with inputs in which its constants matter: eps, floors, clamps, sinks, ties (edges.py);
+  three sequences, where entries end that are not the first, index keys tie, and what no token wrote is NaN, and those
+  of a token for each of 40 and of 65 sequences. There each op is also called with inputs in which its constants
+  matter: eps, floors, clamps, sinks, ties (edges.py);
 * what each layer by itself makes of the oracle's hc copies, the copies after each layer of a free pass, and the logits
   may be off the oracle's by 1.5 times what the reference kernels in the model's dtype are off (independent errors of
   one size add up to 1.4 of it), since quantised activations turn a rounding error into a step of the format, and later
@@ -59,7 +60,8 @@ CASES = {  # what is checked where nothing is named
     "cpu": tuple(("tiny-512", fmt) for fmt in config.FORMATS),
     "cuda": (("tiny-k", "bf16"), ("tiny-k", "nvfp4"), ("flash-4l32e", "bf16"), ("flash-4l32e", "nvfp4")),
 }
-PROMPTS = (150, 37)  # tokens: past the window and a block of 128; a second sequence of another length
+PROMPTS = (600, 37)  # tokens, each in one pass: past the window, blocks of 128, and what kernels for few tokens take
+WIDE = (40, 65)  # sequences that get a token each: more than kernels for few tokens take
 STEPS = 8  # greedy tokens of each sequence
 LONG = 1024  # tokens that the longest random context is about to reach, or as many as an indexer chooses a half of
 LATE = "late "  # ahead of a layer's name: behind random contexts
@@ -95,7 +97,8 @@ class Case:
     def run(self, table: Ops, dtype: torch.dtype | None, probe: object, forced: torch.Tensor | None) -> Pass:
         """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the greedy ones of this pass."""
         blocks = sum(-(-(len(p) + self.steps) // config.BLOCK_TOKENS) for p in self.prompts)
-        state = State(self.cfg, self.fmt, sequences=len(self.prompts), blocks=blocks, device=self.device)
+        chunk = max(map(len, self.prompts))
+        state = State(self.cfg, self.fmt, len(self.prompts), blocks, chunk, self.device)
         model = Model(self.weights, table, dtype, probe)
         sequences = [state.open()[0] for _ in self.prompts]
         rows = [feed(model, state, dict(zip(sequences, self.prompts, strict=True)))]
@@ -129,6 +132,17 @@ class Case:
             drawn = [torch.randint(self.cfg.vocab_size, (count,), generator=gen).tolist() for count in counts]
             feed(model, state, {sequence: part for sequence, part in zip(sequences, drawn, strict=True) if part})
 
+    def wide(self, table: Ops, probe: object) -> None:
+        """A token each for WIDE sequences behind random contexts, activations in fp32."""
+        model, gen = Model(self.weights, table, torch.float32, probe), torch.Generator().manual_seed(3)
+        for count in WIDE:
+            lengths = [1 + 5 * number % (BLOCK_TOKENS - 2) for number in range(count)]
+            state = State(self.cfg, self.fmt, sequences=count, blocks=count, device=self.device)
+            sequences = random_state.fill_exactly(state, lengths, seed=3)
+            drawn = torch.randint(self.cfg.vocab_size, (count, 1), generator=gen).tolist()
+            state.reserve(dict.fromkeys(sequences, 1))
+            feed(model, state, dict(zip(sequences, drawn, strict=True)))
+
     def _wait(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize()
@@ -145,9 +159,9 @@ class Count:
         print(f"  {self.number} of {self.total} checks: {what}", flush=True)
 
 
-def checks(device: str, attribute: bool) -> int:
-    """How many checks there are of one configuration: six passes, and what only some runs have."""
-    return 6 + (device != "cpu") + attribute
+def checks(device: str) -> int:
+    """How many checks there are of one configuration: six passes, and on a GPU that nothing waits for it."""
+    return 6 + (device != "cpu")
 
 
 class Arguments(terminal.Parser):
@@ -167,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # One configuration after the other: their weights need not fit the device together.
         cases = _cases(args)
         _see_kernels(args.kernels, target)
-        count = Count(len(cases) * checks(torch.device(args.device).type, args.attribute))
+        count = Count(len(cases) * checks(torch.device(args.device).type))
         right = [_checked(name, fmt, args, target, count) for name, fmt in cases]
     except Refused as error:
         print(f"check: {error}", file=sys.stderr)
@@ -179,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _checked(name: str, fmt: str, args: argparse.Namespace, target: str, count: Count) -> bool:
     """Make and check one configuration. Refused also where it is too large."""
     try:
-        return check(make(name, fmt, args.device, args.steps), args.kernels, target, args.attribute, count)
+        return check(make(name, fmt, args.device, args.steps), args.kernels, target, count)
     except (RuntimeError, MemoryError) as error:  # in a kernel too
         if not no_memory(error):
             raise
@@ -194,7 +208,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     p = Arguments(prog="check", description=__doc__, formatter_class=form, allow_abbrev=False)
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,... (op or problem)")
-    p.add_argument("--attribute", action="store_true", help="the effect of each kernel by itself: error and time")
     p.add_argument("--config", help="one configuration instead of the device's list, such as tiny or flash-4l32e")
     p.add_argument("--format", choices=config.FORMATS, help="one number format")
     steps = terminal.Value(int, "1 or more")
@@ -249,13 +262,13 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
 
 
 @torch.inference_mode()
-def check(case: Case, text: str, target: str, attribute: bool = False, count: Count | None = None) -> bool:
+def check(case: Case, text: str, target: str, count: Count | None = None) -> bool:
     """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds.
 
     count: of the checks of all configurations. Refused: `text`. A kernel that cannot be loaded, or that raises, is a
     fault.
     """
-    count = count or Count(checks(torch.device(case.device).type, attribute))
+    count = count or Count(checks(torch.device(case.device).type))
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
         chosen = kernel_names.choose(text, target, case.weights)
@@ -268,7 +281,7 @@ def check(case: Case, text: str, target: str, attribute: bool = False, count: Co
     for line in chosen.report:
         print(f"  {line}")
     try:
-        return _checks(case, chosen, attribute, count)
+        return _checks(case, chosen, count)
     except BrokenKernelError as error:
         return _wrong([str(error)])
 
@@ -281,7 +294,7 @@ def _wrong(faults: Sequence[str]) -> bool:
     return not faults
 
 
-def _checks(case: Case, chosen: ops.Chosen, attribute: bool, count: Count) -> bool:
+def _checks(case: Case, chosen: ops.Chosen, count: Count) -> bool:
     """All checks of one configuration with these kernels."""
     working = torch.float32 if case.fmt == "fp32" else torch.bfloat16
     recorder = Recorder(chosen.ops, working)
@@ -289,6 +302,8 @@ def _checks(case: Case, chosen: ops.Chosen, attribute: bool, count: Count) -> bo
     count.done("each kernel on the oracle's inputs")
     late = Recorder(chosen.ops, working, edges=True)
     case.late(late.ops(), late)
+    late.edges = False
+    case.wide(late.ops(), late)
     for (layer, name), worst in late.worst.items():
         recorder.worst[LATE + layer, name] = dataclasses.replace(worst, layer=LATE + layer)
     count.done("each kernel behind long random contexts")
@@ -310,9 +325,6 @@ def _checks(case: Case, chosen: ops.Chosen, attribute: bool, count: Count) -> bo
     if case.device != "cpu":
         faults += _say_waits(case, chosen.ops)
         count.done("waits for the GPU in a decode step")
-    if attribute:
-        _say_effects(case, chosen.ops, recorder, free[0], forced)
-        count.done("the effect of each kernel by itself")
     if folder := os.environ.get(REPORT):
         _write(Path(folder), case, chosen, layers, not faults)
     return _wrong(faults)
@@ -494,21 +506,6 @@ def _say_waits(case: Case, table: Ops) -> list[str]:
         torch.cuda.set_sync_debug_mode("default")
     print("  host synchronisations in a decode step: 0")
     return []
-
-
-def _say_effects(case: Case, table: Ops, recorder: Recorder, plain: Pass, forced: torch.Tensor) -> None:
-    """Each kernel that is not the reference's alone in the reference's place: what it changes and what it costs."""
-    plain_ops = ops.REFERENCE
-    changed = [name for name in CHECKS if vars(table)[name] is not vars(plain_ops)[name]]
-    timed = min(_follow(case, Follower(plain_ops, recorder.decisions), forced).step_s for _ in range(2))
-    print(f"  effect of each kernel alone, against the reference kernels ({1e3 * timed:.2f} ms a step)")
-    for name in changed:
-        swapped = dataclasses.replace(plain_ops, **{name: vars(table)[name]})
-        one = _follow(case, Follower(swapped, recorder.decisions), forced)
-        error = float((one.logits - plain.logits).abs().max())
-        print(f"  {name:<16} logits {error:.3g}, step {1e3 * one.step_s:.2f} ms ({timed / one.step_s:.2f}x)")
-    if not changed:
-        print("  every op holds the reference")
 
 
 def _follow(case: Case, follower: Follower, forced: torch.Tensor) -> Pass:

@@ -124,7 +124,7 @@ OTHERS = "a row of pages that it must not write"  # an output that must stay as 
 UNWRITTEN = 255  # the bytes of NaN, in every kind of pages
 # The parts of layer_rows, and what is behind its name in their lines.
 ROWS = {"norm_rotate": "", "write_key": ", keys", "write_entry": ", entries", "index_query": ", index"}
-OFTEN = 4  # calls of equal shapes in one layer that are compared
+OFTEN = 3  # calls of equal shapes in one layer that are compared
 NO_BLOCK = 2**20  # beyond any sequence's
 MARGIN = 1e-4  # of the largest score: closer ones may be chosen differently by fp32 sums in another order
 

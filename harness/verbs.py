@@ -42,7 +42,7 @@ class Sanitize(Run):
 
 
 class Check(Run):
-    """Run the problem's end-to-end check (harness/tools/modes.py). The words are arguments of its own."""
+    """Run the problem's end-to-end check (harness/tools/modes.py). The words are the check's arguments."""
 
     def _work(self) -> int:
         if {"-h", "--help"} & {*self.words}:  # it prints its arguments

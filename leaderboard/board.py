@@ -25,7 +25,7 @@ from harness.results.ranking import JUDGED, case_label, ranks
 from leaderboard import provenance
 from leaderboard.provenance import Provenance
 
-OTHER_RUN = "not ranked: timed in a run of its own; rank it with --all"
+OTHER_RUN = "not ranked: timed in a separate run; rank it with --all"
 KINDS = ("test", "benchmark", "compile", "model")
 UNRUN = ("COMPILED", "MODEL_CHECKED")  # states of what no machine with this target has run
 STANDING = [

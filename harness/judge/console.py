@@ -346,8 +346,8 @@ def modelled(submission: Submission) -> bool:
 
 
 def unranked(j: Result, leader: Leader | None) -> str:
-    """Return the line about the rank of a submission that was timed in a run of its own."""
-    said = "rank: none yet, timed in a run of its own; "
+    """Return the line about the rank of a submission that was timed in a separate run."""
+    said = "rank: none yet, timed in a separate run; "
     if leader and j.metric:
         said += f"{j.metric[0] / leader.value:.2f}x the time of {leader.variant} (from the records); "
     return f"{said}rank it with --all, a file beside others with a --submission for each"

@@ -74,13 +74,10 @@ TIMED_STEPS = 3
 
 @dataclass
 class Pass:
-    """logits fp32 (calls, B, V): after the prompt and after each step; copies: (layer, fp32 (N, n, d)) in call order;
-    step_s: seconds of the fastest step.
-    """
+    """logits fp32 (calls, B, V): after the prompt and each step; copies: (layer, fp32 (N, n, d)) in call order."""
 
     logits: torch.Tensor
     copies: list[tuple[str, torch.Tensor]]
-    step_s: float
 
 
 @dataclass
@@ -102,16 +99,11 @@ class Case:
         model = Model(self.weights, table, dtype, probe)
         sequences = [state.open()[0] for _ in self.prompts]
         rows = [feed(model, state, dict(zip(sequences, self.prompts, strict=True)))]
-        fastest = float("inf")
         for step in range(self.steps):
             tokens = rows[-1].argmax(-1) if forced is None else forced[step]
             given = dict(zip(sequences, tokens.view(-1, 1).cpu(), strict=True))
-            self._wait()
-            start = time.perf_counter()
             rows.append(feed(model, state, given))
-            self._wait()
-            fastest = min(fastest, time.perf_counter() - start)
-        return Pass(torch.stack(rows), probe.copies if probe else [], fastest)
+        return Pass(torch.stack(rows), probe.copies if probe else [])
 
     def late(self, table: Ops, probe: object) -> None:
         """Passes behind random contexts, activations in fp32: single tokens with which entries of 128 tokens end that

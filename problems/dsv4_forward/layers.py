@@ -276,14 +276,14 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def write_copies(pending: Pending, ctx: Context) -> torch.Tensor:
+def write_copies(pending: Pending, ops: Ops) -> torch.Tensor:
     """Return the copies (N, n, d) with what is pending written to them."""
     out = torch.empty_like(pending.copies)
     rest = {"copies": pending.copies, "post": pending.post, "comb": pending.comb, "out": out}
     if pending.second is None:
-        ctx.ops.mhc_post(y=pending.y, **rest)
+        ops.mhc_post(y=pending.y, **rest)
     else:
-        ctx.ops.mhc_post_sum(first=pending.y, second=pending.second, **rest)
+        ops.mhc_post_sum(first=pending.y, second=pending.second, **rest)
     return out
 
 

@@ -150,7 +150,7 @@ class Model:
 
 def _copies(residual: torch.Tensor | Pending, ctx: Context) -> torch.Tensor:
     """The hc copies (N, n, d), with what is pending written to them."""
-    return layers.write_copies(residual, ctx) if isinstance(residual, Pending) else residual
+    return layers.write_copies(residual, ctx.ops) if isinstance(residual, Pending) else residual
 
 
 def _difference(mine: Config, other: Config) -> str:

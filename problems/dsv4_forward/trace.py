@@ -23,7 +23,7 @@ from problems.dsv4_forward import ops
 from problems.dsv4_forward.adapters.common import Joined, joined
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.edges import edges, together
-from problems.dsv4_forward.layers import Pending
+from problems.dsv4_forward.layers import Pending, write_copies
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import mhc, norm, router
 from problems.dsv4_forward.weights.linear import Linear
@@ -375,12 +375,8 @@ class Follower:
 
 def written(residual: torch.Tensor | Pending) -> torch.Tensor:
     """The hc copies with what is pending written to them, by the reference, in fp32 (N, n, d). Nothing is changed."""
-    if not isinstance(residual, Pending):
-        return residual.float().clone()
-    y = residual.y.float() if residual.second is None else residual.y.float() + residual.second.float()
-    out = torch.empty_like(residual.copies)
-    mhc.post(y.to(residual.copies.dtype), residual.copies, residual.post, residual.comb, out)
-    return out.float()
+    copies = write_copies(residual, ops.REFERENCE) if isinstance(residual, Pending) else residual.clone()
+    return copies.float()
 
 
 def _kept(residual: torch.Tensor | Pending) -> torch.Tensor | Pending:

@@ -173,7 +173,7 @@ def test_a_format_that_no_case_has_is_no_pass(monkeypatch, capsys):
 def test_another_greedy_token_is_a_fault_beyond_the_error_only(capsys):
     logits = torch.zeros(1, 2, 9)
     logits[0, :, 4] = 1.0
-    oracle, plain, composed = (check.Pass(logits.clone(), [], 0.0) for _ in range(3))
+    oracle, plain, composed = (check.Pass(logits.clone(), []) for _ in range(3))
     plain.logits[0, 0, 0] += 0.1
     for off, faults in ((0.05, 0), (0.5, 1)):
         oracle.logits[0, 1, 5] = plain.logits[0, 1, 5] = 1.0 - off

@@ -62,13 +62,15 @@ def files_of(file: Path) -> list[Path]:
 
 def brought(file: Path, folder: Path) -> list[Path]:
     """Beyond that, for the runner of a submission to the composition `folder`: its modules that `file` imports, at any
-    distance, and of each composed problem task.py, submission.py and the winners, with their sources; [] for another
-    problem. ValueError: COMPOSES in another problem, or malformed. SyntaxError: a module is not Python.
+    distance, and of each composed problem task.py, submission.py and the winners, with their sources, and in_model.py
+    where it has one, with the modules of `folder` that this imports; [] for another problem. ValueError: COMPOSES in
+    another problem, or malformed. SyntaxError: a module is not Python.
     """
     composed = composes(file, folder)
     if not is_composition(folder):
         return []
-    found = dict.fromkeys(path for module in modules(file, folder) for path in files_of(module))
+    users = [file, *(bridge for name in composed for bridge in _in_model(name))]
+    found = dict.fromkeys(path for user in users for module in modules(user, folder) for path in files_of(module))
     for name in composed:
         found |= dict.fromkeys(_winners(name))
     return [path for path in found if path not in files_of(file)]
@@ -244,13 +246,19 @@ def _found(name: str, folder: Path, package: str) -> Path | None:
 def _winners(name: str) -> list[Path]:
     """Sources of the problem `name` with which load.variant can serve every target. ValueError: a winner is missing."""
     folder = load.PROBLEMS / name
-    files = [folder / "task.py", *files_of(folder / "submission.py")]
+    files = [folder / "task.py", *files_of(folder / "submission.py"), *_in_model(name)]
     for variant in dict.fromkeys(v for variants in load.winners(folder).values() for v in variants):
         file = folder / "variants" / f"{variant}.py"
         if not file.is_file():
             raise ValueError(f"{name}/submission.py: WINNERS names {variant!r}, but there is no {file.name}")
         files += files_of(file)
     return [path.resolve() for path in files]
+
+
+def _in_model(name: str) -> list[Path]:
+    """in_model.py of the problem `name`, which says how its variants serve a composition, if it has one."""
+    file = load.PROBLEMS / name / "in_model.py"
+    return [file] if file.is_file() else []
 
 
 def qualified(folder: Path) -> str:

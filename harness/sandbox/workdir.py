@@ -4,7 +4,7 @@ Everything lies in one folder a judge process, kept by a small process (harness/
 removes it when the judge is gone, so that nothing is left behind even by kill -9.
 
     code/    harness modules of the runner, problems/common, problems/NAME with task.py and the submission's closure;
-             of a composition also problems/OTHER with task.py, submission.py and the winners
+             of a composition also problems/OTHER with task.py, submission.py, in_model.py and the winners
     home/ tmp/ cache/    writable; cache/ starts as what an earlier compile step of the same closure made, and the
                          judge's own machine code
 

@@ -46,12 +46,12 @@ if __name__ == "__main__":
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import kernel_names, ops
+from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
-from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.model import Model, feed, no_memory
 from problems.dsv4_forward.ops import Ops
-from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame, no_memory
+from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
@@ -222,7 +222,7 @@ def _target(device: str) -> str:
 def _see_kernels(text: str, target: str) -> None:
     """Refused: a part of --kernels that names nothing."""
     try:
-        kernel_names.see(text, target)
+        ops.kernels(text, target)
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -263,7 +263,7 @@ def check(case: Case, text: str, target: str, count: Count | None = None) -> boo
     count = count or Count(checks(torch.device(case.device).type))
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
-        chosen = kernel_names.choose(text, target, case.weights)
+        chosen = ops.choose(text, target, case.weights)
     except ValueError as error:
         raise Refused(str(error)) from error
     except (Exception, SystemExit) as error:
@@ -419,12 +419,14 @@ def _op_times(case: Case, table: Ops) -> tuple[float, dict[str, float]]:
     spent: dict[str, float] = {}
 
     def timed(name: str) -> ops.Op:
-        def call(*args: object, **named: object) -> None:
+        def call(**given: object) -> object:
             case._wait()
             start = time.perf_counter()
-            vars(table)[name](*args, **named)
+            served = vars(table)[name](**given)
             case._wait()
-            spent[name] = spent.get(name, 0.0) + 1e6 * (time.perf_counter() - start)
+            if served is not NotImplemented:
+                spent[name] = spent.get(name, 0.0) + 1e6 * (time.perf_counter() - start)
+            return served
 
         return call
 
@@ -473,7 +475,7 @@ def _say_logits(oracle: Pass, plain: Pass, composed: Pass) -> list[str]:
 
 
 def _say_decisions(composed: Follower) -> None:
-    for op in ("route", "select"):
+    for op in ("route", "choose"):
         made = [d for d in composed.decisions if d.op == op]
         other = [margin for _, name, margin in composed.other if name == op]
         largest = f", margin up to {max(other):.2g} of the largest score" if other else ""

@@ -67,11 +67,6 @@ def _route(given: dict) -> Iterator[tuple[str, dict]]:
     yield from Scaled(("u",), (ZERO, 2.0**3) if given["bias"] is None else (ZERO, STEEP))(given)
 
 
-def _select(given: dict) -> Iterator[tuple[str, dict]]:
-    zeros = torch.zeros_like(given["scores"]).copysign(given["scores"].nan_to_num())
-    yield "scores of 0 and -0", given | {"scores": zeros}
-
-
 EDGES: dict[str, Callable[[dict], Iterator[tuple[str, dict]]]] = {
     "rms_norm": Scaled(("x",), NORM),
     "mhc_pre": _mhc("copies"),
@@ -81,14 +76,10 @@ EDGES: dict[str, Callable[[dict], Iterator[tuple[str, dict]]]] = {
     "two_linears": Scaled(("x",), QUANTISED),
     "norm_linears": Scaled(("x",), NORM_QUANTISED),
     "norm_rotate": Scaled(("x",), NORM),
-    "write": Scaled(("rows",), (ZERO, FAR)),
     "write_key": Scaled(("x",), NORM_QUANTISED),
-    "compress": Scaled(("projected", "tail"), (*NORM, STEEP)),
     "write_entry": Scaled(("projected", "tail"), (*NORM_QUANTISED, STEEP)),
     "index_query": Scaled(("x",), (ZERO, FAR)),
-    "select": _select,
     "fmha": _attention,
-    "fmha_rotate": _attention,
     "route": _route,
     "experts": Scaled(("x",), QUANTISED),
     "shared": Scaled(("x",), QUANTISED),

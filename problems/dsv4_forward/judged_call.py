@@ -51,7 +51,7 @@ class Prepared:
 def prepare(weights: NamedTuple, text: str, **functions: Callable) -> Prepared:
     """Build the model over task.Weights. text: what fills the ops, as ops.choose takes it; functions: of single ops.
 
-    Copies no weights but what the adapters lay out anew. ValueError as ops.choose and tree.assemble.
+    Copies no weights but what the winners lay out anew. ValueError as ops.choose and tree.assemble.
     """
     cfg = config.find(weights.config)
     tensors = layout.views(weights.bytes, layout.layout(cfg, weights.format))
@@ -110,5 +110,6 @@ def compile_for(problems: tuple[str, ...], target: str) -> list:
     kernels = [module for module in (*ops.KERNELS, vectors) if target in module.TARGETS]
     artefacts = [artefact for module in kernels for artefact in module.compile_for(target)]
     for name in problems:
-        artefacts += load.variant(name, load.winner(load.PROBLEMS / name, target)).compile_for(target)
+        winner = load.variant(name, load.winner(load.PROBLEMS / name, target))
+        artefacts += winner.compile_for(target) if hasattr(winner, "compile_for") else []  # torch alone has none
     return artefacts

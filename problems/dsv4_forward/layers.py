@@ -5,25 +5,20 @@
     moe -> route -> experts + shared
 
 Everything is over N new tokens, flattened over sequences; d is the hidden size, n the number of hc copies. The
-functions here make buffers, write the state and call ops; the ops do the arithmetic. Source: sections 4 and 6 to 13 of
-README.md's account of DeepSeek's inference code.
+functions here make buffers, write the state and call ops; the ops do the arithmetic. Where no kernel does several
+steps at once, `ops.mhc_site` and three others return NotImplemented, and the steps are called one by one. Source:
+sections 4 and 6 to 13 of README.md's account of DeepSeek's inference code.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from problems.dsv4_forward.adapters.common import joined, sum_dtype
 from problems.dsv4_forward.cache.state import Batch, LayerState
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.weights.config import CSA, HCA, Config
 from problems.dsv4_forward.weights.linear import Linear
-from problems.dsv4_forward.weights.tree import (
-    AttentionWeights,
-    BlockWeights,
-    FfnWeights,
-    Site,
-)
+from problems.dsv4_forward.weights.tree import AttentionWeights, BlockWeights, FfnWeights, Site
 
 
 @dataclass(frozen=True)
@@ -61,13 +56,19 @@ class Context:
         apart = -(-sizes[0] // 64) * 64
         room = self.empty(apart + sizes[1])
         outs = room[: sizes[0]].view(len(x), first.n), room[apart:].view(len(x), second.n)
-        self.ops.two_linears(x=x, first=first, second=second, first_out=outs[0], second_out=outs[1])
+        both = {"first": first, "second": second, "first_out": outs[0], "second_out": outs[1]}
+        if self.ops.two_linears(x=x, **both) is NotImplemented:
+            self.ops.linear(x=x, w=first, out=outs[0])
+            self.ops.linear(x=x, w=second, out=outs[1])
         return outs
 
     def norm_linears(self, x: torch.Tensor, weight: torch.Tensor, matrices: list[Linear]) -> list[torch.Tensor]:
         """Return the products of x, normed with `weight`, with each of the matrices."""
-        outs = [self.empty(len(x), w.n) for w in matrices]
-        self.ops.norm_linears(x=x, weight=weight, eps=self.config.rms_norm_eps, matrices=matrices, outs=outs)
+        outs, norm = [self.empty(len(x), w.n) for w in matrices], {"weight": weight, "eps": self.config.rms_norm_eps}
+        if self.ops.norm_linears(x=x, **norm, matrices=matrices, outs=outs) is NotImplemented:
+            normed = self.norm(x, weight)
+            for w, out in zip(matrices, outs, strict=True):
+                self.ops.linear(x=normed, w=w, out=out)
         return outs
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -117,24 +118,17 @@ def _site(
     copies = residual.copies if isinstance(residual, Pending) else residual
     count, n, d = copies.shape
     u, post, comb = ctx.empty(count, d), *(ctx.empty(count, *shape, dtype=torch.float32) for shape in ((n,), (n, n)))
-    weights = {"fn": site.fn, "base": site.base, "scale": site.scale}
-    if not isinstance(residual, Pending):
-        mixed = torch.empty_like(u)
-        ctx.ops.mhc_pre(copies=copies, **weights, cfg=ctx.config, out=mixed, post=post, comb=comb)
-        ctx.ops.rms_norm(x=mixed, weight=norm, eps=ctx.config.rms_norm_eps, out=u)
-        return u, copies, post, comb
-    new = torch.empty_like(copies)
-    ctx.ops.mhc_site(
-        **vars(residual),
-        **weights,
-        weight=norm,
-        cfg=ctx.config,
-        new_copies=new,
-        out=u,
-        new_post=post,
-        new_comb=comb,
-    )
-    return u, new, post, comb
+    weights = {"fn": site.fn, "base": site.base, "scale": site.scale, "cfg": ctx.config}
+    if isinstance(residual, Pending):
+        copies = torch.empty_like(copies)
+        written = {"new_copies": copies, "out": u, "new_post": post, "new_comb": comb}
+        if ctx.ops.mhc_site(**vars(residual), **weights, weight=norm, **written) is not NotImplemented:
+            return u, copies, post, comb
+        ctx.ops.mhc_post(**vars(residual), out=copies)
+    mixed = torch.empty_like(u)
+    ctx.ops.mhc_pre(copies=copies, **weights, out=mixed, post=post, comb=comb)
+    ctx.ops.rms_norm(x=mixed, weight=norm, eps=ctx.config.rms_norm_eps, out=u)
+    return u, copies, post, comb
 
 
 def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rope, ctx: Context) -> torch.Tensor:
@@ -159,7 +153,7 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     index = _visible(scoring, gates, state, ctx)
     out = ctx.empty(n_tokens, 1, heads, width)
     lse = ctx.empty(n_tokens, 1, heads, dtype=torch.float32)
-    ops.fmha_rotate(
+    ops.fmha(
         q=query.unsqueeze(1),
         window=state.window,
         window_index=batch.window_index.unsqueeze(1),
@@ -279,17 +273,13 @@ def _groups(batch: Batch) -> list[tuple[int, int, int, int, int]]:
 def write_copies(pending: Pending, ops: Ops) -> torch.Tensor:
     """Return the copies (N, n, d) with what is pending written to them."""
     out = torch.empty_like(pending.copies)
-    rest = {"copies": pending.copies, "post": pending.post, "comb": pending.comb, "out": out}
-    if pending.second is None:
-        ops.mhc_post(y=pending.y, **rest)
-    else:
-        ops.mhc_post_sum(first=pending.y, second=pending.second, **rest)
+    ops.mhc_post(**vars(pending), out=out)
     return out
 
 
 def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the routed experts' sum and the shared expert, to be added up; or their sum and None. u: normed (N, d) ->
-    (N, d) each, fp32 but where a kernel has rounded it to bf16.
+    (N, d) each, of its dtype.
     """
     cfg, ops = ctx.config, ctx.ops
     ids = ctx.empty(len(u), cfg.num_experts_per_tok, dtype=torch.int32)
@@ -306,12 +296,11 @@ def moe(u: torch.Tensor, w: FfnWeights, ctx: Context) -> tuple[torch.Tensor, tor
         out_weights=gates,
     )
     chosen = {"x": u, "ids": ids, "weights": gates, "w13": w.w13, "w2": w.w2, "limit": cfg.swiglu_limit}
-    if joined(ops.all_experts, w.w13, u):
-        total = ctx.empty(*u.shape, dtype=u.dtype)
-        ops.all_experts(**chosen, shared_w13=w.shared_w13, shared_w2=w.shared_w2, out=total)
-        return total, None
-    routed = ctx.empty(*u.shape, dtype=sum_dtype(ops.experts, w.w13, u))
-    shared = ctx.empty(*u.shape, dtype=sum_dtype(ops.shared, w.shared_w13, u))
+    routed = torch.empty_like(u)
+    shared_weights = {"shared_w13": w.shared_w13, "shared_w2": w.shared_w2}
+    if ops.all_experts(**chosen, **shared_weights, out=routed) is not NotImplemented:
+        return routed, None
+    shared = torch.empty_like(u)
     ops.experts(**chosen, out=routed)
     ops.shared(x=u, w13=w.shared_w13, w2=w.shared_w2, limit=cfg.swiglu_limit, out=shared)
     return routed, shared
@@ -335,5 +324,5 @@ def head(
     """
     u, copies, *_ = _site(residual, site, norm, ctx)
     out = ctx.empty(len(u), ctx.config.vocab_size, dtype=torch.float32)
-    ctx.ops.matmul(x=u, weight=weight, out=out)
+    ctx.ops.matmuls(x=u, weights=[weight], outs=[out])
     return out, copies

@@ -105,25 +105,28 @@ class Model:
         tokens' embeddings in all copies, (N, n, d).
         """
         outputs = self._outputs(len(batch.tokens), self.config.hc_mult)
-        self.ops.start(batch.plan, *batch.room, batch.tokens, self.weights.embed, self._freqs, *outputs)
+        numbers, lists = batch.room
+        plan = {"given": batch.plan, "numbers": numbers, "lists": lists}
+        self.ops.start(**plan, tokens=batch.tokens, weight=self.weights.embed, freqs=self._freqs, **outputs)
         batch.written()
-        return self._context(batch), self._tables(*outputs[1:]), outputs[0]
+        return self._context(batch), self._tables(outputs["cos"], outputs["sin"]), outputs["copies"]
 
     def embed(self, batch: Batch, tokens: torch.Tensor) -> tuple[Context, dict[int, Rope], torch.Tensor]:
         """Do as `start` for a batch whose lists are written, with other tokens, int64 (N,), and one copy."""
         outputs = self._outputs(len(tokens), 1)
-        self.ops.embed(tokens, self.weights.embed, batch.position, self._freqs, *outputs)
-        return self._context(batch), self._tables(*outputs[1:]), outputs[0]
+        given = {"weight": self.weights.embed, "position": batch.position, "freqs": self._freqs}
+        self.ops.embed(tokens=tokens, **given, **outputs)
+        return self._context(batch), self._tables(outputs["cos"], outputs["sin"]), outputs["copies"]
 
     def _context(self, batch: Batch) -> Context:
         return Context(self.config, self.ops, batch, self.dtype, self.weights.format not in PLAIN)
 
-    def _outputs(self, tokens: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _outputs(self, tokens: int, n: int) -> dict[str, torch.Tensor]:
         """Copies, cosines and sines, unwritten."""
         device, (kinds, half) = self.weights.embed.device, self._freqs.shape
         copies = torch.empty(tokens, n, self.config.hidden_size, dtype=self.dtype, device=device)
         cos, sin = (torch.empty(kinds, tokens, half, dtype=torch.float32, device=device) for _ in range(2))
-        return copies, cos, sin
+        return {"copies": copies, "cos": cos, "sin": sin}
 
     def _tables(self, cos: torch.Tensor, sin: torch.Tensor) -> dict[int, Rope]:
         return {ratio: Rope(self._freqs[kind], cos[kind], sin[kind]) for ratio, kind in self._kinds.items()}
@@ -153,6 +156,11 @@ def _copies(residual: torch.Tensor | Pending, ctx: Context) -> torch.Tensor:
     return layers.write_copies(residual, ctx.ops) if isinstance(residual, Pending) else residual
 
 
+def no_memory(error: BaseException) -> bool:
+    """Return whether memory did not suffice, of a GPU or, where torch has no type for it, of the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _difference(mine: Config, other: Config) -> str:
     """The first field, but for the name, in which two configurations differ, with both values; "" if none does."""
     if mine is other:
@@ -161,27 +169,14 @@ def _difference(mine: Config, other: Config) -> str:
     return next((f"{name}: {got!r} instead of {want!r}" for name, want, got in pairs if want != got), "")
 
 
-def forward(
-    tokens: Mapping[int, Sequence[int] | torch.Tensor],
-    weights: ModelWeights,
-    state: State,
-    table: Ops | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Feed new tokens to sequences of `state` (sequence -> tokens, any number of each), which become part of these.
-
-    -> logits fp32 (B, vocab) after each sequence's last token, in the mapping's order. OutOfBlocks: nothing is written.
-    """
-    model = Model(weights, table, dtype)
-    return feed(model, state, tokens)
-
-
 def feed(
     model: Model, state: State, tokens: Mapping[int, Sequence[int] | torch.Tensor], after: object = None
 ) -> torch.Tensor:
-    """Do as `forward`, in as many calls as the state's chunk needs. after(batch, output): called after each.
+    """Feed new tokens to sequences of `state` (sequence -> tokens, any number of each), which become part of these, in
+    as many calls as the state's chunk needs. after(batch, output): called after each.
 
-    ValueError: no sequence, or one without a token, or what State.checked refuses; then nothing is written.
+    -> logits fp32 (B, vocab) after each sequence's last token, in the mapping's order. OutOfBlocks, or ValueError: no
+    sequence, or one without a token, or what State.checked refuses; then nothing is written.
     """
     tokens = state.checked(tokens)
     if empty := [sequence for sequence, part in tokens.items() if not len(part)]:

@@ -1,439 +1,355 @@
-"""`Ops`: the kernels of a forward pass, one function for each op; `choose` decides which function computes which op.
+"""`Ops`: the functions that a walk through the model calls (layers.py); `choose` fills it for given weights.
 
-SPECS is the table of ops. An op that another problem's variants can compute names its providers there, in order.
+What computes an op is the first of its kernels that serves the call, behind them torch: WINNERS names them in order.
+FUSED ops do several steps at once: where no kernel serves a call they return NotImplemented, and the walk does the
+steps one by one.
 """
 
 import ast
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 from problems.common import load
-from problems.dsv4_forward.adapters import decode, fmha_decode, gemv, mhc_site, moe
-from problems.dsv4_forward.adapters import indexer as choosing
-from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Adapted, Fallback, Joined, Partial
-from problems.dsv4_forward.kernels import cache_rows, copies, fused, matmuls
+from problems.dsv4_forward.kernels import cache_rows, copies, matmuls
 from problems.dsv4_forward.kernels import experts as experts_kernel
 from problems.dsv4_forward.kernels import fmha as fmha_kernel
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
+from problems.dsv4_forward.kernels import norm as norm_kernel
 from problems.dsv4_forward.kernels import router as router_kernel
 from problems.dsv4_forward.kernels import start as start_kernel
-from problems.dsv4_forward.torch_ops import (
-    chains,
-    compressor,
-    experts,
-    fmha,
-    indexer,
-    linear,
-    mhc,
-    norm,
-    rope,
-    router,
-    start,
-    writes,
-)
-from problems.dsv4_forward.weights import layout
-from problems.dsv4_forward.weights.config import PLAIN, Config
+from problems.dsv4_forward.prepared import Fitted
+from problems.dsv4_forward.torch_ops import experts, fmha, indexer, linear, mhc, norm, router, rows, start
 from problems.dsv4_forward.weights.tree import ModelWeights
 
-Op = Callable[..., None]
-# (a variant of the problem, the weights, what computes the calls that it does not serve) -> the variant's functions.
-Adapter = Callable[[ModuleType, ModelWeights, Fallback], Adapted]
+Op = Callable[..., object]
 
 
 @dataclass(frozen=True)
 class Ops:
     """A function for each op, with the interface of the function that REFERENCE has there; all write in place."""
 
-    plan: Op
-    embed: Op
     start: Op
+    embed: Op
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op
-    mhc_post_sum: Op
     mhc_site: Op
-    matmul: Op
     matmuls: Op
     linear: Op
     grouped_linear: Op
     two_linears: Op
     norm_linears: Op
-    rotate: Op
-    norm_rotate: Op
-    write: Op
-    write_key: Op
-    compress: Op
-    write_entry: Op
-    index_query: Op
     layer_rows: Op
-    index_scores: Op
-    select: Op
-    locate: Op
     choose: Op
     fmha: Op
-    fmha_rotate: Op
     route: Op
     experts: Op
     shared: Op
     all_experts: Op
 
 
-@dataclass(frozen=True)
-class Provider:
-    """A problem whose variants compute calls of an op, through an adapter."""
-
-    problem: str  # a folder in problems/; it may be still to come
-    scope: str  # which calls its variants serve
-    serves: Callable[[Config, str], str]  # (configuration, format) -> "", or why no call is in its scope
-    adapt: Adapter | None  # None: not written yet
-    lacks: Callable[[ModuleType, str], str] = lambda _module, _format: ""  # why a variant serves no call of the format
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """One op. The first provider that has calls in its scope can fill it. Calls that this one does not serve are passed
-    to the next one, if a variant of its problem fills another op, and in the end to the reference, which serves all.
-
-    An op that spans others is their chain: `chain` makes it of what fills `parts`, and the reference is that of theirs.
-    """
-
-    name: str
-    reference: Op
-    providers: tuple[Provider, ...] = ()
-    chain: Callable[[chains.Parts], Op] | None = None
-    parts: tuple[str, ...] = ()
-
-
-_POST_SUM = chains.mhc_post_sum(SimpleNamespace(mhc_post=mhc.post))
-_ROWS = SimpleNamespace(rms_norm=norm.rms_norm, rotate=rope.rotate, compress=compressor.compress, write=writes.write)
-_NORM_ROTATE, _WRITE_KEY = chains.norm_rotate(_ROWS), chains.write_key(_ROWS)
-_WRITE_ENTRY, _INDEX_QUERY = chains.write_entry(_ROWS), chains.index_query(_ROWS)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The references that chains are made of."""
-
-    plan: Op = start.plan
-    embed: Op = start.embed
-    mhc_post: Op = mhc.post
-    matmul: Op = linear.matmul
-    linear: Op = linear.linear
-    mhc_post_sum: Op = _POST_SUM
-    rms_norm: Op = norm.rms_norm
-    mhc_pre: Op = mhc.pre
-    rotate: Op = rope.rotate
-    compress: Op = compressor.compress
-    write: Op = writes.write
-    norm_rotate: Op = _NORM_ROTATE
-    write_key: Op = _WRITE_KEY
-    write_entry: Op = _WRITE_ENTRY
-    index_query: Op = _INDEX_QUERY
-    index_scores: Op = indexer.index_scores
-    select: Op = indexer.select
-    locate: Op = indexer.locate
-    fmha: Op = fmha.fmha
-    shared: Op = experts.shared
-    experts: Op = experts.experts
-
-
-def _spanning(chain: Callable[[chains.Parts], Op], *parts: str, providers: tuple[Provider, ...] = ()) -> OpSpec:
-    return OpSpec(chain.__name__, chain(_Steps()), providers, chain=chain, parts=parts)
-
-
-def _nvfp4_linears(cfg: Config, fmt: str) -> str:
-    return "" if layout.KINDS[fmt].linear == "nvfp4" else f"no NVFP4 linears in {fmt}"
-
-
-def _entries_of_512(cfg: Config, fmt: str) -> str:
-    if fmt in PLAIN:
-        return f"no 584-byte cache entries in {fmt}"
-    return "" if cfg.head_dim == 512 else f"head_dim must be 512, is {cfg.head_dim}"
-
-
-def _index_keys(cfg: Config, fmt: str) -> str:
-    if fmt in PLAIN:
-        return f"no MXFP4 keys in {fmt}"
-    heads, width = choosing.heads(), choosing.width()
-    if cfg.index_n_heads not in heads or cfg.index_head_dim != width:
-        found = f"{cfg.index_n_heads} of {cfg.index_head_dim}"
-        return f"index heads must be {' or '.join(map(str, heads))} of {width}, are {found}"
-    return ""
-
-
-def _fp4_experts(cfg: Config, fmt: str) -> str:
-    return _clamp(cfg) if layout.KINDS[fmt].experts in moe.KINDS else f"no FP4 experts in {fmt}"
-
-
-def _no_mxfp4(module: ModuleType, fmt: str) -> str:
-    return moe.unprepared(module) if layout.KINDS[fmt].experts == "mxfp4" else ""
-
-
-def _nvfp4_shared(cfg: Config, fmt: str) -> str:
-    return _nvfp4_linears(cfg, fmt) or _clamp(cfg)
-
-
-def _bf16_sites(cfg: Config, fmt: str) -> str:
-    return f"no bf16 activations in {fmt}" if fmt == "fp32" else mhc_site.unserved(cfg)
-
-
-def _decode_linears(cfg: Config, fmt: str) -> str:
-    return decode.serves(fmt)
-
-
-def _clamp(cfg: Config) -> str:
-    return "" if cfg.swiglu_limit == moe.limit() else f"swiglu_limit must be {moe.limit():g}, is {cfg.swiglu_limit:g}"
-
-
-GEMV = Provider(gemv.PROBLEM, f"NVFP4, at most {gemv.TOKENS} tokens", _nvfp4_linears, gemv.adapt)
-MOE_LINEAR = Provider(moe.PROBLEM, "NVFP4", _nvfp4_linears, moe_linear.adapt)
-FMHA_DECODE = Provider(fmha_decode.PROBLEM, "584-byte entries", _entries_of_512, fmha_decode.adapt)
-INDEXER = Provider(choosing.PROBLEM, "MXFP4 keys", _index_keys, choosing.adapt)
-MOE_EXPERTS = Provider(moe.PROBLEM, "NVFP4 or MXFP4", _fp4_experts, moe.adapt_experts, _no_mxfp4)
-MOE_SHARED = Provider(moe.PROBLEM, "NVFP4, as one expert", _nvfp4_shared, moe.adapt_shared)
-DECODE_LINEARS = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_linears)
-DECODE_SHARED = Provider(decode.PROBLEM, "at most 32 tokens", _decode_linears, decode.adapt_shared)
-MHC_SITE = Provider(mhc_site.PROBLEM, "bf16, 4 copies", _bf16_sites, mhc_site.adapt)
-SPECS = (
-    OpSpec("plan", start.plan),
-    OpSpec("embed", start.embed),
-    _spanning(chains.start, "plan", "embed"),
-    OpSpec("rms_norm", norm.rms_norm),
-    OpSpec("mhc_pre", mhc.pre),
-    OpSpec("mhc_post", mhc.post),
-    _spanning(chains.mhc_post_sum, "mhc_post"),
-    _spanning(chains.mhc_site, "mhc_post", "mhc_post_sum", "mhc_pre", "rms_norm", providers=(MHC_SITE,)),
-    OpSpec("matmul", linear.matmul),
-    _spanning(chains.matmuls, "matmul"),
-    OpSpec("linear", linear.linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
-    OpSpec("grouped_linear", linear.grouped_linear, (DECODE_LINEARS, GEMV, MOE_LINEAR)),
-    _spanning(chains.two_linears, "linear", providers=(DECODE_LINEARS,)),
-    _spanning(chains.norm_linears, "rms_norm", "linear", providers=(DECODE_LINEARS,)),
-    OpSpec("rotate", rope.rotate),
-    _spanning(chains.norm_rotate, "rms_norm", "rotate"),
-    OpSpec("write", writes.write),
-    _spanning(chains.write_key, "rms_norm", "rotate", "write"),
-    OpSpec("compress", compressor.compress),
-    _spanning(chains.write_entry, "compress", "write"),
-    _spanning(chains.index_query, "rotate"),
-    _spanning(chains.layer_rows, "norm_rotate", "write_key", "write_entry", "index_query"),
-    OpSpec("index_scores", indexer.index_scores),
-    OpSpec("select", indexer.select),
-    OpSpec("locate", indexer.locate),
-    _spanning(chains.choose, "index_scores", "select", "locate", providers=(INDEXER,)),
-    OpSpec("fmha", fmha.fmha, (FMHA_DECODE,)),
-    _spanning(chains.fmha_rotate, "fmha", "rotate", providers=(FMHA_DECODE,)),
-    OpSpec("route", router.route),
-    OpSpec("experts", experts.experts, (MOE_EXPERTS,)),
-    OpSpec("shared", experts.shared, (DECODE_SHARED, MOE_SHARED)),
-    _spanning(chains.all_experts, "experts", "shared", providers=(MOE_EXPERTS,)),
+REFERENCE = Ops(
+    start=start.start,
+    embed=start.embed,
+    rms_norm=norm.rms_norm,
+    mhc_pre=mhc.pre,
+    mhc_post=mhc.post,
+    mhc_site=mhc.site,
+    matmuls=linear.matmuls,
+    linear=linear.linear,
+    grouped_linear=linear.grouped_linear,
+    two_linears=linear.two_linears,
+    norm_linears=linear.norm_linears,
+    layer_rows=rows.layer_rows,
+    choose=indexer.choose,
+    fmha=fmha.fmha,
+    route=router.route,
+    experts=experts.experts,
+    shared=experts.shared,
+    all_experts=experts.all_experts,
 )
-REFERENCE = Ops(**{spec.name: spec.reference for spec in SPECS})
 NAMES = tuple(field.name for field in fields(Ops))
-# This folder's own; the first that has an op fills it. A module may define FORMATS, those that it fills ops in, and
-# SERVES, by op that spans others which calls it serves, as Partial has it.
-KERNELS = (start_kernel, copies, fused, matmuls, cache_rows, indexer_kernel, router_kernel, fmha_kernel, experts_kernel)
+FUSED = ("mhc_site", "two_linears", "norm_linears", "all_experts")
+OWN = "dsv4_forward"  # kernels of this folder, of the first of KERNELS that has the op
+KERNELS = (
+    start_kernel,
+    copies,
+    norm_kernel,
+    matmuls,
+    cache_rows,
+    indexer_kernel,
+    router_kernel,
+    fmha_kernel,
+    experts_kernel,
+)
+# The problems whose winners compute an op, in order. linear_decode takes up to 32 tokens, moe_gemm's plain product any
+# number, in NVFP4; OWN attends and chooses where pages are plain, and has experts in bf16.
+WINNERS: dict[str, tuple[str, ...]] = {
+    "start": (OWN,),
+    "embed": (OWN,),
+    "rms_norm": (OWN,),
+    "mhc_pre": (OWN,),
+    "mhc_post": (OWN,),
+    "mhc_site": ("mhc_site",),
+    "matmuls": (OWN,),
+    "linear": ("linear_decode", "moe_gemm"),
+    "grouped_linear": ("linear_decode", "moe_gemm"),
+    "two_linears": ("linear_decode",),
+    "norm_linears": ("linear_decode",),
+    "layer_rows": (OWN,),
+    "choose": ("indexer", OWN),
+    "fmha": ("fmha_decode", OWN),
+    "route": (OWN,),
+    "experts": ("moe_gemm", OWN),
+    "shared": ("linear_decode", "moe_gemm"),
+    "all_experts": ("moe_gemm",),
+}
+ASKED_FOR = {"linear": ("nvfp4_gemv",), "grouped_linear": ("nvfp4_gemv",)}  # fills them too, but leads nowhere
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What fills an op: the reference, `module` (a variant of the provider's problem), `function` itself, or the chain
-    of what fills the op's parts.
+class Kernel:
+    """What may fill an op: a variant of `problem` in `file`, a function of the op's name in `file`, or one of `own`.
+
+    asked: the part of --kernels that named it.
     """
 
-    op: str
-    why: str
-    name: str = "reference"
-    provider: Provider | None = None
-    module: ModuleType | None = None
-    function: Op | None = None
-    chain: Callable[[chains.Parts], Op] | None = None
+    name: str  # such as "nvfp4_gemv/cpu_avx2"
+    problem: str = ""
+    file: Path | None = None
+    own: ModuleType | None = None
+    asked: str = ""
+
+    def function(self, op: str, target: str) -> Op:
+        """Return the function of the op, loaded; not of a problem's variant."""
+        if self.own:
+            return self.own.ops(target)[op]
+        spec = importlib.util.spec_from_file_location(f"{__package__}._{self.file.stem}", self.file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return vars(module)[op]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """ops: ready for the weights that they were chosen for. names: what fills each op, "reference" or such as
-    "nvfp4_gemv/cpu_avx2". report: a line for each op with the reason, then what the adapters have to say. fallbacks:
-    by op with a provider's variant in it, what computes the calls that this variant does not serve, in order.
+    """ops: ready for the weights that they were chosen for. names: the first that fills each op, "reference" or such as
+    "nvfp4_gemv/cpu_avx2". report: a line for each op with all that fill it, then what the problems have to say.
     """
 
     ops: Ops
     names: dict[str, str]
     report: tuple[str, ...]
-    fallbacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What a choice is made for."""
-
-    target: str
-    cfg: Config
-    fmt: str
 
 
 def choose(text: str, target: str, weights: ModelWeights, functions: Mapping[str, Op] | None = None) -> Chosen:
     """Fill every op as `text` says, for these weights on a machine of `target` ("cpu", "sm90" or "sm100").
 
-    functions: by op, what fills it whatever `text` says.
-
-    text: "reference", "winners" or NAME=VARIANT, or several with commas, later ones over earlier ones; ops that are
-    not named hold the reference. NAME is an op, or a problem for all ops that its variants fill. VARIANT is
-    "reference", "winner", a file of the problem's variants/ or wrong/, or the path of a Python file that defines either
-    custom_kernel, as the problem has it, or a function of the op's name with the op's interface. "winners" fills an op
-    where a problem or a kernel of this folder can, else says why not. An op that spans others, and is to hold the
-    reference, is the chain of what fills them. ValueError: a VARIANT that cannot be had. Reads the weights where an
-    adapter measures them.
+    text: as `kernels` takes it. functions: by op, what fills it whatever `text` says. ValueError: as `kernels`, or a
+    variant that was asked for and serves no call of this model. Reads the weights where a problem prepares them.
     """
-    model = _Model(target, weights.config, weights.format)
-    choices = {name: Choice(name, "not asked for otherwise") for name in NAMES}
-    for item in text.split(","):
-        choices |= {choice.op: choice for choice in _item(item.strip(), model)}
-    choices |= {op: Choice(op, "given", "a function", function=function) for op, function in (functions or {}).items()}
-    choices |= {choice.op: choice for choice in _chained(choices)}
-    filled, fallbacks, report = _fitted(list(choices.values()), weights)
-    lines = [f"{choice.op}: {choice.name} ({choice.why})" for choice in choices.values()]
-    names = {choice.op: choice.name for choice in choices.values()}
-    return Chosen(filled, names, (*lines, *report), fallbacks)
+    filled = kernels(text, target)
+    given = functions or {}
+    filled = {op: () if op in given else several for op, several in filled.items()}
+    fitted = _fitted(filled, weights)
+    table: dict[str, Op] = {}
+    names: dict[str, str] = {}
+    lines: list[str] = []
+    for op in NAMES:
+        found, left = [("a function", given[op])] if op in given else [], ""
+        for one in filled[op]:
+            made = fitted[one.problem, one.file] if one.problem else Fitted({op: one.function(op, target)})
+            if op in made.functions:
+                found.append((one.name, made.functions[op]))
+            else:
+                left += f" (not {one.name}: {made.refused[op]})"
+        table[op] = _first([function for _, function in found], op)
+        names[op] = found[0][0] if found else "reference"
+        lines.append(f"{op}: {', '.join((*(name for name, _ in found), 'reference'))}{left}")
+    if not given and not any(filled.values()):
+        return Chosen(REFERENCE, names, tuple(lines))
+    return Chosen(Ops(**table), names, (*lines, *(line for one in fitted.values() for line in one.report)))
 
 
-def _item(item: str, model: _Model) -> list[Choice]:
-    """One of the parts of `text`."""
-    if item == "reference":
-        return [Choice(name, "asked for") for name in NAMES]
-    if item == "winners":
-        return [_winner(name, model) for name in NAMES]
-    name, _, variant = item.partition("=")
-    leading = {op: _leading(op, model) for op in NAMES}
-    found = [name] if name in NAMES else [op for op in NAMES if any(p.problem == name for p in leading[op])]
-    if not found:  # a problem that leads nowhere fills what it can behind others
-        leading = {op: _providers(op) for op in NAMES}
-        found = [op for op in NAMES if any(p.problem == name for p in leading[op])]
-    if not found or not variant:
-        problems = dict.fromkeys(provider.problem for providers in leading.values() for provider in providers)
+def _fitted(filled: Mapping[str, Sequence[Kernel]], weights: ModelWeights) -> dict[tuple[str, Path | None], Fitted]:
+    """Fit each variant to the weights, once, for all ops that it may fill. -> by problem and file. ValueError: one that
+    was asked for serves none of the ops that it was asked for.
+    """
+    wanted: dict[tuple[str, Path | None], list[str]] = {}
+    for op, several in filled.items():
+        for one in several:
+            if one.problem:
+                wanted.setdefault((one.problem, one.file), []).append(op)
+    fitted = {}
+    for (problem, file), ops in wanted.items():
+        folder = load.PROBLEMS / problem
+        fitted[problem, file] = load.module(folder, "in_model").fit(load.from_file(folder, file), weights, ops)
+    asked = [(one.asked, op, fitted[one.problem, one.file]) for op in filled for one in filled[op] if one.problem]
+    for part in dict.fromkeys(part for part, _, _ in asked if part):
+        (op, made), *others = [(op, made) for of, op, made in asked if of == part]
+        if not any(op in made.functions for op, made in ((op, made), *others)):
+            raise ValueError(f"--kernels {part}: {op}: {made.refused[op]}")
+    return fitted
+
+
+def _first(functions: Sequence[Op], op: str) -> Op:
+    """The first of the functions that serves a call, then torch, or the steps of an op of several."""
+    rest = apart if op in FUSED else getattr(REFERENCE, op)
+    if not functions:
+        return rest
+
+    def run(**call: object) -> object:
+        for function in functions:
+            if function(**call) is not NotImplemented:
+                return None
+        return rest(**call)
+
+    return run
+
+
+def apart(**_: object) -> object:
+    """Serve no call: the walk does the steps of the op one by one."""
+    return NotImplemented
+
+
+# ---------------------------------------------------------------- what --kernels says
+
+
+def kernels(text: str, target: str) -> dict[str, tuple[Kernel, ...]]:
+    """Return by op the kernels that `text` names, in order; torch is behind them.
+
+    text: parts with commas between, later ones over earlier ones. "reference" or "winners", first, is about every op;
+    without it all hold the reference. NAME=VARIANT: NAME is an op, which gets that kernel alone, or a problem, whose
+    variant comes first in all ops that it can fill. VARIANT is "reference", "winner", a file of the problem's variants/
+    or wrong/, or the path of a Python file, in such a folder or with a function of the op's name and interface.
+    ValueError: a name that is none or is there twice, a variant that is not for `target`.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    names = [part.partition("=")[0] for part in parts]
+    filled: dict[str, tuple[Kernel, ...]] = dict.fromkeys(NAMES, ())
+    for part, name in zip(parts, names, strict=True):
+        if part in ("reference", "winners") and (part != parts[0] or names.count(name) > 1):
+            raise ValueError(f"--kernels: {part} is about every op, so it must come first, and once, got {text!r}")
+        if names.count(name) > 1:
+            raise ValueError(f"--kernels must name {name} once, got {text!r}: leave one of the two out")
+        if part == "winners":
+            filled = {op: _winners(op, target) for op in NAMES}
+        elif part != "reference":
+            filled |= _part(part, target, filled)
+    return filled
+
+
+def problems_of(op: str) -> tuple[str, ...]:
+    """Return the problems whose variants may fill an op."""
+    return tuple(one for one in (*WINNERS[op], *ASKED_FOR.get(op, ())) if one != OWN)
+
+
+def _winners(op: str, target: str) -> tuple[Kernel, ...]:
+    found = (_winner(problem, op, target) for problem in WINNERS[op])
+    return tuple(one for one in found if one)
+
+
+def _winner(problem: str, op: str, target: str, asked: str = "") -> Kernel | None:
+    """None: there is none for the target."""
+    if problem == OWN:
+        for module in KERNELS:
+            if op in module.OPS and target in module.TARGETS:
+                return Kernel(f"{OWN}/{module.SOURCE.stem}", own=module)
+        return None
+    folder = load.PROBLEMS / problem
+    if target not in load.winners(folder):
+        return None
+    # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
+    name = load.winner(folder, target)
+    return Kernel(f"{problem}/{name}", problem, folder / "variants" / f"{name}.py", asked=asked)
+
+
+def _part(part: str, target: str, filled: Mapping[str, tuple[Kernel, ...]]) -> dict[str, tuple[Kernel, ...]]:
+    """NAME=VARIANT: what fills the ops that it names. ValueError as `kernels`."""
+    name, _, variant = part.partition("=")
+    ops = [name] if name in NAMES else [op for op in NAMES if name in problems_of(op)]
+    if not ops:
+        known = ", ".join(dict.fromkeys((*NAMES, *(one for op in NAMES for one in problems_of(op)))))
         raise ValueError(
-            f"kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of "
-            f"{', '.join(dict.fromkeys((*NAMES, *problems)))}; got {item!r}"
+            f"--kernels must be reference, winners or NAME=VARIANT with commas between, NAME one of {known}; "
+            f"got {part!r}"
         )
-    return [_named(op, variant, model, next((p for p in leading[op] if p.problem == name), None)) for op in found]
-
-
-def _chained(choices: Mapping[str, Choice]) -> list[Choice]:
-    """The ops that span others, hold the reference, and have a part that does not: they are chains of their parts."""
-    found: dict[str, Choice] = {}
-    for spec in SPECS:
-        known = {**choices, **found}
-        filled = any(known[part].name != "reference" for part in spec.parts)
-        if spec.chain and known[spec.name].name == "reference" and filled:
-            why = f"the chain of {', '.join(spec.parts)}"
-            found[spec.name] = Choice(spec.name, why, "its parts", chain=spec.chain)
-    return list(found.values())
-
-
-def _providers(op: str) -> tuple[Provider, ...]:
-    return next((spec.providers for spec in SPECS if spec.name == op), ())
-
-
-def _first(op: str, model: _Model) -> Provider | None:
-    """The provider that can fill the op, or would for another model; those behind it are fallbacks."""
-    return next(iter(_leading(op, model)), None)
-
-
-def _leading(op: str, model: _Model) -> tuple[Provider, ...]:
-    """The first provider that serves such a model, if there is one; then the first of all, if it is another."""
-    providers = _providers(op)
-    serving = [provider for provider in providers if not _unserved(provider, model)]
-    return tuple(dict.fromkeys((*serving[:1], *providers[:1])))
-
-
-def _unserved(provider: Provider, model: _Model) -> str:
-    """Why the provider cannot fill its op for such a model, "" if it can."""
-    if not (load.PROBLEMS / provider.problem / "submission.py").is_file():
-        return f"no folder problems/{provider.problem} yet"
-    if provider.adapt is None:
-        return f"no adapter for {provider.problem} yet"
-    return provider.serves(model.cfg, model.fmt)
-
-
-def _winner(op: str, model: _Model, asked: Provider | None = None) -> Choice:
-    provider = asked or _first(op, model)
-    reason = "no tuned kernel" if provider is None else _unserved(provider, model) or _winnerless(provider, model)
-    if not reason:
-        # Not submission.custom_kernel, which finds the variant anew in every call: 0.16 ms.
-        name = load.winner(load.PROBLEMS / provider.problem, model.target)
-        variant = load.variant(provider.problem, name)
-        if not (reason := provider.lacks(variant, model.fmt)):
-            return Choice(op, provider.scope, f"{provider.problem}/{name}", provider, variant)
-    if asked:
-        return Choice(op, reason)
-    for kernels in KERNELS:
-        formats = getattr(kernels, "FORMATS", (model.fmt,))
-        if op in kernels.OPS and model.target in kernels.TARGETS and model.fmt in formats:
-            name = f"dsv4_forward/{kernels.SOURCE.stem}"
-            function, serves = kernels.ops(model.target)[op], getattr(kernels, "SERVES", {}).get(op)
-            function = Partial(function, serves) if serves else function
-            return Choice(op, "a fused kernel of this folder", name, function=function)
-    return Choice(op, reason)
-
-
-def _winnerless(provider: Provider, model: _Model) -> str:
-    """Why the provider's problem has no winner for the machine, "" if it has one."""
-    has = model.target in load.winners(load.PROBLEMS / provider.problem)
-    return "" if has else f"{provider.problem} has no winner for {model.target}"
-
-
-def _named(op: str, variant: str, model: _Model, asked: Provider | None) -> Choice:
-    """asked: the provider of the problem that was named instead of an op."""
+    others = {op: () if name in NAMES else tuple(one for one in filled[op] if one.problem != name) for op in ops}
     if variant == "reference":
-        return Choice(op, "asked for")
+        return others
+    if variant == "winner" and name in NAMES:
+        return {name: _winners(name, target)}
+    problems = list(problems_of(name)) if name in NAMES else [name]
     if variant == "winner":
-        return _winner(op, model, asked)
-    provider, what = asked or _having(op, variant, model), f"{op}={variant}"
-    file = _file(provider, variant, what)
-    # In the folder of the problem a file has the problem's interface.
-    others = provider is not None and load.PROBLEMS / provider.problem in file.parents
-    if not others and op in _functions(file):
-        return Choice(op, "a function with the op's interface", str(file), function=_function(file, op))
-    if provider is None:
-        raise ValueError(f"{what}: {file.name} must define {op}, with the op's interface: no problem is for it")
-    if reason := _unserved(provider, model) or _unrunnable(file, model.target):
-        raise ValueError(f"{what}: {reason}")
-    module = load.from_file(load.PROBLEMS / provider.problem, file)
-    if reason := provider.lacks(module, model.fmt):
-        raise ValueError(f"{what}: {reason}")
-    return Choice(op, provider.scope, f"{provider.problem}/{file.stem}", provider, module)
+        one = _winner(name, ops[0], target, part)
+        if one is None:
+            raise ValueError(f"--kernels {part}: {name} has no winner for {target}")
+    else:
+        one = _named(part, variant, name if name in NAMES else "", problems, target)
+    return {op: (one, *others[op]) for op in ops}
 
 
-def _having(op: str, variant: str, model: _Model) -> Provider | None:
-    """The provider whose problem has a variant of that name, the first that can fill the op first; else that one."""
-    first = _first(op, model)
-    for provider in (*([first] if first else []), *_providers(op)):
-        if any((folder / f"{variant}.py").is_file() for folder in _folders(provider)):
-            return provider
-    return first
+def _named(part: str, variant: str, op: str, problems: Sequence[str], target: str) -> Kernel:
+    """The file that VARIANT names. op: what its function must be called; "": of a problem's variant nothing."""
+    folders = [load.PROBLEMS / problem / below for problem in problems for below in ("variants", "wrong")]
+    own = load.PROBLEMS / OWN / "wrong"
+    places = [
+        *(folder / f"{variant}.py" for folder in folders),
+        *([own / f"{variant}.py"] if op else []),
+        Path(variant),
+    ]
+    file = next((place.resolve() for place in places if place.suffix == ".py" and place.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"--kernels {part}: VARIANT must be reference, winner, {_known(problems, op, target)}or the path of a "
+            f"Python file, got {variant!r}"
+        )
+    folder = file.relative_to(load.PROBLEMS).parts[0] if load.PROBLEMS in file.parents else OWN
+    if folder not in (OWN, *problems):
+        raise ValueError(f"--kernels {part}: a file of {folder} cannot fill {op or problems[0]}")
+    defined = _defined(part, file)
+    if problems and "custom_kernel" in defined and (folder != OWN or op not in defined):
+        if reason := _unrunnable(file, target):
+            raise ValueError(f"--kernels {part}: {reason}")
+        problem = problems[0] if folder == OWN else folder
+        return Kernel(f"{problem}/{file.stem}", problem, file, asked=part)
+    if op not in defined:
+        wanted = f"{op}, with the op's interface (torch_ops/)" if op else ""
+        kernel = f"custom_kernel, as {' or '.join(problems)} has it" if problems else ""
+        raise ValueError(f"--kernels {part}: {file.name} must define {', or '.join(filter(None, (wanted, kernel)))}")
+    return Kernel(str(file), file=file, asked=part)
 
 
-def _folders(provider: Provider) -> list[Path]:
-    return [load.PROBLEMS / provider.problem / part for part in ("variants", "wrong")]
+def _defined(part: str, file: Path) -> set[str]:
+    """Names that a file defines, read without running it. ValueError: it is not Python."""
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ValueError(f"--kernels {part}: {file}{where}: not Python: {getattr(error, 'msg', error)}") from error
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
 
 
-def _file(provider: Provider | None, variant: str, what: str) -> Path:
-    folders = _folders(provider) if provider else []
-    folders.append(Path(__file__).parent / "wrong")
-    for file in (*(folder / f"{variant}.py" for folder in folders), Path(variant)):
-        if file.suffix == ".py" and file.is_file():
-            return file.resolve()
-    known = [file.stem for folder in folders[:-1] for file in sorted(folder.glob("*.py"))]
-    also = f", nor one of {provider.problem}'s {', '.join(known)}" if known else ""
-    raise ValueError(f"{what}: no file {variant}{also}")
+def _known(problems: Sequence[str], op: str, target: str) -> str:
+    """What else VARIANT may be on a machine of `target`."""
+    said = []
+    for problem in problems:
+        files = sorted((load.PROBLEMS / problem / "variants").glob("*.py"))
+        names = [file.stem for file in files if not _unrunnable(file, target)]
+        said.append(f"a variant of {problem} ({', '.join(names) or f'none for {target}'}), ")
+    if said:
+        said.append(f"a file of {'its' if len(said) == 1 else 'their'} wrong/, ")
+    own = load.PROBLEMS / OWN / "wrong"
+    wrong = [file.stem for file in sorted(own.glob("*.py")) if op and f"\ndef {op}(" in file.read_text()]
+    return "".join(said) + (f"a file of dsv4_forward/wrong ({', '.join(wrong)}), " if wrong else "")
 
 
 def _unrunnable(file: Path, target: str) -> str:
-    """Why the variant in `file` is not for a machine of `target`, "" if it is."""
+    """Why the variant in `file` is not for this machine, one of `target`; "" if it is."""
     targets = load.constants(file, "TARGETS").get("TARGETS", ())
     if file.stem.startswith("peer_"):
         return "a baseline is there to be compared with, not to be built on"
@@ -441,61 +357,3 @@ def _unrunnable(file: Path, target: str) -> str:
         return f"{file.stem} is for {', '.join(targets) or 'no target'}, not {target}"
     missing = load.missing_cpu_flags(file) if target == "cpu" else []
     return f"this CPU lacks {', '.join(missing)}" if missing else ""
-
-
-def _functions(file: Path) -> set[str]:
-    """Names of the functions that `file` defines, read without running it."""
-    return {node.name for node in ast.parse(file.read_text(), str(file)).body if isinstance(node, ast.FunctionDef)}
-
-
-def _function(file: Path, name: str) -> Op:
-    spec = importlib.util.spec_from_file_location(f"{__package__}._{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return vars(module)[name]
-
-
-def _fitted(choices: list[Choice], weights: ModelWeights) -> tuple[Ops, dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Fit each variant to the weights, once for all ops of an adapter. -> the ops, their fallbacks by name, lines."""
-    functions = {choice.op: choice.function for choice in choices if choice.function}
-    if "all_experts" in functions:  # a layer asks for the op where it says what it serves
-        functions["all_experts"] = Joined(functions["all_experts"], lambda _w13, _x: True)
-    filled = [choice for choice in choices if choice.module]
-    used = {choice.provider.problem: choice for choice in reversed(filled)}
-    fallbacks: dict[str, tuple[str, ...]] = {}
-    report: list[str] = []
-    for name, adapt in dict.fromkeys((choice.module.__name__, choice.provider.adapt) for choice in filled):
-        mine = [choice for choice in filled if (choice.module.__name__, choice.provider.adapt) == (name, adapt)]
-        providers = _providers(mine[0].op)
-        fallback, order, also = _fallback(providers[providers.index(mine[0].provider) + 1 :], used, weights)
-        found = adapt(mine[0].module, weights, fallback)
-        functions |= {choice.op: found.functions[choice.op] for choice in mine}
-        fallbacks |= {choice.op: order for choice in mine}
-        report += (*found.report, *also)
-    table = replace(REFERENCE, **functions)
-    chained = {choice.op: choice.chain for choice in choices if choice.chain}
-    for spec in SPECS:  # in the order of ops, so that a chain's parts may be chains
-        found = vars(table)[spec.name]
-        if isinstance(found, Partial):
-            table = replace(table, **{spec.name: found.before(spec.chain(table))})
-        if spec.name in chained:
-            table = replace(table, **{spec.name: chained[spec.name](table)})
-    return table, fallbacks, tuple(report)
-
-
-def _fallback(
-    providers: tuple[Provider, ...], used: dict[str, Choice], weights: ModelWeights
-) -> tuple[Fallback, tuple[str, ...], tuple[str, ...]]:
-    """Build what takes over behind an op's first provider: those of `providers` that are in use, in order, then the
-    reference. -> it, the names in order, lines to report. used: the choice that has a problem's variant, by problem.
-    """
-    fallback, order, report = Fallback(REFERENCE), (Fallback(REFERENCE).name,), ()
-    for provider in reversed([provider for provider in providers if provider.problem in used]):
-        choice = used[provider.problem]
-        found = provider.adapt(choice.module, weights, fallback)
-        report = (*found.report, *report)
-        if found.functions:
-            filled = replace(fallback.ops, **found.functions)
-            fallback = Fallback(filled, choice.name, found.served | fallback.served)
-            order = (choice.name, *order)
-    return fallback, order, report

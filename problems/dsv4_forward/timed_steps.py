@@ -16,7 +16,6 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import ops, traffic
-from problems.dsv4_forward.adapters.common import rewrapped
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.kernels.argmax import Longer, argmax
@@ -183,7 +182,9 @@ class Decode:
 
 
 def _table(chosen: Chosen, without: Collection[str], named: bool) -> Ops:
-    table = dataclasses.replace(chosen.ops, **{op: getattr(ops.REFERENCE, op) for op in without})
+    table = dataclasses.replace(
+        chosen.ops, **{op: ops.apart if op in ops.FUSED else getattr(ops.REFERENCE, op) for op in without}
+    )
     if not named:
         return table
     return Ops(**{op.name: _named(op.name, getattr(table, op.name)) for op in dataclasses.fields(Ops)})
@@ -192,14 +193,11 @@ def _table(chosen: Chosen, without: Collection[str], named: bool) -> Ops:
 def _named(name: str, op: Op) -> Op:
     """Return the op, each call of which is a range of the profiler."""
 
-    def wrap(function: Op) -> Op:
-        def call(*args: Any, **more: Any) -> None:
-            with torch.profiler.record_function(f"op {name}"):
-                function(*args, **more)
+    def call(**given: Any) -> object:
+        with torch.profiler.record_function(f"op {name}"):
+            return op(**given)
 
-        return call
-
-    return rewrapped(op, wrap)
+    return call
 
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU

@@ -1,4 +1,4 @@
-"""Experts and NVFP4 matrices for tests of the adapters of moe_gemm, and how near two results are."""
+"""Experts and NVFP4 matrices for tests of moe_gemm in the model, and how near two results are."""
 
 import dataclasses
 import math
@@ -6,15 +6,12 @@ import math
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters import moe
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
 
-FOLDER = load.PROBLEMS / moe.PROBLEM
-TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
-GROUPED = load.variant(moe.PROBLEM, "torch_grouped")
+FOLDER = load.PROBLEMS / "moe_gemm"
+TASK, REFERENCE, MOE = (load.module(FOLDER, name) for name in ("task", "reference", "in_model"))
+GROUPED = load.variant("moe_gemm", "torch_grouped")
 # As TINY, with the clamp that the problem has, every kind of layer, a prediction layer and groups of three.
 SMALL = dataclasses.replace(
     TINY,
@@ -55,21 +52,26 @@ def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation:
     return *given, w13, w2, TASK.LIMIT
 
 
-def adapted_experts(*layers_: tuple[Linear, Linear], module: object = GROUPED, table: object = None) -> moe.Experts:
-    made = [moe.prepare_experts(module, w13, w2, table) for w13, w2 in layers_]
-    ids, ones = torch.zeros(moe.ROOM, 1, dtype=torch.int32), torch.ones(moe.ROOM, 1)
-    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, ops.REFERENCE, ids, ones)
+def calls(*layers: tuple[Linear, Linear], module: object = GROUPED) -> object:
+    """The ops for these layers' experts."""
+    return MOE.make_calls(module, [MOE.prepare(module, *both) for both in layers], [])
 
 
 def run(op: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out = torch.full(arguments[0].shape, math.nan, dtype=dtype)
-    op(*arguments, out)
+    assert op(*arguments, out) is not NotImplemented
     return out
+
+
+def left(op: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether the op says that it does not serve the call, and writes nothing."""
+    out = torch.full(arguments[0].shape, math.nan, dtype=dtype)
+    return op(*arguments, out) is NotImplemented and bool(out.isnan().all())
 
 
 def product(x: torch.Tensor, w: Linear, op: object, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
-    op(x, w, out)
+    assert op(x, w, out) is not NotImplemented
     return out
 
 
@@ -103,9 +105,9 @@ def inputs(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).bfloat16()
 
 
-def linears(*made: Linear, module: object = GROUPED) -> moe_linear.Linears:
-    matrices = [moe_linear.make_matrix(module, w) for w in made]
-    return moe_linear.Linears(module.linear, {id(m.linear): m for m in matrices}, ops.REFERENCE)
+def linears(*made: Linear, module: object = GROUPED) -> object:
+    """The ops for these matrices."""
+    return MOE.make_calls(module, [], [MOE.prepare_linear(module, w) for w in made])
 
 
 class Raises:

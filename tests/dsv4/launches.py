@@ -59,11 +59,10 @@ SEVERAL = {
     "sm90_grouped.decode_linear": 2,
     "fmha.launch_fmha": 2,
     "experts.launch_experts": 2,
+    "indexer.launch_choose": 2,
 }
 QUANTISING = "sm90_grouped.decode_experts", 13, 18  # a launch more for several tokens in NVFP4: arguments count, form
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
-# Launchers that add to what another one launches, if their last argument is given.
-ADDING = {f"cache_rows.launch_{name}" for name in ("norm_rotate", "write", "compress", "index_query")}
 LIBRARY = ("mm", "bmm", "addmm", "baddbmm")  # products that torch leaves to cuBLAS
 CONTEXT, BOUND = 300, 310  # tokens of each sequence before the step, and as far as its lists reach
 PLACES = {SWA: "a layer of the window only", HCA: "an HCA layer", CSA: "a CSA layer that scores"}
@@ -95,7 +94,7 @@ class Seen(TorchDispatchMode):
             return 0
 
         def launch(*arguments: object) -> int:
-            if self.place and not (name in ADDING and arguments[-1] is not None):
+            if self.place:
                 several = sum(arguments[i] for i in COUNTED[name]) if name in COUNTED else SEVERAL.get(name, 1)
                 if name == QUANTISING[0]:
                     several += arguments[QUANTISING[1]] > 1 and arguments[QUANTISING[2]] == 1
@@ -118,7 +117,7 @@ def pretended(target: str) -> Iterator[Seen]:
         patch.setattr(load, "device_target", lambda device: target)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         found = SimpleNamespace(multi_processor_count=132, major=9, minor=0, shared_memory_per_block_optin=232448)
-        patch.setattr(load.module(load.PROBLEMS / "moe_gemm", "task"), "validate", lambda *arguments: None)
+        patch.setattr(load.module(load.PROBLEMS / "moe_gemm", "in_model"), "validate", lambda *arguments: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
         with seen:
             yield seen

@@ -6,14 +6,13 @@ import math
 import torch
 
 from problems.common import load, nvfp4
-from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import gemv
-from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward.kernels import vectors
+from problems.dsv4_forward.prepared import by_first
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
 
-TASK = load.module(load.PROBLEMS / gemv.PROBLEM, "task")
-REFERENCE = load.module(load.PROBLEMS / gemv.PROBLEM, "reference")
+FOLDER = load.PROBLEMS / "nvfp4_gemv"
+TASK, REFERENCE, GEMV = (load.module(FOLDER, name) for name in ("task", "reference", "in_model"))
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 # One layer of each kind, a prediction layer, and few experts: every matrix that the linear ops receive.
 SMALL = dataclasses.replace(
@@ -51,10 +50,10 @@ def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
     return Linear("nvfp4", nvfp4.pack(codes), scale.to(torch.float8_e4m3fn), **(one | fields))
 
 
-def adapted(*matrices: Linear, variant: str = "cpu_portable") -> gemv.Gemv:
-    kernel = load.variant(gemv.PROBLEM, variant).custom_kernel
-    prepared = [gemv.make_matrix(w, TASK.Data) for w in matrices]
-    return gemv.Gemv(kernel, {id(m.linear): m for m in prepared}, Fallback(ops.REFERENCE))
+def calls(*matrices: Linear, variant: str = "cpu_portable") -> object:
+    """The ops of nvfp4_gemv."""
+    made = by_first(GEMV.prepare(w) for w in matrices)
+    return GEMV.Calls(load.variant("nvfp4_gemv", variant), made, vectors.TorchVectors())
 
 
 def values64(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -76,8 +75,14 @@ def exact(x: torch.Tensor, w: Linear) -> tuple[torch.Tensor, torch.Tensor]:
 
 def product(x: torch.Tensor, w: Linear, run, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
-    run(x, w, out)
+    assert run(x=x, w=w, out=out) is not NotImplemented
     return out
+
+
+def left(x: torch.Tensor, w: Linear, run, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the op says that it does not serve the call, and writes nothing."""
+    out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
+    return run(x=x, w=w, out=out) is NotImplemented and bool(out.isnan().all())
 
 
 def inputs(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

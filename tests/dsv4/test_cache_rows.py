@@ -1,4 +1,6 @@
-"""kernels/cache_rows.cu on a GPU against the chains of the torch components."""
+"""kernels/cache_rows.cu on a GPU, and in the model of one, against torch_ops/rows.py."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -41,15 +43,18 @@ def turns(tokens: int, half: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos().to(DEVICE), angle.sin().to(DEVICE)
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     error, size = (got.float() - want.float()).abs(), want.float().abs()
-    assert bool((error <= STEP[got.dtype] * (size + 0.02 * size.amax(-1, keepdim=True))).all()), float(error.max())
+    step = STEP[dtype or got.dtype]
+    assert bool((error <= step * (size + 0.02 * size.amax(-1, keepdim=True))).all()), float(error.max())
 
 
-def same_rows(got: Pages, want: Pages, index: torch.Tensor) -> None:
+def same_rows(got: Pages, want: Pages, index: torch.Tensor, dtype: torch.dtype = BF16) -> None:
     """The rows that were written are near, and no other byte has changed."""
     a, b = got.read(index), want.read(index)
     assert bool(a.isfinite().all())
+    if got.kind == "plain":
+        close(a, b, BF16 if BF16 in (dtype, got.data.dtype) else FP32)
     error, size = (a - b).norm(dim=1), b.norm(dim=1)
     assert bool((error <= ROW[got.kind] * size + 1e-12).all()), float((error / size).max())
     for one in (got, want):
@@ -57,94 +62,133 @@ def same_rows(got: Pages, want: Pages, index: torch.Tensor) -> None:
     assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="all be bf16 or all fp32"):
-        kernel._bf16(torch.zeros(2), torch.zeros(2, dtype=BF16))
-    with pytest.raises(ValueError, match="contiguous"):
-        kernel._bf16(torch.zeros(2, 3).t())
-    with pytest.raises(ValueError, match="index must be int64"):
-        kernel._long("index", torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="cos must be fp32"):
-        kernel._half(torch.zeros(2, 4), torch.zeros(2, 4), 3, 64)
-    with pytest.raises(ValueError, match="at most 3 pairs"):
-        kernel._half(torch.zeros(2, 4), torch.zeros(2, 4), 2, 6)
-    with pytest.raises(ValueError, match="1 to 8192 values, got 8193"):
-        kernel._width(8193)
-    with pytest.raises(ValueError, match="power of two"):
-        kernel._turned(True, 96)
-    made, turn = kernel.Entries.__new__(kernel.Entries), torch.zeros(3, 8)
-    x, narrow = torch.zeros(3, 2, 64), torch.zeros(3, 2, 48)
-    for given, wanted in (
-        ((x, turn, turn, True, x.bfloat16()), "all be bf16 or all fp32"),
-        ((x, turn[:2], turn, True, x), "cos must be"),
-        ((x, turn, turn, True, x[:, :1].contiguous()), "out must be"),
-        ((narrow, turn, turn, True, narrow), "power of two from 32 on as its width, got 48"),
+def some(count: int) -> torch.Tensor:
+    """Rows of made_pages."""
+    return torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
+
+
+def call(
+    count: int, width: int, dtype: torch.dtype, heads: int = 2, weight: bool = False, pages: Pages | None = None
+) -> dict:
+    """A call for `count` tokens without compressors and the indexer's queries."""
+    (cos, sin), x = turns(count), draw(count, heads, width, dtype=dtype)
+    norm = {"eps": 1e-6, "cos": cos, "sin": sin}
+    pages, factor = pages or made_pages("plain", dtype, width), draw(width, dtype=dtype, seed=1)
+    key = {"x": draw(count, width, dtype=dtype, seed=2), "weight": factor, "pages": pages, "index": some(count)}
+    queries = {"x": x, "weight": factor if weight else None, "out": torch.full_like(x, float("nan"))}
+    return {"queries": queries | norm, "key": key | norm, "compressed": [], "index": None}
+
+
+def both(ops, make) -> tuple[dict, dict]:
+    """What the kernel and the reference have done with a call that `make` returns."""
+    got, want = make(), make()
+    assert ops["layer_rows"](**got) is None
+    REFERENCE.layer_rows(**want)
+    return got, want
+
+
+def last(given: dict) -> dict:
+    """The call of its last token alone, with other outputs."""
+    alone = {k: v[-1:].contiguous() for k, v in given["queries"].items() if k in ("x", "cos", "sin", "out")}
+    turn = {name: alone[name] for name in ("cos", "sin")}
+    key = given["key"] | {name: given["key"][name][-1:].contiguous() for name in ("x", "index")} | turn
+    pages = dataclasses.replace(key["pages"], data=key["pages"].data.clone())
+    alone["out"] = torch.full_like(alone["x"], float("nan"))
+    return given | {"queries": given["queries"] | alone, "key": key | {"pages": pages}}
+
+
+def test_wrong_arguments_are_named(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
+    made = kernel.LayerRows.__new__(kernel.LayerRows)
+    x, ids = torch.zeros(3, 2, 128), torch.zeros(3).long()
+    entry = compressor(4, 128, [3, 2, 1], [1, 1, 1], FP32)
+    entry |= {"pages": Pages(torch.zeros(2, 4, 128), 4, "plain", 128), "index": ids[:1]}
+    turn = {"cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8)}
+    given = {
+        "queries": {"x": x, "weight": None, "eps": 1e-6, **turn, "out": x},
+        "key": {"x": x[:, 0].contiguous(), "weight": torch.zeros(128), "eps": 1e-6, **turn, "index": ids},
+        "compressed": [entry],
+        "index": {"x": x, **turn, "quantise": True, "out": x},
+    }
+    given["key"]["pages"] = entry["pages"]
+    wide = {"cos": torch.zeros(3, 65), "sin": torch.zeros(3, 65)}
+    for part, change, wanted in (
+        ("queries", {"x": x.half()}, "x must be fp32 or bf16"),
+        ("queries", {"out": x.bfloat16()}, "out must be torch.float32"),
+        ("queries", {"weight": torch.zeros(127)}, "weight must be"),
+        ("key", {"index": ids.int()}, "index must be torch.int64"),
+        ("key", {"x": torch.zeros(128, 3).t()}, "key must be .* strides"),
+        ("index", {"out": x[:, :1].contiguous()}, "index out must be"),
+        ("index", {"sin": torch.zeros(2, 8)}, "sin must be"),
+        ("index", wide, "at most 64 pairs, got 65"),
+        ("compressed", {"emit": ids[:1].int()}, "emit must be torch.int64"),
+        ("compressed", {"tail": entry["tail"][:, :7].contiguous()}, "the ring must hold the 8 tokens"),
+        ("compressed", {"dtype": BF16}, "dtype must be that of the queries"),
     ):
+        changed = [entry | change] if part == "compressed" else given[part] | change
         with pytest.raises(ValueError, match=wanted):
-            made.index_query(*given)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("shape", [(1, 128), (3, 5, 192), (16, 64, 512), (2, 3, 70)])
-def test_norm_rotate(ops, shape, dtype):
-    x, (cos, sin) = draw(*shape, dtype=dtype), turns(shape[0])
-    for weight in (None, draw(shape[-1], dtype=dtype, seed=1)):
-        want, got = torch.empty_like(x), torch.full_like(x, float("nan"))
-        REFERENCE.norm_rotate(x, weight, 1e-6, cos, sin, want)
-        ops["norm_rotate"](x, weight, 1e-6, cos, sin, got)
-        close(got, want)
-        one = torch.full_like(x[-1:], float("nan"))  # a token by itself
-        ops["norm_rotate"](x[-1:], weight, 1e-6, cos[-1:], sin[-1:], one)
-        assert torch.equal(one, got[-1:])
+            made.layer_rows(**given | {part: changed})
+    narrow, broad = torch.zeros(3, 2, 48), torch.zeros(3, 2, 8193)
+    for part, changed in (
+        ("queries", given["queries"] | {"x": broad, "out": broad}),
+        ("queries", given["queries"] | {"eps": 1e-5}),
+        ("key", given["key"] | {"cos": turn["cos"].clone()}),
+        ("index", given["index"] | {"x": narrow, "out": narrow}),
+        ("compressed", [entry] * 3),
+        ("compressed", [entry | {"ratio": 128}]),
+    ):
+        assert made.layer_rows(**given | {part: changed}) is NotImplemented
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("kind", "stored"), KINDS)
-@pytest.mark.parametrize("count", [1, 3, 16])
-def test_write(ops, count, kind, stored, dtype):
-    """Without a norm or Hadamard every byte is the reference's."""
-    width = 128 if kind == "index" else 192
-    index = torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
-    rows = draw(count, width, dtype=dtype)
-    rows[0, :64] = 0
-    rows[-1, 64:128] *= 1e-5
-    got, want = made_pages(kind, stored, width), made_pages(kind, stored, width)
-    ops["write"](rows, got, index)
-    REFERENCE.write(rows, want, index)
-    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
-    if kind == "index":
-        ops["write"](rows, got, index, True)
-        REFERENCE.write(rows, want, index, True)
-        same_rows(got, want, index)
+@pytest.mark.parametrize(("count", "heads", "width"), [(1, 1, 128), (3, 5, 192), (16, 64, 512), (2, 3, 70)])
+def test_queries_and_keys(ops, count, heads, width, kind, stored, dtype):
+    """Queries with a weight where pages are plain."""
+    width = 128 if kind == "index" else max(width, 192) if kind == "entry" else width
 
+    def make() -> dict:
+        return call(count, width, dtype, heads, kind == "plain", made_pages(kind, stored, width))
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "stored"), [KINDS[0], KINDS[2]])
-def test_values_that_are_no_numbers(ops, kind, stored):
-    rows = draw(4, 192, dtype=BF16)
-    rows[1, 3], rows[2, 70], rows[3, 100] = float("nan"), float("inf"), float("-inf")
-    index, got, want = torch.tensor([4, 9, 0, 30], device=DEVICE), *(made_pages(kind, stored, 192) for _ in range(2))
-    ops["write"](rows, got, index)
-    REFERENCE.write(rows, want, index)
-    a, b = got.read(index), want.read(index)
-    assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    got, want = both(ops, make)
+    close(got["queries"]["out"], want["queries"]["out"])
+    one = last(make())  # a token by itself
+    ops["layer_rows"](**one)
+    index = one["key"]["index"]
+    assert torch.equal(one["queries"]["out"], got["queries"]["out"][-1:])
+    assert torch.equal(one["key"]["pages"].read(index), got["key"]["pages"].read(index))
+    same_rows(got["key"]["pages"], want["key"]["pages"], got["key"]["index"], dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("kind", "stored"), KINDS[:3])
-@pytest.mark.parametrize("count", [1, 3, 16])
-def test_write_key(ops, count, kind, stored, dtype):
-    index = torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
-    x, weight, (cos, sin) = draw(count, 512, dtype=dtype), draw(512, dtype=dtype, seed=1), turns(count)
-    got, want, one = (made_pages(kind, stored, 512) for _ in range(3))
-    ops["write_key"](x, weight, 1e-6, cos, sin, got, index)
-    REFERENCE.write_key(x, weight, 1e-6, cos, sin, want, index)
-    ops["write_key"](x[-1:], weight, 1e-6, cos[-1:], sin[-1:], one, index[-1:])
-    assert torch.equal(one.read(index[-1:]), got.read(index[-1:]))
-    same_rows(got, want, index)
+@pytest.mark.parametrize(("kind", "stored"), KINDS)
+@pytest.mark.parametrize("strange", [False, True])
+def test_every_byte_of_a_row_whose_norm_is_exact(ops, kind, stored, dtype, strange):
+    """Keys of 1 and -1 are the weights then, with a sign, and all that is rounded is what the pages hold. strange:
+    some are no numbers.
+    """
+    width = 128 if kind == "index" else 192
+
+    def make() -> dict:
+        given = call(4, width, dtype, pages=made_pages(kind, stored, width))
+        key = given["key"]
+        key["x"].copy_(key["x"].sign())
+        key["weight"][:32], key["weight"][64:96] = 0, key["weight"][64:96] * 1e-5
+        if strange:
+            for at, value in ((3, "nan"), (50, "inf"), (100 - 2 * (kind == "index") * 30, "-inf")):
+                key["weight"][at] = float(value)
+        key["cos"].fill_(1), key["sin"].fill_(0)
+        for part in (key, given["queries"]):
+            part["eps"] = 0.0
+        return given
+
+    pages, wanted = (one["key"]["pages"] for one in both(ops, make))
+    if not strange:
+        assert torch.equal(pages.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    a, b = (one.read(some(4)) for one in (pages, wanted))
+    assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def compressor(ratio: int, width: int, lengths: list[int], counts: list[int], dtype: torch.dtype) -> dict:
@@ -185,87 +229,93 @@ CALLS = (
 )
 
 
+def with_entries(given: dict, pages: Pages, index: torch.Tensor, hadamard: bool = False) -> dict:
+    """A call whose compressor gets the arguments `given`; its queries and keys are few."""
+    count, dtype = len(given["projected"]), given["dtype"]
+    entry = given | {"pages": pages, "index": index, "hadamard": hadamard}
+    return call(min(count, 35), 512, dtype) | {"compressed": [entry]}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("ratio", "width", "lengths", "counts"), CALLS)
-def test_compress(ops, ratio, width, lengths, counts, dtype):
-    given = compressor(ratio, width, lengths, counts, dtype)
-    tails = [given["tail"].clone() for _ in range(2)]
-    got, want = (torch.full((len(given["emit"]), width), 7.0, device=DEVICE, dtype=dtype) for _ in range(2))
-    ops["compress"](**given | {"tail": tails[0]}, out=got)
-    REFERENCE.compress(**given | {"tail": tails[1]}, out=want)
-    assert torch.equal(tails[0].nan_to_num(7.5), tails[1].nan_to_num(7.5))
-    if got.numel():
-        close(got, want)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "stored"), KINDS)
 @pytest.mark.parametrize(("ratio", "width", "lengths", "counts"), CALLS)
-def test_write_entry(ops, ratio, width, lengths, counts, kind, stored):
-    width = 128 if kind == "index" else width if width % 64 == 0 and width > 128 else 192
-    given = compressor(ratio, width, lengths, counts, BF16)
-    index = torch.arange(len(given["emit"]), device=DEVICE) * 3 % 35
-    got, want = (made_pages(kind, stored, width, count=9) for _ in range(2))
-    tails = [given["tail"].clone() for _ in range(2)]
-    for run, tail, pages in ((ops["write_entry"], tails[0], got), (REFERENCE.write_entry, tails[1], want)):
-        run(**given | {"tail": tail}, pages=pages, index=index, hadamard=kind == "index")
-    assert torch.equal(tails[0].nan_to_num(7.5), tails[1].nan_to_num(7.5))
-    same_rows(got, want, index)
+def test_entries(ops, ratio, width, lengths, counts, kind, stored, dtype):
+    width = 128 if kind == "index" else max(width, 192) if kind == "entry" else width
+
+    def make() -> dict:
+        given = compressor(ratio, width, lengths, counts, dtype)
+        index = torch.arange(len(given["emit"]), device=DEVICE) * 3 % 35
+        return with_entries(given, made_pages(kind, stored, width, count=9), index, kind == "index")
+
+    got, want = (one["compressed"][0] for one in both(ops, make))
+    assert torch.equal(got["tail"].nan_to_num(7.5), want["tail"].nan_to_num(7.5))
+    same_rows(got["pages"], want["pages"], got["index"], dtype)
 
 
 @pytest.mark.gpu
-def test_a_token_that_ends_no_window_writes_nothing(ops):
+@pytest.mark.parametrize("width", [192, 512])
+def test_a_token_that_ends_no_window_writes_nothing(ops, width):
     """As in a step that a graph replays, where every token is in `emit`."""
-    given = compressor(4, 192, [4, 7, 2], [1, 1, 1], BF16)
-    given["emit"] = torch.arange(3, device=DEVICE)
-    got, before = (made_pages("entry", torch.uint8, 192) for _ in range(2))
-    index = torch.tensor([33, 6, 34], device=DEVICE)
-    ops["write_entry"](**given, pages=got, index=index)
-    REFERENCE.write_entry(**given, pages=before, index=index)
-    assert bool(got.read(index[1:2]).isfinite().all()) and bool(got.read(index[::2]).isnan().all())
-    same = (a.read(index[1:2]) for a in (got, before))
-    assert float(torch.dist(*same)) <= ROW["entry"] * float(before.read(index[1:2]).norm())
+
+    def make() -> dict:
+        given = compressor(4, width, [4, 7, 2], [1, 1, 1], BF16) | {"emit": torch.arange(3, device=DEVICE)}
+        return with_entries(given, made_pages("entry", torch.uint8, width), torch.tensor([33, 6, 34], device=DEVICE))
+
+    got, want = (
+        one["compressed"][0]["pages"].read(torch.tensor([6, 33, 34], device=DEVICE)) for one in both(ops, make)
+    )
+    assert bool(got[0].isfinite().all()) and bool(got[1:].isnan().all())
+    assert float(torch.dist(got[0], want[0])) <= ROW["entry"] * float(want[0].norm())
 
 
 @pytest.mark.gpu
-def test_an_entry_does_not_depend_on_other_sequences(ops):
-    given = compressor(4, 192, [3, 7, 11], [1, 1, 1], BF16)
-    every, one = (torch.empty(n, 192, device=DEVICE, dtype=BF16) for n in (3, 1))
-    ops["compress"](**given | {"tail": given["tail"].clone()}, out=every)
-    alone = {name: given[name][2:] for name in ("projected", "position", "sequence")}
-    ops["compress"](**given | alone | {"tail": given["tail"].clone(), "emit": given["emit"][:1]}, out=one)
-    assert torch.equal(one, every[2:])
+@pytest.mark.parametrize("width", [192, 512])
+def test_an_entry_does_not_depend_on_other_sequences(ops, width):
+    found = []
+    for begin in (0, 2):
+        given = compressor(4, width, [3, 7, 11], [1, 1, 1], BF16)
+        alone = {name: given[name][begin:].contiguous() for name in ("projected", "position", "sequence")}
+        alone["emit"], pages = given["emit"][: 3 - begin], made_pages("plain", BF16, width)
+        ops["layer_rows"](**with_entries(given | alone, pages, some(3)[begin:].contiguous()))
+        found.append(pages.read(some(3)[2:]))
+    assert torch.equal(*found) and bool(found[0].isfinite().all())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 64, 128), (3, 5, 128), (7, 2, 256), (2, 3, 32)])
-def test_index_query(ops, tokens, heads, width, dtype):
-    x, freqs = draw(tokens, heads, width, dtype=dtype), rope.frequencies(TINY, CSA, DEVICE)[: width // 2]
-    position = torch.arange(tokens, device=DEVICE) * 977 + 5
-    cos, sin = rope.angles(position, freqs)
-    for quantise in (False, True):
-        want, got = torch.empty_like(x), torch.full_like(x, float("nan"))
-        REFERENCE.index_query(x, cos, sin, quantise, want)
-        ops["index_query"](x, cos, sin, quantise, got)
-        error, size = (got.float() - want.float()).norm(dim=-1), want.float().norm(dim=-1)
-        # A sum in another order moves a value across a rounding now and then, and then a code.
-        assert bool((error <= (0.1 if quantise else 2.0**-8) * size).all())
-        assert float(error.norm()) <= (0.04 if quantise else 2.0**-8) * float(size.norm())
-        one = x[-1:].clone()  # a token by itself, in place
-        ops["index_query"](one, cos[-1:].contiguous(), sin[-1:].contiguous(), quantise, one)
-        assert torch.equal(one, got[-1:])
+def test_index_queries(ops, tokens, heads, width, quantise, dtype):
+    freqs = rope.frequencies(TINY, CSA, DEVICE)[: width // 2]
+    cos, sin = rope.angles(torch.arange(tokens, device=DEVICE) * 977 + 5, freqs)
+
+    def make(inside: bool = False, first: int = 0) -> dict:
+        x = draw(tokens, heads, width, dtype=dtype)[first:].clone()
+        out = x if inside else torch.full_like(x, float("nan"))
+        index = {"x": x, "cos": cos[first:].contiguous(), "sin": sin[first:].contiguous(), "quantise": quantise}
+        return call(len(x), 512, dtype) | {"index": index | {"out": out}}
+
+    got, want = (one["index"]["out"] for one in both(ops, make))
+    error, size = (got.float() - want.float()).norm(dim=-1), want.float().norm(dim=-1)
+    # A sum in another order moves a value across a rounding now and then, and then a code.
+    assert bool((error <= (0.1 if quantise else 2.0**-8) * size).all())
+    assert float(error.norm()) <= (0.04 if quantise else 2.0**-8) * float(size.norm())
+    one = make(True, tokens - 1)  # a token by itself, in place
+    ops["layer_rows"](**one)
+    assert torch.equal(one["index"]["out"], got[-1:])
 
 
 @pytest.mark.gpu
-def test_queries_that_are_no_numbers(ops):
-    x = draw(2, 3, 128, dtype=BF16)
-    x[0, 1, 5], x[1, 2, 127] = float("nan"), float("inf")
-    cos, sin = torch.ones(2, 32, device=DEVICE), torch.zeros(2, 32, device=DEVICE)
-    want, got = torch.empty_like(x), torch.empty_like(x)
-    REFERENCE.index_query(x, cos, sin, True, want)
-    ops["index_query"](x, cos, sin, True, got)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_queries_that_are_no_numbers(ops, dtype):
+    def make() -> dict:
+        x = draw(2, 3, 128, dtype=dtype)
+        x[0, 1, 5], x[1, 2, 127] = float("nan"), float("inf")
+        turn = {"cos": torch.ones(2, 32, device=DEVICE), "sin": torch.zeros(2, 32, device=DEVICE)}
+        return call(2, 512, dtype) | {"index": {"x": x, **turn, "quantise": True, "out": x}}
+
+    got, want = (one["index"]["out"] for one in both(ops, make))
     assert torch.equal(got.isnan(), want.isnan()) and bool(got.isnan().any())
 
 
@@ -273,58 +323,56 @@ def test_queries_that_are_no_numbers(ops):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("ratios", [(), (128,), (4, 4)])
 @pytest.mark.parametrize("lengths", [[127], [3, 255, 6]])
-def test_rows_of_a_layer_are_those_of_its_parts(ops, lengths, ratios, dtype):
-    """One launch has the bits of a launch each."""
+def test_all_rows_of_a_layer(ops, lengths, ratios, dtype):
+    """Of each part, the rows that a call without the others makes, to the bit."""
     count = len(lengths)
-    x, key, weight, (cos, sin) = (
-        draw(count, 8, 512, dtype=dtype),
-        draw(count, 512, dtype=dtype),
-        draw(512),
-        turns(count),
-    )
-    index = torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
-    found = []
-    for together in (True, False):
-        query, window = torch.full_like(x, float("nan")), made_pages("entry", torch.uint8, 512)
-        turn = {"eps": 1e-6, "cos": cos, "sin": sin}
-        queries = {"x": x, "weight": None, **turn, "out": query}
-        written = {"x": key, "weight": weight.to(dtype), **turn, "pages": window, "index": index}
-        scored, entries = draw(count, 4, 128, dtype=dtype), []
-        index_query = {"x": scored, "cos": cos, "sin": sin, "quantise": True, "out": scored}
-        index_query = index_query if len(ratios) == 2 else None
-        outputs = [query, window.data, scored]
+
+    def make() -> dict:
+        given = call(count, 512, dtype, 8, pages=made_pages("entry", torch.uint8, 512))
         for i, ratio in enumerate(ratios):
             width, kind = (128, "index") if i < len(ratios) - 1 else (512, "entry")
-            given = compressor(ratio, width, lengths, [1] * count, dtype)
-            given["emit"], pages = torch.arange(count, device=DEVICE), made_pages(kind, torch.uint8, width)
-            entries.append({**given, "pages": pages, "index": index, "hadamard": kind == "index"})
-            outputs += [given["tail"], pages.data]
-        if together:
-            ops["layer_rows"](queries, written, entries, index_query)
-        else:
-            ops["norm_rotate"](**queries)
-            ops["write_key"](**written)
-            for entry in entries:
-                ops["write_entry"](**entry)
-            if index_query:
-                ops["index_query"](**index_query)
-        found.append([one.view(torch.uint8) for one in outputs])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            entry = compressor(ratio, width, lengths, [1] * count, dtype) | {"emit": torch.arange(count, device=DEVICE)}
+            entry |= {"pages": made_pages(kind, torch.uint8, width), "index": some(count), "hadamard": kind == "index"}
+            given["compressed"].append(entry)
+        x, turn = draw(count, 4, 128, dtype=dtype), {name: given["key"][name] for name in ("cos", "sin")}
+        if len(ratios) == 2:
+            given["index"] = {"x": x, **turn, "quantise": True, "out": x}
+        return given
+
+    together, apart = make(), make()
+    ops["layer_rows"](**together)
+    parts = [{"compressed": [one]} for one in apart["compressed"]] + ([{"index": apart["index"]}] if ratios else [])
+    for part in ({}, *parts):
+        ops["layer_rows"](**apart | {"compressed": [], "index": None} | part)
+    found = [
+        [
+            one["queries"]["out"],
+            one["key"]["pages"].data,
+            *(entry[name] for entry in one["compressed"] for name in ("tail",)),
+            *(entry["pages"].data for entry in one["compressed"]),
+            *([one["index"]["out"]] if one["index"] else []),
+        ]
+        for one in (together, apart)
+    ]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*found, strict=True))
 
 
 B16, ENTRY = {"dtype": BF16}, {"kind": "entry", "stored": torch.uint8}
 MODEL = [
-    ("test_norm_rotate", {"shape": (2, 3, 70), **B16}),
-    ("test_write_key", {"count": 3, **ENTRY, **B16}),
-    ("test_write_entry", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **ENTRY}),
-    ("test_index_query", {"tokens": 3, "heads": 5, "width": 128, **B16}),
-    ("test_queries_that_are_no_numbers", {}),
-    ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [3, 255, 6], "ratios": (4, 4), **B16}),
+    ("test_queries_and_keys", {"count": 2, "heads": 3, "width": 70, "kind": "plain", "stored": BF16, **B16}),
+    ("test_every_byte_of_a_row_whose_norm_is_exact", {**ENTRY, "strange": False, **B16}),
+    ("test_entries", {"ratio": 4, "width": 512, "lengths": [5, 11, 1], "counts": [3, 5, 1], **ENTRY, **B16}),
+    ("test_index_queries", {"tokens": 3, "heads": 5, "width": 128, "quantise": True, **B16}),
+    ("test_queries_that_are_no_numbers", B16),
+    ("test_all_rows_of_a_layer", {"lengths": [3, 255, 6], "ratios": (4, 4), **B16}),
 ]
 LONG = [
-    ("test_norm_rotate", {"shape": (3, 5, 512), **B16}),
-    ("test_write_entry", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **ENTRY}),
-    ("test_rows_of_a_layer_are_those_of_its_parts", {"lengths": [127], "ratios": (128,), "dtype": FP32}),
+    ("test_queries_and_keys", {"count": 3, "heads": 5, "width": 512, **ENTRY, **B16}),
+    ("test_every_byte_of_a_row_whose_norm_is_exact", {"kind": "index", "stored": torch.uint8, "strange": True, **B16}),
+    ("test_entries", {"ratio": 128, "width": 512, "lengths": [100, 0], "counts": [30, 130], **ENTRY, **B16}),
+    ("test_entries", {"ratio": 4, "width": 192, "lengths": [0, 7], "counts": [9, 1], **ENTRY, "dtype": FP32}),
+    ("test_index_queries", {"tokens": 2, "heads": 3, "width": 32, "quantise": True, "dtype": FP32}),
+    ("test_all_rows_of_a_layer", {"lengths": [127], "ratios": (128,), "dtype": FP32}),
 ]
 
 

@@ -1,15 +1,17 @@
-"""The indexer problem in the model's op choose: equal to the chain of references, and what it leaves to it."""
+"""The indexer problem in the model's op choose: equal to the reference, and what it leaves to others."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import ops, trace
-from problems.dsv4_forward.adapters import indexer, operators
-from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward import operators, trace
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.torch_ops import indexer
+from problems.dsv4_forward.weights import config, formats
 
+FOLDER = load.PROBLEMS / "indexer"
 WIDTH, HEADS, PER_PAGE, ENTRIES, TOPK = 128, 32, 32, 333, 40
 
 
@@ -40,12 +42,12 @@ def call() -> dict:
 
 def run(op, call: dict) -> torch.Tensor:
     out = torch.full((*call["visible"].shape, TOPK), -7, dtype=torch.int32)
-    op(**call, out=out)
+    assert op(**call, out=out) is not NotImplemented
     return out
 
 
-def adapted(name: str):
-    return indexer.adapt(load.variant(indexer.PROBLEM, name), None, Fallback(ops.REFERENCE)).functions["choose"]
+def fit(variant: object, fmt: str = "released", cfg: object = config.CONFIGS["tiny-512"]) -> object:
+    return load.module(FOLDER, "in_model").fit(variant, SimpleNamespace(format=fmt, config=cfg), ("choose",))
 
 
 def sets(rows: torch.Tensor) -> list[set[int]]:
@@ -54,39 +56,39 @@ def sets(rows: torch.Tensor) -> list[set[int]]:
 
 @pytest.mark.parametrize("name", ["torch_eager", "cpu_portable"])
 def test_it_chooses_what_the_reference_does(call, name):
-    want = run(ops.REFERENCE.choose, {**call, "q": call["q"].float()})
-    assert sets(run(adapted(name), call)) == sets(want)
+    want = run(indexer.choose, {**call, "q": call["q"].float()})
+    assert sets(run(fit(load.variant("indexer", name)).functions["choose"], call)) == sets(want)
     assert (want >= 0).sum(2).tolist() == [[40, 40], [40, 40], [29, 30]]
 
 
 def test_places_are_entries_again(call):
     ids = torch.tensor([[[0, 31, 32, -1]], [[330, -1, 5, 64]], [[29, 0, -1, -1]]], dtype=torch.int32)
     own, foreign = torch.empty_like(ids), torch.empty_like(ids)
-    ops.REFERENCE.locate(ids, call["table"], PER_PAGE, own)
-    ops.REFERENCE.locate(ids, call["table"].roll(1, 0), PER_PAGE, foreign)
+    indexer.locate(ids, call["table"], PER_PAGE, own)
+    indexer.locate(ids, call["table"].roll(1, 0), PER_PAGE, foreign)
     assert torch.equal(trace._entries(own, call), ids)
     assert bool((trace._entries(foreign, call)[ids >= 0] >= ENTRIES).all())
 
 
-def test_what_it_does_not_serve_goes_to_the_reference(call):
+def test_what_it_does_not_serve_is_left(call):
     """fp32 queries, bf16 weights and plain pages; a kernel that raises shows who was called."""
 
-    class Raises:
-        @staticmethod
-        def custom_kernel(_):
-            raise AssertionError("called")
+    def raises(_):
+        raise AssertionError("called")
 
-    op = indexer.adapt(Raises, None, Fallback(ops.REFERENCE)).functions["choose"]
+    op, out = fit(SimpleNamespace(custom_kernel=raises)).functions["choose"], torch.zeros(3, 2, TOPK)
     plain = Pages(torch.randn(40, PER_PAGE, WIDTH), PER_PAGE, "plain", WIDTH)
     for changes in ({"q": call["q"].float()}, {"weights": call["weights"].bfloat16()}, {"keys": plain}):
-        assert torch.equal(run(op, {**call, **changes}), run(ops.REFERENCE.choose, {**call, **changes}))
+        assert op(**{**call, **changes}, out=out) is NotImplemented and not bool(out.any())
     with pytest.raises(AssertionError, match="called"):
         run(op, call)
+    assert fit(None, "bf16").refused == {"choose": "no MXFP4 keys in bf16"}
+    other = SimpleNamespace(index_n_heads=8, index_head_dim=WIDTH)
+    assert fit(None, cfg=other).refused == {"choose": "index heads must be 32 or 64 of 128, are 8 of 128"}
 
 
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call):
-    folder = load.PROBLEMS / indexer.PROBLEM
-    task, reference = load.module(folder, "task"), load.module(folder, "reference")
+    task, reference = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
     data = reference.generate_input(**vars(task.TESTS[3]), device="cpu")
     arguments = [*data[:5], torch.zeros_like(data.out)]
     torch.library.opcheck(operators.indexer, arguments)

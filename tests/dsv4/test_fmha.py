@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.torch_ops import fmha
+from problems.dsv4_forward.torch_ops import fmha, rope
 
 KINDS = [("plain", torch.float32), ("plain", torch.bfloat16), ("entry", torch.bfloat16)]
 
@@ -53,7 +53,7 @@ def problem(shape=(2, 3, 5, 128), kind="plain", dtype=torch.float32, nw=9, ne=21
 def attend(out_dtype=torch.float32, **args) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full(args["q"].shape, torch.nan, dtype=out_dtype)
     lse = torch.full(args["q"].shape[:3], torch.nan)
-    fmha.fmha(**args, out=out, lse=lse)
+    fmha.attend(**args, out=out, lse=lse)
     return out, lse
 
 
@@ -258,6 +258,17 @@ def test_written_entries_are_near_what_was_written():
     assert (got - rows).abs().max() < 0.25 and torch.equal(got[:, 128:], rows[:, 128:].bfloat16().float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fmha_rotates_back_what_is_rounded(dtype):
+    args = problem((3, 2, 4, 64))
+    angles = torch.randn(3, 16, generator=generator(9))
+    got, lse = torch.empty(3, 2, 4, 64, dtype=dtype), torch.empty(3, 2, 4)
+    fmha.fmha(**args, cos=angles.cos(), sin=angles.sin(), out=got, lse=lse)
+    want, total = attend(dtype, **args)
+    rope.rotate(want, angles.cos(), -angles.sin(), want)
+    assert torch.equal(got, want) and torch.equal(lse, total)
+
+
 def test_wrong_arguments_are_named():
     args = problem()
     for changed, message in [
@@ -269,6 +280,6 @@ def test_wrong_arguments_are_named():
         with pytest.raises(ValueError, match=f"^{message}"):
             attend(**(args | changed))
     with pytest.raises(ValueError, match=r"^out must"):
-        fmha.fmha(**args, out=torch.empty(2, 3, 5, 127), lse=torch.empty(2, 3, 5))
+        fmha.attend(**args, out=torch.empty(2, 3, 5, 127), lse=torch.empty(2, 3, 5))
     with pytest.raises(ValueError, match=r"^out must"):
-        fmha.fmha(**args, out=torch.empty(2, 3, 5, 128), lse=torch.empty(2, 3, 5).double())
+        fmha.attend(**args, out=torch.empty(2, 3, 5, 128), lse=torch.empty(2, 3, 5).double())

@@ -1,19 +1,19 @@
-"""The fmha_decode problem in the model's ops fmha and fmha_rotate: equal to the reference, and what it leaves to it."""
+"""The fmha_decode problem in the model's op fmha: equal to the reference, and what it leaves to others."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import fmha_decode, operators
-from problems.dsv4_forward.adapters.common import Fallback
+from problems.dsv4_forward import operators
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import fmha, rope
+from problems.dsv4_forward.weights import config
 from tests.dsv4 import in_model
 
-FOLDER = load.PROBLEMS / fmha_decode.PROBLEM
+FOLDER = load.PROBLEMS / "fmha_decode"
 WIDTH, ROPE, HEADS = 512, 64, 8
 DEVICE = "cuda"
 ALIKE = "test_a_token_has_the_same_bits_among_others_and_with_a_longer_list"
@@ -25,7 +25,7 @@ class kernel:  # as in_model has it
     @staticmethod
     def ops(target: str) -> dict:
         """Of the variant for `target`."""
-        return adapted("sm90_wgmma")
+        return fit(load.variant("fmha_decode", "sm90_wgmma")).functions
 
 
 def pages(count: int, per_page: int, seed: int) -> Pages:
@@ -57,7 +57,7 @@ def call():
 def run(op, arguments: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     q = arguments[0]
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"), device=q.device)
-    op(*arguments, out, lse)
+    assert op(*arguments, out, lse) is not NotImplemented
     return out, lse
 
 
@@ -66,9 +66,9 @@ def angles(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return turn.cos(), turn.sin()
 
 
-def adapted(name: str):
-    module = load.variant(fmha_decode.PROBLEM, name)
-    return fmha_decode.adapt(module, None, Fallback(ops.REFERENCE))[0]
+def fit(variant: object, fmt: str = "released", name: str = "tiny-512") -> object:
+    weights = SimpleNamespace(format=fmt, config=config.CONFIGS[name])
+    return load.module(FOLDER, "in_model").fit(variant, weights, ("fmha",))
 
 
 def close(got: tuple, want: tuple) -> None:
@@ -81,37 +81,30 @@ def close(got: tuple, want: tuple) -> None:
 @pytest.mark.parametrize("without_cache", [False, True])
 def test_it_attends_as_the_reference_does(call, without_cache):
     arguments = (*call[:3], None, None, *call[5:]) if without_cache else call
-    want = run(fmha.fmha, (call[0].float(), *arguments[1:]))
-    found = adapted("torch_eager")
-    close(run(found["fmha"], arguments), want)
     turn = angles(5)
-    rope.rotate(want[0], *turn, want[0], inverse=True)
-    close(run(found["fmha_rotate"], (*arguments, *turn)), want)
+    want = run(fmha.fmha, (call[0].float(), *arguments[1:], *turn))
+    close(run(fit(load.variant("fmha_decode", "torch_eager")).functions["fmha"], (*arguments, *turn)), want)
     assert bool((want[0][4] == 0).all()) and bool(torch.isposinf(want[1][4]).all())
 
 
-def test_what_it_does_not_serve_goes_to_the_reference(call):
+def test_what_it_does_not_serve_is_left(call):
     """fp32 activations, plain pages, an empty window; on the last, a kernel that raises shows who was called."""
 
-    class Raises:
-        @staticmethod
-        def custom_kernel(_):
-            raise AssertionError("called")
+    def raises(_):
+        raise AssertionError("called")
 
-    found = fmha_decode.adapt(Raises, None, Fallback(ops.REFERENCE))[0]
-    adapted, turn = found["fmha"], angles(5)
+    op, turn = fit(SimpleNamespace(custom_kernel=raises)).functions["fmha"], angles(5)
     plain = Pages(torch.zeros(3, 64, WIDTH, dtype=torch.bfloat16), 64, "plain", WIDTH)
     q, window, ids, *rest = call
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     for arguments in ((q.float(), window, ids, *rest), (q, plain, ids, *rest), (q, window, ids[:, :, :0], *rest)):
-        want, got = run(fmha.fmha, arguments), run(adapted, arguments)
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-        want = run(ops.REFERENCE.fmha_rotate, (*arguments, *turn))
-        got = run(found["fmha_rotate"], (*arguments, *turn))
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        assert op(*arguments, *turn, out, lse) is NotImplemented and not bool(out.any() or lse.any())
     with pytest.raises(AssertionError, match="called"):
-        run(adapted, call)
+        run(op, (*call, *turn))
     with pytest.raises(ValueError, match=r"scale must be 0\.04"):
-        run(adapted, (*call[:6], 1.0))
+        run(op, (*call[:6], 1.0, *turn))
+    assert fit(None, "bf16").refused == {"fmha": "no 584-byte cache entries in bf16"}
+    assert fit(None, name="tiny").refused == {"fmha": "head_dim must be 512, is 128"}
 
 
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks():
@@ -136,7 +129,8 @@ def test_the_kernel_rotates_back(ops, heads, entries):
     window, cache = (dataclasses.replace(one, data=one.data.to(DEVICE)) for one in (window, cache))
     given = q, window, ids.to(DEVICE), cache, chosen.to(DEVICE), torch.linspace(-3, 3, heads).to(DEVICE), WIDTH**-0.5
     turn = tuple(one.to(DEVICE) for one in angles(2))
-    (want, lse), (got, same) = run(ops["fmha"], given), run(ops["fmha_rotate"], (*given, *turn))
+    still = torch.ones_like(turn[0]), torch.zeros_like(turn[0])  # turned by no angle
+    (want, lse), (got, same) = (run(ops["fmha"], (*given, *by)) for by in (still, turn))
     rope.rotate(want, *turn, want, inverse=True)
     assert torch.equal(got[..., :-ROPE], want[..., :-ROPE]) and torch.equal(lse, same)
     assert bool(want[0].abs().sum() > 0) and bool((want[1] == 0).all())
@@ -156,7 +150,7 @@ def test_a_token_has_the_same_bits_among_others_and_with_a_longer_list(ops, head
 
     def attended(some: slice, listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = q[some], window, ids[some], cache, listed[some], torch.linspace(-3, 3, heads).to(DEVICE), WIDTH**-0.5
-        return run(ops["fmha_rotate"], (*given, *(one[some] for one in turn)))
+        return run(ops["fmha"], (*given, *(one[some] for one in turn)))
 
     together = attended(slice(8), more)
     for some in (slice(3, 4), slice(3, 5)):

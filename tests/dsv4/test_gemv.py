@@ -1,4 +1,4 @@
-"""adapters/gemv.py: scales that move, products of nvfp4_gemv in the linear ops, and what it leaves to the fallback."""
+"""nvfp4_gemv/in_model.py: scales that move, products in the linear ops, and what it leaves to others."""
 
 import dataclasses
 import math
@@ -8,18 +8,28 @@ import pytest
 import torch
 
 from problems.common import load, nvfp4
-from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import gemv
-from problems.dsv4_forward.adapters.common import Fallback
-from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
-from tests.dsv4.linears import REFERENCE, SMALL, TASK, adapted, exact, inputs, made, product, published, values64
+from tests.dsv4.linears import (
+    FOLDER,
+    GEMV,
+    REFERENCE,
+    SMALL,
+    TASK,
+    calls,
+    exact,
+    inputs,
+    left,
+    made,
+    product,
+    published,
+    values64,
+)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return {fmt: tree.random(SMALL, fmt, seed=3) for fmt in ("bf16", "released", "nvfp4_experts", "nvfp4")}
+    return {fmt: tree.random(SMALL, fmt, seed=3) for fmt in ("bf16", "released", "nvfp4")}
 
 
 # ---------------------------------------------------------------- scales that move
@@ -37,29 +47,28 @@ def test_published_scales_overflow_fp16_as_they_are_and_fit_once_moved(n, k):
         sfa=w.scale.unsqueeze(2),
         sfa_permuted=nvfp4.permute_scales(w.scale.unsqueeze(2)),
     )
-    raw = load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel(plain)
+    raw = load.variant("nvfp4_gemv", "cpu_portable").custom_kernel(plain)
     assert float(raw.isinf().float().mean()) > 0.85
-    found = gemv.fit(w.weight.unsqueeze(0), w.scale.unsqueeze(0))
-    assert found.fits and found.weight_shift >= 5
-    moved = gemv.shifted(w.scale, found.weight_shift)
-    assert torch.equal(moved.float() * 2.0**found.weight_shift, w.scale.float())
+    weight_shift, input_shift, reach = GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))
+    assert reach <= GEMV.FP16_MAX and weight_shift >= 5
+    moved = GEMV.shifted(w.scale, weight_shift)
+    assert torch.equal(moved.float() * 2.0**weight_shift, w.scale.float())
     assert moved.float().max() <= 1
     # The least that will do: half as much would not, and the activations give only what the weights cannot.
-    assert 2 * found.reach > gemv.FP16_MAX
-    if found.input_shift:
-        more = w.scale.double() * 2.0 ** -(found.weight_shift + 1)
+    assert 2 * reach > GEMV.FP16_MAX
+    if input_shift:
+        more = w.scale.double() * 2.0 ** -(weight_shift + 1)
         assert not torch.equal(more.to(torch.float8_e4m3fn).double(), more)
 
 
 def test_reach_is_six_deviations_of_the_largest_output(monkeypatch):
-    monkeypatch.setattr(gemv, "CHUNK", 5 * 40)  # rows in several parts, the last a short one
+    monkeypatch.setattr(GEMV, "CHUNK", 5 * 40)  # rows in several parts, the last a short one
     w = published(23, 80)
     deviation = []
     for row in values64(w.weight, w.scale):
         deviation.append(math.sqrt(sum((float(v) * 6 * 448) ** 2 for v in row)))
-    found = gemv.fit(w.weight.unsqueeze(0), w.scale.unsqueeze(0))
-    shift = 2.0 ** (found.weight_shift + found.input_shift)
-    assert found.reach * shift == pytest.approx(6 * max(deviation), rel=1e-5)
+    *shifts, reach = GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))
+    assert reach * 2.0 ** sum(shifts) == pytest.approx(6 * max(deviation), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +86,13 @@ def test_reach_is_six_deviations_of_the_largest_output(monkeypatch):
     ],
 )
 def test_weights_move_as_far_as_is_exact(scales, most, want):
-    assert gemv.exact_shift(torch.tensor(scales).to(torch.float8_e4m3fn), most) == want
+    assert GEMV.exact_shift(torch.tensor(scales).to(torch.float8_e4m3fn), most) == want
 
 
 def test_small_matrices_do_not_move_and_share_their_scales():
     w = made(torch.ones(5, 64, dtype=torch.uint8), torch.full((5, 4), 0.5))
-    matrix = gemv.make_matrix(w, TASK.Data)
-    assert (matrix.fit.weight_shift, matrix.fit.input_shift) == (0, 0)
-    assert matrix.calls[0].sfa.data_ptr() == w.scale.data_ptr()
+    assert GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))[:2] == (0, 0)
+    assert GEMV.prepare(w).state.calls[0].sfa.data_ptr() == w.scale.data_ptr()
 
 
 def wide_range(n: int = 40, k: int = 640) -> Linear:
@@ -95,17 +103,13 @@ def wide_range(n: int = 40, k: int = 640) -> Linear:
     return made(torch.randint(0, 16, (n, k), generator=gen, dtype=torch.uint8), scale)
 
 
-def test_a_matrix_that_cannot_fit_goes_through_the_reference_and_is_named():
-    w, good = wide_range(), published(40, 640, name="good")
-    run = adapted(w, good)
-    matrix = run.matrices[id(w)]
-    assert not matrix.fit.fits and not matrix.calls
-    assert (matrix.fit.weight_shift, matrix.fit.input_shift) == (0, gemv.MOST_INPUT_SHIFT)
-    x = inputs(2, 640)
-    assert torch.equal(product(x, w, run.linear), product(x, w, linear.linear))
-    first, second = gemv.report(list(run.matrices.values()), run.fallback)
-    assert "1 of 2 NVFP4 matrices" in first
-    assert second.startswith("odd: reference (6 standard deviations of an output reach ") and "65504" in second
+def test_a_matrix_that_cannot_fit_is_left_with_the_reason():
+    w = wide_range()
+    run = calls(w, published(40, 640, name="good"))
+    said = run.matrices[id(w)].reason
+    assert said.startswith("6 standard deviations of an output reach ")
+    assert said.endswith("of 65504 with 2^0 from the weights, exactly, and 2^9 from the activations")
+    assert left(inputs(2, 640), w, run.linear)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +123,9 @@ def test_a_matrix_that_cannot_fit_goes_through_the_reference_and_is_named():
 )
 def test_what_the_kernel_cannot_take_is_refused_with_the_reason(change, reason):
     w = change(published(9, 128))
-    run = adapted(w)
+    run = calls(w)
     assert reason in run.matrices[id(w)].reason
-    x = inputs(3, w.k)
-    assert torch.equal(product(x, w, run.linear), product(x, w, linear.linear))
+    assert left(inputs(3, w.k), w, run.linear)
 
 
 def off_by_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,18 +138,18 @@ def test_scales_that_are_none_are_an_error_that_names_the_matrix(byte):
     w = published(9, 128, name="layers.0.attn.wkv")
     w.scale.view(torch.uint8)[3, 5] = byte
     with pytest.raises(ValueError, match=rf"layers\.0\.attn\.wkv: scale bytes .* 0x{byte:02X} at \(0, 3, 5\)"):
-        gemv.make_matrix(w, TASK.Data)
+        GEMV.prepare(w)
 
 
 # ---------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("tokens", [1, 3, gemv.TOKENS])
+@pytest.mark.parametrize("tokens", [1, 3, GEMV.TOKENS])
 @pytest.mark.parametrize(("n", "k"), [(7, 64), (517, 832)])
 def test_linear_is_the_product_of_the_formats_values(n, k, tokens):
     w = published(n, k, seed=tokens)
     x = inputs(tokens, k, seed=tokens)
-    got = product(x, w, adapted(w).linear)
+    got = product(x, w, calls(w).linear)
     want, bound = exact(x, w)
     assert bool(((got.double() - want).abs() <= bound).all())
     assert float(want.std()) > 0.1  # and the bound means something
@@ -154,7 +157,7 @@ def test_linear_is_the_product_of_the_formats_values(n, k, tokens):
 
 def test_outputs_are_rounded_once_to_their_dtype():
     w, x = published(200, 256), inputs(3, 256, dtype=torch.bfloat16)
-    run = adapted(w).linear
+    run = calls(w).linear
     assert torch.equal(product(x, w, run, torch.bfloat16), product(x.float(), w, run).bfloat16())
 
 
@@ -162,16 +165,16 @@ def test_grouped_linear_has_a_group_for_each_l():
     w = published(70, 192, lead=(3,))
     assert len(set(w.scale_2.tolist())) == len(set(w.input_scale.tolist())) == 3
     x = inputs(5, 3, 192)
-    got = product(x, w, adapted(w).grouped_linear)
+    got = product(x, w, calls(w).grouped_linear)
     for group in range(3):
         want, bound = exact(x[:, group], w.select(group))
         assert bool(((got[:, group].double() - want).abs() <= bound).all()), group
-    assert gemv.make_matrix(w, TASK.Data).calls[0].a.shape == (70, 96, 3)
+    assert GEMV.prepare(w).state.calls[0].a.shape == (70, 96, 3)
 
 
 def test_slices_of_wider_tensors_go_in_and_out():
     w, wide = published(70, 192, lead=(2,)), published(33, 64)
-    run = adapted(w, wide)
+    run = calls(w, wide)
     x = inputs(3, 2, 400)[..., 7:199]
     out = torch.full((3, 2, 90), math.nan)
     run.grouped_linear(x, w, out[..., 10:80])
@@ -181,7 +184,7 @@ def test_slices_of_wider_tensors_go_in_and_out():
 
 def test_a_token_does_not_depend_on_its_neighbours_or_on_earlier_calls():
     w, x = published(45, 320, lead=(2,)), inputs(6, 2, 320)
-    run = adapted(w).grouped_linear
+    run = calls(w).grouped_linear
     together = product(x, w, run)
     for token in (5, 0, 3):
         assert torch.equal(product(x[token : token + 1], w, run), together[token : token + 1])
@@ -189,17 +192,19 @@ def test_a_token_does_not_depend_on_its_neighbours_or_on_earlier_calls():
 
 
 def test_matrices_share_their_buffers_and_not_their_results(model):
-    prepared = gemv.prepare(model["nvfp4"])
-    by_shape = {}
-    for matrix in prepared:
-        shape = (matrix.linear.k, matrix.products.shape[1])
-        assert by_shape.setdefault(shape, matrix.vectors) is matrix.vectors
-    first, second = (m for m in prepared if m.linear.name in ("layers.0.attn.wq_a", "layers.1.attn.wq_a"))
-    assert first.products is second.products
-    run = gemv.Gemv(load.variant(gemv.PROBLEM, "cpu_portable").custom_kernel, {id(m.linear): m for m in prepared}, None)
+    fitted = GEMV.fit(load.variant("nvfp4_gemv", "cpu_portable"), model["nvfp4"], ("linear", "grouped_linear"))
+    run, by_shape = fitted.functions["linear"], {}
+    matrices = list(run.__self__.matrices.values())
+    assert fitted.report[0].startswith(f"nvfp4_gemv/cpu_portable: {len(matrices)} of {len(matrices)} NVFP4 matrices, ")
+    for one in matrices:
+        shape = (one.matrices[0].k, one.state.products.shape[1])
+        assert by_shape.setdefault(shape, one.state.vectors) is one.state.vectors
+    first, second = (m for m in matrices if m.name in ("layers.0.attn.wq_a", "layers.1.attn.wq_a"))
+    assert first.state.products is second.state.products
     x = inputs(2, SMALL.hidden_size)
-    alone = [product(x, m.linear, run.linear) for m in (first, second, first)]
+    alone = [product(x, m.matrices[0], run) for m in (first, second, first)]
     assert torch.equal(alone[0], alone[2]) and not torch.equal(alone[0], alone[1])
+    assert GEMV.fit(None, model["released"], ("linear",)).refused == {"linear": "no NVFP4 linears in released"}
 
 
 @pytest.mark.parametrize("scale_of_input", [1.0, 3.0, 0.02])
@@ -208,15 +213,14 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
     as far as e4m3 has them: down to 2^-6 behind the shift.
     """
     w = published(64, 4096)
-    matrix = gemv.make_matrix(w, TASK.Data)
-    shift = matrix.fit.input_shift
+    shift = GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))[1]
     assert 1 <= shift <= 3
     x = inputs(2, 4096) * scale_of_input * torch.logspace(-4, 0, 256).repeat_interleave(16)
-    run = gemv.Gemv(lambda data: data.c.zero_(), {id(w): matrix}, ops.REFERENCE)
+    run = dataclasses.replace(calls(w), variant=SimpleNamespace(custom_kernel=lambda data: data.c.zero_()))
     product(x, w, run.linear)
     codes, scales = nvfp4.encode(x, w.input_scale)
     for token in range(2):
-        data = matrix.calls[token]
+        data = run.matrices[id(w)].state.calls[token]
         got = data.sfb[0, :, 0].double() * 2.0**shift
         whole = scales[token].double() >= 2.0 ** (shift - 6)
         assert bool(whole.any())
@@ -230,10 +234,10 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
 
 
 def test_both_copies_of_a_vectors_scales_agree_and_lie_as_the_problem_says():
-    w, x = published(40, 192, lead=(3,)), inputs(gemv.TOKENS, 3, 192)
-    run = adapted(w)
+    w, x = published(40, 192, lead=(3,)), inputs(GEMV.TOKENS, 3, 192)
+    run = calls(w)
     product(x, w, run.grouped_linear)
-    for data in run.matrices[id(w)].calls:
+    for data in run.matrices[id(w)].state.calls:
         assert TASK.unpack(data) == (40, 192, 3)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (data.b, data.sfb, data.sfb_permuted))
         permuted = nvfp4.permute_scales(data.sfb)
@@ -243,53 +247,46 @@ def test_both_copies_of_a_vectors_scales_agree_and_lie_as_the_problem_says():
 
 @pytest.mark.parametrize("variant", ["torch_dequant", "cpu_avx2", "cpu_avx512"])
 def test_variants_that_this_cpu_has_agree(variant):
-    if load.missing_cpu_flags(load.PROBLEMS / gemv.PROBLEM / f"variants/{variant}.py"):
+    if load.missing_cpu_flags(FOLDER / f"variants/{variant}.py"):
         pytest.skip(f"this CPU has no {variant}")
     w, x = published(130, 448), inputs(2, 448)
     want, bound = exact(x, w)
-    assert bool(((product(x, w, adapted(w, variant=variant).linear).double() - want).abs() <= bound).all())
+    assert bool(((product(x, w, calls(w, variant=variant).linear).double() - want).abs() <= bound).all())
 
 
-def test_other_kinds_and_many_tokens_go_through_the_reference(model):
-    seen = []
-    spy = SimpleNamespace(
-        linear=lambda x, w, out: seen.append((len(x), w.kind)),
-        grouped_linear=lambda x, w, out: seen.append((len(x), w.kind)),
-    )
-    run = adapted(published(8, 64))
-    run = dataclasses.replace(run, fallback=Fallback(spy))
+def test_other_kinds_and_many_tokens_are_left(model):
+    w = published(8, 64)
+    run = calls(w)
     for fmt in ("bf16", "released"):
         attn = model[fmt].layers[0].attn
-        product(inputs(2, attn.wq_a.k), attn.wq_a, run.linear)
-        product(inputs(1, 3, attn.wo_a.k), attn.wo_a, run.grouped_linear)
-    w = next(iter(run.matrices.values())).linear
-    product(inputs(gemv.TOKENS + 1, 64), w, run.linear)
-    product(inputs(gemv.TOKENS, 64), w, run.linear)
-    assert seen == [(2, "plain"), (1, "plain"), (2, "fp8"), (1, "fp8"), (gemv.TOKENS + 1, "nvfp4")]
+        assert left(inputs(2, attn.wq_a.k), attn.wq_a, run.linear)
+        assert left(inputs(1, 3, attn.wo_a.k), attn.wo_a, run.grouped_linear)
+    assert left(inputs(GEMV.TOKENS + 1, 64), w, run.linear) and left(inputs(2, 64).half(), w, run.linear)
+    product(inputs(GEMV.TOKENS, 64), w, run.linear)
 
 
 def test_no_tokens_are_no_work():
     w = published(8, 64)
-    assert product(inputs(0, 64), w, adapted(w).linear).shape == (0, 8)
+    assert product(inputs(0, 64), w, calls(w).linear).shape == (0, 8)
 
 
 def test_a_matrix_that_was_not_prepared_is_an_error():
     w, other = published(8, 64), published(8, 64, name="stranger")
-    with pytest.raises(ValueError, match=r"stranger.* must be one of the weights"):
-        product(inputs(1, 64), other, adapted(w).linear)
+    with pytest.raises(ValueError, match=r"stranger must be of the weights"):
+        product(inputs(1, 64), other, calls(w).linear)
 
 
 @pytest.mark.parametrize(("x", "out"), [((2, 128), (2, 8)), ((2, 64), (2, 9)), ((2, 64), (1, 8))])
 def test_other_shapes_are_errors(x, out):
     w = published(8, 64)
     with pytest.raises(ValueError, match="do not fit w"):
-        adapted(w).linear(torch.zeros(x), w, torch.zeros(out))
+        calls(w).linear(torch.zeros(x), w, torch.zeros(out))
 
 
 def test_a_call_neither_waits_for_the_device_nor_copies_the_matrix():
     w = published(640, 1024, lead=(2,))
-    run = adapted(w)
-    assert all(data.a.data_ptr() == w.weight.data_ptr() for data in run.matrices[id(w)].calls)
+    run = calls(w)
+    assert all(data.a.data_ptr() == w.weight.data_ptr() for data in run.matrices[id(w)].state.calls)
     x, out = inputs(2, 2, 1024), torch.empty(2, 2, 640)
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as seen:
         run.grouped_linear(x, w, out)
@@ -312,7 +309,7 @@ def test_linear_on_the_gpu_is_the_same_product_and_never_waits(n, k):
         w, weight=w.weight.cuda(), scale=w.scale.cuda(), scale_2=w.scale_2.cuda(), input_scale=w.input_scale.cuda()
     )
     target = load.device_target("cuda")
-    run = adapted(there, variant=load.winner(load.PROBLEMS / gemv.PROBLEM, target))
+    run = calls(there, variant=load.winner(FOLDER, target))
     x, out = x.cuda(), torch.full((3, n), math.nan, device="cuda")
     run.linear(x, there, out)  # compiles
     torch.cuda.synchronize()

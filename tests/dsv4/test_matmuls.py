@@ -43,7 +43,7 @@ def test_all_matrices_of_the_same_tokens(ops, tokens, layer, columns):
     ops["matmuls"](x[-1:].clone(), weights, one)
     for weight, out, single, alone in zip(weights, got, again, one, strict=True):
         close(out, x, weight)
-        ops["matmul"](x, weight, single)
+        ops["matmuls"](x, [weight], [single])
         assert torch.equal(out, single)
         if tokens <= kernel.MOST_TOKENS:
             assert torch.equal(out[-1:], alone), "a token by itself"

@@ -169,6 +169,16 @@ def test_post_sums_over_the_first_index():
     assert relative(out, turned) > 1e-2
 
 
+def test_two_addends_are_rounded_once_to_the_dtype_of_the_copies():
+    gen, x = torch.Generator().manual_seed(5), copies().bfloat16()
+    first, second = torch.randn(2, 5, D, generator=gen)
+    post, comb = torch.rand(5, N, generator=gen), torch.rand(5, N, N, generator=gen)
+    out, want = (torch.full_like(x, math.nan) for _ in range(2))
+    mhc.post(first, x, post, comb, out, second)
+    mhc.post((first + second).bfloat16(), x, post, comb, want)
+    assert torch.equal(out, want)
+
+
 def test_one_entry_of_the_combination_moves_one_lane():
     x, comb = copies(), torch.zeros(5, N, N)
     comb[:, 1, 3] = 1

@@ -1,6 +1,7 @@
-"""moe_gemm in the ops experts and shared: equal to the reference, what it leaves, what it refuses, what it says."""
+"""moe_gemm in the ops experts, shared and all_experts: equal to the reference, what it leaves, refuses and says."""
 
 import dataclasses
+import inspect
 import math
 from types import SimpleNamespace
 
@@ -8,29 +9,26 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check, layers, ops
-from problems.dsv4_forward.adapters import common, gemv, moe, operators
-from problems.dsv4_forward.adapters import linear as moe_linear
-from problems.dsv4_forward.adapters.common import Fallback, sum_dtype
-from problems.dsv4_forward.torch_ops import experts, linear
+from problems.dsv4_forward import check, layers, operators, ops, prepared
+from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CONFIGS
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4.experts import (
     FOLDER,
     GROUPED,
+    MOE,
     REFERENCE,
-    ROUNDED,
     SMALL,
     TASK,
     Raises,
-    adapted_experts,
     apart,
     call,
+    calls,
     close,
     inputs,
+    left,
     matrix,
-    product,
     run,
 )
 
@@ -46,11 +44,12 @@ def winners(tmp_path, monkeypatch):
 
     def make(text: str) -> None:
         for folder in load.PROBLEMS.iterdir():
-            if folder.name != moe.PROBLEM:
+            if folder.name != "moe_gemm":
                 (tmp_path / folder.name).symlink_to(folder)
-        own = tmp_path / moe.PROBLEM
+        own = tmp_path / "moe_gemm"
         (own / "variants").mkdir(parents=True)
-        (own / "task.py").symlink_to(FOLDER / "task.py")
+        for name in ("task.py", "in_model.py"):
+            (own / name).symlink_to(FOLDER / name)
         (own / "submission.py").write_text('WINNERS = {"cpu": ("only",)}\n')
         (own / "variants" / "only.py").write_text(text)
         monkeypatch.setattr(load, "PROBLEMS", tmp_path)
@@ -68,44 +67,39 @@ def test_experts_are_the_references(name, tokens, activation):
     cfg = CONFIGS[name]
     arguments = call(tokens, cfg.n_routed_experts, cfg.num_experts_per_tok, 64, 256, activation)
     want = run(experts.experts, arguments, torch.float32)
-    close(run(adapted_experts(arguments[3:5]).experts, arguments), want, activation)
+    close(run(calls(arguments[3:5]).experts, arguments), want, activation)
 
 
-@pytest.mark.parametrize("tokens", [1, 70, moe.ROOM + 3])
+@pytest.mark.parametrize("tokens", [1, 70, MOE.ROOM + 3])
 def test_shared_is_the_references_with_one_expert(tokens):
     x, _, _, *rest = call(tokens, 1, 1, 64, 64, "bf16")
     want = run(experts.shared, (x, *rest), torch.float32)
-    close(run(adapted_experts(rest[:2]).shared, (x, *rest)), want, "bf16")
+    close(run(calls(rest[:2]).shared, (x, *rest)), want, "bf16")
 
 
 def test_the_clamp_acts():
     arguments = call(60, 8, 2, 128, 192, "bf16", "clamped")
     want = run(experts.experts, arguments, torch.float32)
-    close(run(adapted_experts(arguments[3:5]).experts, arguments), want, "bf16")
+    close(run(calls(arguments[3:5]).experts, arguments), want, "bf16")
     wrong = load.from_file(FOLDER, FOLDER / "wrong" / "no_clamp.py")
-    assert float(apart(run(adapted_experts(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
+    assert float(apart(run(calls(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
 
 
-def test_what_it_does_not_serve_goes_to_the_reference():
+def test_what_it_does_not_serve_is_left():
     """fp32 activations, other kinds of weights; on the last call, who was called."""
     x, ids, gates, w13, w2, limit = call(5, 8, 2, 64, 64, "bf16")
-    adapted = adapted_experts((w13, w2), module=Raises)
+    op = calls((w13, w2), module=Raises).experts
     plain = [Linear("plain", w.dequantise(), name=w.name) for w in (w13, w2)]
-    for arguments, dtype in (
-        ((x.float(), ids, gates, w13, w2, limit), torch.bfloat16),
-        ((x.float(), ids, gates, w13, w2, limit), torch.float32),
-        ((x, ids, gates, *plain, limit), torch.bfloat16),
-    ):
-        assert torch.equal(run(adapted.experts, arguments, dtype), run(experts.experts, arguments, dtype))
+    assert left(op, (x.float(), ids, gates, w13, w2, limit)) and left(op, (x, ids, gates, *plain, limit))
     with pytest.raises(AssertionError, match="called"):
-        run(adapted.experts, (x, ids, gates, w13, w2, limit))
-    assert run(adapted.experts, (x[:0], ids[:0], gates[:0], w13, w2, limit)).shape == (0, 64)
+        run(op, (x, ids, gates, w13, w2, limit))
+    assert run(op, (x[:0], ids[:0], gates[:0], w13, w2, limit)).shape == (0, 64)
 
 
 def test_an_fp32_output_gets_what_the_kernel_rounds():
-    """The layer adds the routed experts and the shared one in fp32; the problem's outputs are bf16."""
+    """As in the oracle; the problem's outputs are bf16."""
     arguments = call(5, 8, 2, 64, 64, "nvfp4")
-    op = adapted_experts(arguments[3:5]).experts
+    op = calls(arguments[3:5]).experts
     assert torch.equal(run(op, arguments, torch.float32), run(op, arguments, torch.bfloat16).float())
 
 
@@ -119,18 +113,16 @@ def test_an_fp32_output_gets_what_the_kernel_rounds():
         (lambda a, b: (a, dataclasses.replace(b, weight=moved(b.weight))), "w2 do not start at a multiple of 64 bytes"),
     ],
 )
-def test_weights_that_the_problem_has_not_are_the_references_and_named(change, reason, model):
+def test_weights_that_the_problem_has_not_are_left_and_named(change, reason, model):
     x, ids, gates, *pair, limit = call(3, 2, 2, 64, 64, "nvfp4")
     w13, w2 = change(*pair)
-    adapted = adapted_experts((w13, w2), module=Raises)
-    (held,) = adapted.prepared.values()
+    made = calls((w13, w2), module=Raises)
+    (held,) = made.layers.values()
     assert reason in held.reason
-    line, left = common.report("what", "layers", [held], model)
+    line, other = prepared.report("what", "layers", [held], model)
     assert line == "what: 0 of 1 layers, 0.0 MiB kept beside the weights"
-    assert left == f"{held.name}: reference ({held.reason})"
-    x = inputs(3, w13.k)
-    got, want = (run(op, (x, ids, gates, w13, w2, limit)) for op in (adapted.experts, experts.experts))
-    assert torch.equal(got, want)
+    assert other == f"{held.name}: not served ({held.reason})"
+    assert left(made.experts, (inputs(3, w13.k), ids, gates, w13, w2, limit))
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,10 +131,10 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     return room.copy_(tensor)
 
 
-def test_a_table_that_repeats_an_expert_is_left_to_the_reference():
+def test_a_table_that_repeats_an_expert_is_left():
     _, _, _, w13, w2, _ = call(1, 8, 2, 64, 64, "bf16")
     fine, twice = torch.tensor([[1, 2], [2, 1]]), torch.tensor([[1, 2], [3, 3]])
-    assert [moe.prepare_experts(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
+    assert [MOE.prepare(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
         "",
         "its table names an expert twice for a token",
     ]
@@ -161,7 +153,7 @@ def test_bad_weights_are_errors_that_name_the_layer(change, message):
     _, _, _, w13, w2, _ = call(1, 2, 2, 64, 64, "nvfp4")
     change(w13, w2)
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\." + message):
-        moe.prepare_experts(GROUPED, w13, w2)
+        MOE.prepare(GROUPED, w13, w2)
 
 
 def test_what_a_variant_refuses_is_an_error_that_names_the_layer():
@@ -170,18 +162,18 @@ def test_what_a_variant_refuses_is_an_error_that_names_the_layer():
 
     _, _, _, w13, w2, _ = call(1, 2, 2, 64, 64, "bf16")
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts: H must be a multiple of 128"):
-        moe.prepare_experts(SimpleNamespace(prepare=prepare), w13, w2)
+        MOE.prepare(SimpleNamespace(prepare=prepare), w13, w2)
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts: w2 must be .*\(3, 64, 32\)"):
-        moe.prepare_experts(GROUPED, *(w.select(torch.arange(n) % 2) for w, n in ((w13, 3), (w2, 2))))
+        MOE.prepare(GROUPED, *(w.select(torch.arange(n) % 2) for w, n in ((w13, 3), (w2, 2))))
 
 
 def test_calls_that_are_none_are_errors():
     x, ids, gates, w13, w2, limit = call(3, 4, 2, 64, 64, "bf16")
-    adapted = adapted_experts((w13, w2)).experts
+    op = calls((w13, w2)).experts
     other = dataclasses.replace(w13, name="stranger")
     for arguments, message in (
         ((x, ids, gates, w13, w2, 7.0), r"limit must be 10\.0, got 7\.0"),
-        ((x, ids, gates, other, w2, limit), r"w13 \(stranger\) and w2 must be of the weights that"),
+        ((x, ids, gates, other, w2, limit), r"stranger with .* must be of the weights that"),
         ((x, ids, gates, w13, dataclasses.replace(w2), limit), "must be of the weights that"),
         ((x[:, :32], ids, gates, w13, w2, limit), "x must be"),
         ((x, ids[:2], gates, w13, w2, limit), "x must be"),
@@ -189,16 +181,16 @@ def test_calls_that_are_none_are_errors():
         ((x, ids * 0, gates, w13, w2, limit), "topk_ids must be all different"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(adapted, arguments)
+            run(op, arguments)
 
 
 def test_slices_of_wider_tensors_go_in_and_out():
     x, ids, gates, w13, w2, limit = call(3, 4, 2, 64, 64, "bf16")
-    adapted = adapted_experts((w13, w2)).experts
-    want = run(adapted, (x, ids, gates, w13, w2, limit))
+    op = calls((w13, w2)).experts
+    want = run(op, (x, ids, gates, w13, w2, limit))
     wide, out = torch.zeros(3, 90, dtype=torch.bfloat16), torch.full((3, 90), math.nan, dtype=torch.bfloat16)
     wide[:, 7:71] = x
-    adapted(wide[:, 7:71], ids, gates, w13, w2, limit, out[:, 3:67])
+    op(wide[:, 7:71], ids, gates, w13, w2, limit, out[:, 3:67])
     assert torch.equal(out[:, 3:67], want)
     assert bool(out[:, :3].isnan().all()) and bool(out[:, 67:].isnan().all())
 
@@ -221,91 +213,53 @@ def test_weights_are_prepared_once_and_what_is_kept_is_told(model):
             return data.outputs.out.copy_(data.inputs.x + data.weights["room"].fill_(1)[0])
 
     with torch.inference_mode():
-        found, (line,), _ = moe.adapt_experts(Copies(), model, Fallback(ops.REFERENCE))
+        found = MOE.fit(Copies(), model, ("experts",))
     blocks = [*model.layers, model.mtp.block]
     assert seen == [block.ffn.w13.weight.data_ptr() for block in blocks]
     size = len(blocks) * (blocks[0].ffn.w13.weight.nbytes + 4000) / 2**20
-    assert line == f"moe_gemm/copies, routed experts: 4 of 4 layers, {size:.1f} MiB kept beside the weights"
+    said = f"moe_gemm/copies: 4 of 4 layers of routed experts, {size:.1f} MiB kept beside the weights"
+    assert found.report == (said,)
     ffn, x = model.layers[1].ffn, inputs(2, SMALL.hidden_size)
     ids, gates = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.ones(2, 2)
-    assert torch.equal(run(found["experts"], (x, ids, gates, ffn.w13, ffn.w2, TASK.LIMIT)), x + 1)
+    assert torch.equal(run(found.functions["experts"], (x, ids, gates, ffn.w13, ffn.w2, TASK.LIMIT)), x + 1)
 
 
 def test_the_models_weights_are_taken_where_they_are(model):
-    found, (line,), _ = moe.adapt_experts(GROUPED, model, Fallback(ops.REFERENCE))
-    assert line == "moe_gemm/torch_grouped, routed experts: 4 of 4 layers, 0.0 MiB kept beside the weights"
-    ffn = model.layers[0].ffn
-    state = found["experts"].function.__self__.prepared[id(ffn.w13)].state
+    found = MOE.fit(GROUPED, model, ("experts",))
+    said = "moe_gemm/torch_grouped: 4 of 4 layers of routed experts, 0.0 MiB kept beside the weights"
+    assert found.report == (said,)
+    state, _ = found.functions["experts"].__self__.layers[id(model.layers[0].ffn.w13)].state
     own = {tensor.data_ptr() for tensor in model.tensors.values()}
     assert isinstance(state, TASK.Weights) and all(tensor.data_ptr() in own for tensor in state[:-1])
-
-
-def test_sums_that_a_kernel_rounds_are_taken_as_they_are(model):
-    found = moe.adapt_experts(GROUPED, model, Fallback(ops.REFERENCE)).functions["experts"]
-    ffn, x = model.layers[0].ffn, inputs(2, SMALL.hidden_size)
-    assert sum_dtype(found, ffn.w13, x.bfloat16()) == torch.bfloat16
-    assert sum_dtype(found, ffn.w13, x.float()) == sum_dtype(found, ffn.shared_w13, x.bfloat16()) == torch.float32
-    assert sum_dtype(ops.REFERENCE.experts, ffn.w13, x.bfloat16()) == torch.float32
-    ids, gates = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.rand(2, 2)
-    outs = [torch.empty(2, SMALL.hidden_size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    for out in outs:
-        found(x.bfloat16(), ids, gates, ffn.w13, ffn.w2, TASK.LIMIT, out)
-    assert torch.equal(outs[0].float(), outs[1])
 
 
 # ---------------------------------------------------------------- in the table
 
 
-def lines(chosen: ops.Chosen) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in chosen.report)
-
-
 def test_kernels_pick_the_winner(model):
     composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
-    assert {provider.problem for spec in ops.SPECS for provider in spec.providers} == set(composes)
+    assert {one for several in ops.WINNERS.values() for one in several} - {ops.OWN} <= set(composes)
     chosen = ops.choose("winners", "cpu", model)
     winner = f"moe_gemm/{load.winner(FOLDER, 'cpu')}"
-    said = lines(chosen)
-    assert said["experts"] == f"{winner} (NVFP4 or MXFP4)" and chosen.names["experts"] == winner
-    assert chosen.names["shared"].startswith("linear_decode/")
-    assert said[f"{winner}, routed experts"].startswith("4 of 4 layers, ")
-    count = sum(w.kind == "nvfp4" for w in model.linears())
-    behind = f"{winner}, behind nvfp4_gemv: {count} of {count} NVFP4 matrices, "
-    (line,) = (line for line in chosen.report if line.startswith((behind, f"{winner} has no plain product: ")))
-
-
-def test_linears_of_many_tokens_are_passed_to_the_variant_in_another_op(model):
-    for text in ("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "nvfp4_gemv=cpu_portable,shared=torch_grouped"):
-        chosen = ops.choose(text, "cpu", model)
-        assert chosen.fallbacks["linear"] == ("moe_gemm/torch_grouped", "reference")
-        assert isinstance(chosen.ops.linear.__self__.fallback.ops.linear.__self__, moe_linear.Linears)
-    chosen = ops.choose("nvfp4_gemv=cpu_portable", "cpu", model)
-    assert chosen.fallbacks["linear"] == ("reference",)
-    assert chosen.ops.linear.__self__.fallback == Fallback(ops.REFERENCE)
-    alone = ops.choose("moe_gemm=torch_grouped", "cpu", model)
-    assert alone.ops.linear is ops.REFERENCE.linear and not any("behind" in line for line in alone.report)
-    w, x = model.layers[0].attn.wq_a, inputs(40, SMALL.hidden_size)
-    both = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu", model).ops
-    want = product(x, w, linear.linear, torch.float32)
-    assert float(apart(product(x, w, both.linear), want).max()) <= ROUNDED
+    assert chosen.names["experts"] == winner and chosen.names["shared"].startswith("linear_decode/")
+    assert any(line.startswith(f"{winner}: 4 of 4 layers of routed experts, ") for line in chosen.report)
 
 
 def test_only_what_is_named_is_prepared(model):
     chosen = ops.choose("shared=torch_grouped", "cpu", model)
-    assert "moe_gemm/torch_grouped, shared experts" in lines(chosen)
-    assert not any("routed" in line for line in chosen.report)
+    assert [name for name in chosen.names.values() if name != "reference"] == ["moe_gemm/torch_grouped"]
+    (line,) = (line for line in chosen.report if line.startswith("moe_gemm/torch_grouped: "))
+    assert line.startswith("moe_gemm/torch_grouped: 4 of 4 layers of shared experts, ")
 
 
-def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, model):
+def test_a_winner_without_a_plain_product_fills_the_other_ops(winners, model):
     winners('TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    return data.outputs.out.fill_(3)\n')
-    chosen = ops.choose("nvfp4_gemv=cpu_portable,moe_gemm=winner,shared=only", "cpu", model)
-    said = "moe_gemm/only has no plain product: linears that nvfp4_gemv does not take are the reference's"
-    assert said in chosen.report
-    w, x = model.layers[0].attn.wq_a, inputs(gemv.TOKENS + 1, SMALL.hidden_size)
-    assert torch.equal(product(x, w, chosen.ops.linear), product(x, w, linear.linear))
-    ffn = model.layers[0].ffn
-    got = run(chosen.ops.shared, (x, ffn.shared_w13, ffn.shared_w2, TASK.LIMIT))
-    assert bool((got == 3).all())
+    chosen = ops.choose("moe_gemm=winner", "cpu", model)
+    assert "linear: reference (not moe_gemm/only: it has no prepare_linear and linear)" in chosen.report
+    ffn, x = model.layers[0].ffn, inputs(17, SMALL.hidden_size)
+    out = torch.empty_like(x)
+    chosen.ops.shared(x=x, w13=ffn.shared_w13, w2=ffn.shared_w2, limit=TASK.LIMIT, out=out)
+    assert bool((out == 3).all())
 
 
 @pytest.mark.parametrize(
@@ -313,16 +267,17 @@ def test_a_winner_without_a_plain_product_leaves_linears_as_they_were(winners, m
     [
         ("nvfp4", {"swiglu_limit": 7.0}, "swiglu_limit must be 10, is 7", "swiglu_limit must be 10, is 7"),
         ("nvfp4_experts", {}, "", "no NVFP4 linears in nvfp4_experts"),
-        ("released", {}, "", "no NVFP4 linears in released"),
+        ("released", {}, "it has no prepare_fp8", "no NVFP4 linears in released"),
         ("bf16", {}, "no FP4 experts in bf16", "no NVFP4 linears in bf16"),
         ("nvfp4", {}, "", ""),
     ],
 )
-def test_providers_say_what_they_serve(fmt, change, experts_, shared):
-    mine = {spec.name: [p for p in spec.providers if p.problem == "moe_gemm"] for spec in ops.SPECS}
-    rows = {name: providers[0] for name, providers in mine.items() if providers}
+def test_it_says_what_it_does_not_serve(fmt, change, experts_, shared):
     cfg = dataclasses.replace(SMALL, **change)
-    assert (rows["experts"].serves(cfg, fmt), rows["shared"].serves(cfg, fmt)) == (experts_, shared)
+    found = MOE.fit(GROUPED, tree.random(cfg, fmt, seed=3), ("experts", "shared"))
+    wanted = {"experts": experts_, "shared": shared}
+    assert found.refused == {op: reason for op, reason in wanted.items() if reason}
+    assert set(found.functions) == {op for op, reason in wanted.items() if not reason}
 
 
 @pytest.mark.slow  # tests/dsv4/test_check.py has the same with all winners
@@ -331,7 +286,7 @@ def test_the_model_is_right_with_it(model, capsys):
     gen = torch.Generator().manual_seed(1)
     prompts = [torch.randint(SMALL.vocab_size, (length,), generator=gen).tolist() for length in (37, 150)]
     case = check.Case(SMALL, "nvfp4", model, prompts, steps=2, device="cpu")
-    assert check.check(case, "nvfp4_gemv=cpu_portable,moe_gemm=torch_grouped", "cpu"), capsys.readouterr().out
+    assert check.check(case, "moe_gemm=torch_grouped", "cpu"), capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the operator
@@ -393,8 +348,9 @@ def test_the_ops_on_the_gpu_never_wait():
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            chosen.ops.experts(x, *moved_, got[0].zero_())
-            chosen.ops.shared(x, *shared, got[1].zero_())
+            for name, given, out in (("experts", moved_, got[0]), ("shared", shared, got[1])):
+                names = inspect.signature(getattr(experts, name)).parameters
+                getattr(chosen.ops, name)(**dict(zip(names, (x, *given, out.zero_()), strict=True)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(got, want, strict=True):
@@ -431,47 +387,38 @@ class Together:
 def test_a_kernel_may_have_routed_experts_and_the_shared_one(activation):
     x, ids, gates, w13, w2, limit = call(4, 8, 2, 64, 128, activation)
     _, _, _, *shared, _ = call(9, 1, 1, 64, 128, activation)
-    made = moe.prepare_experts(Together, w13, w2, None, tuple(shared))
-    both = moe.Experts(
-        TASK, Together.custom_kernel, {id(w13): made}, ops.REFERENCE, ids, gates, Together.with_shared, 4
-    )
-    want, found = torch.empty(4, 64), torch.empty(4, 64, dtype=torch.bfloat16)
+    both = MOE.make_calls(Together, [MOE.prepare(Together, w13, w2, None, tuple(shared))], [])
     arguments = x, ids, gates, w13, w2, *shared, limit
-    ops.REFERENCE.all_experts(*arguments, want)
-    assert both.serves(w13, x) and not both.serves(w13, x.float())
-    assert not both.serves(w13, torch.cat([x, x])) and not both.serves(shared[0], x)
-    both.all_experts(*arguments, found)
+    found = run(both.all_experts, arguments)
+    want = run(experts.all_experts, arguments, torch.float32)
     close(found, want, activation)
+    assert left(both.all_experts, (x.float(), *arguments[1:]))
+    assert left(both.all_experts, (torch.cat([x, x]), *arguments[1:]))
     alone = torch.empty_like(found)
-    ops.REFERENCE.experts(x, ids, gates, w13, w2, limit, alone)
+    experts.experts(x, ids, gates, w13, w2, limit, alone)
     assert float(apart(alone, want).min()) > 0.1, "the shared expert must count"
     other = dataclasses.replace(shared[0], quantise_input=not w13.quantise_input)
     for unlike in ((other, shared[1]), call(9, 1, 1, 64, 64, activation)[3:5]):
-        assert moe.prepare_experts(Together, w13, w2, None, unlike).everyone is None
+        assert MOE.prepare(Together, w13, w2, None, unlike).state[1] is None
 
 
 def test_a_model_asks_for_one_output_where_a_kernel_has_it(model):
     """And calls both ops for more tokens."""
-    found = moe.adapt_experts(Together(), model, Fallback(ops.REFERENCE))
+    found = MOE.fit(Together(), model, ("experts", "shared", "all_experts"))
     assert found.report[-1] == "moe_gemm/together, up to 4 tokens with the shared expert: 4 of 4 layers"
-    table = dataclasses.replace(ops.REFERENCE, **found.functions)
-    ffn, seen = next(iter(model.blocks())).ffn, []
-    counted = common.rewrapped(table.all_experts, lambda op: lambda **given: seen.append(len(given["x"])))
+
+    def route(out_ids, out_weights, **rest):
+        out_ids.copy_(torch.arange(out_ids.shape[1])), out_weights.fill_(0.5)
+
     context = SimpleNamespace(
         config=SMALL,
-        ops=dataclasses.replace(table, all_experts=counted),
+        ops=dataclasses.replace(ops.REFERENCE, **found.functions, route=route),
         batch=SimpleNamespace(tokens=None),
         empty=lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype),
     )
-
-    def route(out_ids, **rest):
-        out_ids.copy_(torch.arange(out_ids.shape[1]))
-
-    context.ops = dataclasses.replace(context.ops, route=route)
     for tokens in (4, 5):
-        first, second = layers.moe(inputs(tokens, SMALL.hidden_size), ffn, context)
+        first, second = layers.moe(inputs(tokens, SMALL.hidden_size), next(model.blocks()).ffn, context)
         assert (second is None) == (tokens == 4) and first.dtype == torch.bfloat16
-    assert seen == [4]
 
 
 SHARED_CASES = [(1, 8, 6, 128, 64), (5, 4, 2, 64, 192), (32, 256, 6, 512, 128)]  # tokens, E, k, H, I
@@ -484,7 +431,7 @@ DEVICE = "cuda"
 def test_the_shared_expert_is_one_more_that_all_tokens_have(sizes, activation):
     """Bit for bit: named in ids it gives the same, and so do the routed experts alone, beside it and by themselves."""
     tokens, size, topk, hidden, inner = sizes
-    variant = load.variant(moe.PROBLEM, "sm90_grouped")
+    variant = load.variant("moe_gemm", "sm90_grouped")
     case = {
         "tokens": tokens,
         "experts": size + 1,

@@ -13,13 +13,11 @@ import torch
 
 from problems.common import fp8, load, nvfp4
 from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import moe
-from problems.dsv4_forward.adapters.common import Fallback, sum_dtype
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.trace import CHECKS
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
-from tests.dsv4.experts import FOLDER, GROUPED, SMALL, TASK, apart, inputs, run
+from tests.dsv4.experts import FOLDER, GROUPED, MOE, SMALL, TASK, apart, calls, inputs, left, run
 from tests.support import ROOT
 
 NAME = "layers.0.ffn.experts"
@@ -52,13 +50,6 @@ def call(tokens: int, size: int, topk: int, hidden: int, inner: int) -> tuple:
     x[::2, max(128, hidden // 256 * 128) :] *= 2.0**-14  # not a whole row, whose v could be all zeros
     ids = torch.stack([torch.randperm(size, generator=gen)[:topk] for _ in range(tokens)]).int()
     return x.bfloat16(), ids, torch.rand(tokens, topk, generator=gen) + 0.1, w13, w2, TASK.LIMIT
-
-
-def adapted(module: object, *pairs: tuple[Linear, Linear]) -> moe.Experts:
-    made = [moe.prepare_experts(module, w13, w2) for w13, w2 in pairs]
-    device = pairs[0][0].weight.device
-    ids = torch.zeros(moe.ROOM, 1, dtype=torch.int32, device=device)
-    return moe.Experts(TASK, module.custom_kernel, {id(b.w13): b for b in made}, ops.REFERENCE, ids, ids.float() + 1)
 
 
 class Rounding:
@@ -104,13 +95,14 @@ def values(packed: torch.Tensor, scale: torch.Tensor, g: torch.Tensor) -> torch.
     return nvfp4.dequantise(packed, scale, torch.float64) * g.double()[:, None, None]
 
 
-@pytest.mark.parametrize("size", [1, moe.CONVERTED + 3])
+@pytest.mark.parametrize("size", [1, MOE.CONVERTED + 3])
 def test_the_models_weights_are_kept_exactly_and_as_they_are(size):
     *_, w13, w2, _ = call(1, size, 1, 128, 64)
     before = w13.scale.clone(), w2.weight.clone()
-    made = moe.prepare_experts(Rounding, w13, w2)
-    assert not made.reason and made.state.w13 is w13.weight
-    for w, kept in ((w13, made.state[:3]), (w2, made.state[3:6])):
+    made = MOE.prepare(Rounding, w13, w2)
+    state = made.state[0]
+    assert not made.reason and state.w13 is w13.weight
+    for w, kept in ((w13, state[:3]), (w2, state[3:6])):
         units = torch.exp2(w.scale.double() - 127).repeat_interleave(32, -1)
         assert torch.equal(values(*kept), nvfp4.decode(w.weight).double() * units)
     assert torch.equal(before[0], w13.scale) and torch.equal(before[1], w2.weight)
@@ -120,9 +112,9 @@ def test_the_models_weights_are_kept_exactly_and_as_they_are(size):
 def test_the_ends_of_the_scales_are_kept_too(largest):
     *_, w13, w2, _ = call(1, 2, 1, 64, 64)
     w13 = dataclasses.replace(w13, scale=(w13.scale.int() - w13.scale[:, 0, :1, None] + largest).clamp(0, 254).byte())
-    made = moe.prepare_experts(Rounding, w13, w2)
+    made = MOE.prepare(Rounding, w13, w2)
     units = torch.exp2(w13.scale.double() - 127).repeat_interleave(32, -1)
-    assert torch.equal(values(*made.state[:3]), nvfp4.decode(w13.weight).double() * units)
+    assert torch.equal(values(*made.state[0][:3]), nvfp4.decode(w13.weight).double() * units)
 
 
 @pytest.mark.parametrize(
@@ -136,25 +128,21 @@ def test_the_ends_of_the_scales_are_kept_too(largest):
         (lambda a, b: (mxfp4("", 2, 64, 96, seed=1, top=0), mxfp4("", 2, 96, 32, seed=1, top=0)), "multiples of 64"),
     ],
 )
-def test_a_layer_that_nvfp4_cannot_hold_is_the_references_and_named(change, reason):
-    x, ids, gates, w13, w2, limit = call(3, 2, 2, 64, 64)
+def test_a_layer_that_nvfp4_cannot_hold_is_left_and_named(change, reason):
+    _, ids, gates, w13, w2, limit = call(3, 2, 2, 64, 64)
     w2.scale.clamp_(min=110, max=127), w2.weight.bitwise_or_(0x11)
     pair = change(w13, w2)
-    found = adapted(Rounding, pair)
-    assert reason in next(iter(found.prepared.values())).reason
-    assert found.written(pair[0], torch.bfloat16) == torch.float32
-    arguments = inputs(3, pair[0].k), ids, gates, *pair, limit
-    assert torch.equal(run(found.experts, arguments).isnan(), run(experts.experts, arguments).isnan())
-    if "NaN" not in reason:
-        assert torch.equal(run(found.experts, arguments), run(experts.experts, arguments))
+    found = calls(pair, module=Rounding)
+    assert reason in next(iter(found.layers.values())).reason
+    assert left(found.experts, (inputs(3, pair[0].k), ids, gates, *pair, limit))
 
 
-def test_a_variant_without_fp8_leaves_the_layer_to_the_reference():
+def test_a_variant_without_fp8_leaves_the_layer():
     *_, w13, w2, _ = call(1, 2, 1, 64, 64)
-    assert moe.prepare_experts(GROUPED, w13, w2).reason == "moe_gemm/torch_grouped has no FP8 activations"
+    assert MOE.prepare(GROUPED, w13, w2).reason == "it has no prepare_fp8"
     refuses = SimpleNamespace(prepare_fp8=lambda weights: int("H is too large"))
     with pytest.raises(ValueError, match=rf"{NAME}: .*H is too large"):
-        moe.prepare_experts(refuses, w13, w2)
+        MOE.prepare(refuses, w13, w2)
 
 
 # ---------------------------------------------------------------- the op
@@ -163,22 +151,20 @@ def test_a_variant_without_fp8_leaves_the_layer_to_the_reference():
 @pytest.mark.parametrize("sizes", [(1, 8, 6, 128, 256), (9, 5, 2, 192, 320)])
 def test_experts_are_the_references(sizes):
     arguments = call(*sizes)
-    found = adapted(Rounding, arguments[3:5])
+    found = calls(arguments[3:5], module=Rounding)
     assert float(apart(run(found.experts, arguments), run(experts.experts, arguments, torch.float32)).max()) <= BUDGET
     x, *rest = arguments
-    with_fp32 = (x.float(), *rest)
-    assert torch.equal(run(found.experts, with_fp32), run(experts.experts, with_fp32))
+    assert left(found.experts, (x.float(), *rest))
 
 
 def test_a_model_in_the_released_format_has_its_experts_from_the_variant():
     model = tree.random(SMALL, "released", seed=3)
-    found = moe.adapt_experts(Rounding(), model, Fallback(ops.REFERENCE))
+    found = MOE.fit(Rounding(), model, ("experts", "all_experts"))
     count = len(list(model.blocks()))
-    assert found.report[0].startswith(f"moe_gemm/rounding, routed experts: {count} of {count} layers, ")
+    assert found.report[0].startswith(f"moe_gemm/rounding: {count} of {count} layers of routed experts, ")
+    assert found.refused == {"all_experts": "no NVFP4 experts in released"}
     ffn, x = model.layers[1].ffn, inputs(2, SMALL.hidden_size)
     op = found.functions["experts"]
-    assert sum_dtype(op, ffn.w13, x) == torch.bfloat16
-    assert not found.functions["all_experts"].serves(ffn.w13, x)
     arguments = x, torch.tensor([[0, 1], [3, 2]], dtype=torch.int32), torch.rand(2, 2), ffn.w13, ffn.w2, TASK.LIMIT
     assert float(apart(run(op, arguments), run(experts.experts, arguments, torch.float32)).max()) <= BUDGET
 
@@ -188,8 +174,8 @@ def test_a_variant_without_fp8_does_not_fill_the_op():
     chosen = ops.choose("winners", "cpu", model)
     assert chosen.names["experts"] == "reference"
     winner = load.winner(FOLDER, "cpu")
-    assert f"experts: reference (moe_gemm/{winner} has no FP8 activations)" in chosen.report
-    with pytest.raises(ValueError, match="experts=torch_grouped: moe_gemm/torch_grouped has no FP8 activations"):
+    assert f"experts: reference (not moe_gemm/{winner}: it has no prepare_fp8)" in chosen.report
+    with pytest.raises(ValueError, match=r"experts=torch_grouped: .*it has no prepare_fp8"):
         ops.choose("experts=torch_grouped", "cpu", model)
 
 
@@ -204,7 +190,7 @@ def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tup
     pair = [dataclasses.replace(w, weight=w.weight.to(device), scale=w.scale.to(device)) for w in pair]
     plain = [unquantised(w) for w in pair]
     tokens = [tensor.to(device) for tensor in (x, ids, gates)]
-    op = adapted(module, tuple(pair)).experts
+    op = calls(tuple(pair), module=module).experts
 
     def made(function: object, rows: slice, weights: list[Linear], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         x, ids, gates = (tensor[rows].clone() for tensor in tokens)
@@ -290,4 +276,4 @@ GPU_CASES = [
 @pytest.mark.parametrize("sizes", GPU_CASES, ids=lambda one: "x".join(map(str, one)))
 def test_the_kernel_is_right_on_the_gpu(sizes):
     """Against the reference, within the check's budget; a token alone and among others has equal bits."""
-    right(compare(load.variant(moe.PROBLEM, "sm90_grouped"), sizes, "cuda"))
+    right(compare(load.variant("moe_gemm", "sm90_grouped"), sizes, "cuda"))

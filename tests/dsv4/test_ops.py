@@ -1,4 +1,4 @@
-"""ops.py: what fills an op and why; adapters/operators.py: the winners as operators of torch."""
+"""ops.py: what fills an op and why, and what --kernels may say; operators.py: the winners as operators of torch."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,16 +7,22 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import ops
-from problems.dsv4_forward.adapters import decode, gemv, operators
-from problems.dsv4_forward.adapters.common import Adapted
+from problems.dsv4_forward import operators, ops
 from problems.dsv4_forward.weights import tree
 from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
+
+DECODE, GEMV = (f"{name}/{load.winner(load.PROBLEMS / name, 'cpu')}" for name in ("linear_decode", "nvfp4_gemv"))
+LINEARS = ("linear", "grouped_linear", "two_linears")  # on a CPU no variant norms an input
+VARIANTS, OWN = load.PROBLEMS / "nvfp4_gemv" / "variants", load.PROBLEMS / "dsv4_forward" / "wrong"
 
 
 @pytest.fixture(scope="module")
 def model():
     return {fmt: tree.random(SMALL, fmt, seed=3) for fmt in ("bf16", "released", "nvfp4_experts", "nvfp4")}
+
+
+def lines(chosen: ops.Chosen) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in chosen.report[: len(ops.NAMES)])
 
 
 def test_kernels_chosen_in_inference_mode_work_outside(model):
@@ -27,250 +33,107 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
         assert bool(product(inputs(1, w.k), w, chosen.ops.linear).isfinite().all())
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- what fills an op
 
 
-LINEARS = ("linear", "grouped_linear", "two_linears", "norm_linears")
-
-
-def lines(chosen: ops.Chosen) -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in chosen.report[: len(ops.NAMES)])
-
-
-def test_the_reference_is_frozen_and_has_a_spec_for_every_op():
-    assert len(ops.NAMES) > 20 and all(callable(value) for value in vars(ops.REFERENCE).values())
+def test_every_op_has_a_reference_and_a_line_of_winners():
+    assert set(ops.WINNERS) == set(ops.NAMES) >= {*ops.FUSED, *ops.ASKED_FOR}
+    assert all(callable(value) for value in vars(ops.REFERENCE).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
-    assert tuple(spec.name for spec in ops.SPECS) == ops.NAMES
 
 
 def test_reference_is_the_reference(model):
     chosen = ops.choose("reference", "cpu", model["nvfp4"])
-    assert chosen.ops == ops.REFERENCE
+    assert chosen.ops is ops.REFERENCE
     assert set(chosen.names.values()) == {"reference"} and len(chosen.report) == len(ops.NAMES)
 
 
 def test_winners_in_nvfp4(model):
     chosen = ops.choose("winners", "cpu", model["nvfp4"])
-    winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
-    for op in LINEARS:
-        assert chosen.names[op] == f"linear_decode/{winner}"
-        assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
-    assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm
-    assert lines(chosen)["rms_norm"] == "reference (no tuned kernel)"
-    assert f"linear_decode/{winner}, linears" in chosen.report[len(ops.NAMES)]
+    assert all(chosen.names[op] == DECODE for op in LINEARS)
+    assert lines(chosen)["two_linears"] == f"{DECODE}, reference"
+    assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm and lines(chosen)["rms_norm"] == "reference"
+    assert chosen.report[len(ops.NAMES)].startswith(f"{DECODE}: ")
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "released", "nvfp4_experts"])
 def test_winners_in_formats_without_nvfp4_linears(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
-    winner = load.winner(load.PROBLEMS / decode.PROBLEM, "cpu")
-    for op in (*LINEARS, "shared"):
-        assert lines(chosen)[op] == f"linear_decode/{winner} (at most 32 tokens)"
-        assert chosen.fallbacks[op] == ("reference",)
+    assert all(chosen.names[op] == DECODE for op in (*LINEARS, "shared"))
+    assert "no NVFP4 linears in " in lines(chosen)["linear"]
     if fmt != "nvfp4_experts":
         why = "no FP4 experts in bf16" if fmt == "bf16" else "swiglu_limit must be 10, is 1"
-        assert lines(chosen)["experts"] == f"reference ({why})"
+        assert lines(chosen)["experts"].startswith("reference (not moe_gemm/") and why in lines(chosen)["experts"]
         assert chosen.ops.experts is ops.REFERENCE.experts
 
 
 def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
-    with pytest.raises(ValueError, match="experts=torch_grouped: swiglu_limit must be 10, is 1"):
-        ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
+    with pytest.raises(ValueError, match="--kernels moe_gemm=torch_grouped: experts: swiglu_limit must be 10, is 1"):
+        ops.choose("moe_gemm=torch_grouped,linear=reference,grouped_linear=reference", "cpu", model["nvfp4"])
     of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names
-    assert {op for op, name in of_linears.items() if name not in ("reference", "its parts")} == {*LINEARS, "shared"}
+    assert {op for op, name in of_linears.items() if name != "reference"} == {*LINEARS}
     behind = ops.choose("nvfp4_gemv=winner", "cpu", model["nvfp4"]).names
-    winner = load.winner(load.PROBLEMS / gemv.PROBLEM, "cpu")
-    assert behind["linear"] == behind["grouped_linear"] == f"nvfp4_gemv/{winner}"
+    assert behind["linear"] == behind["grouped_linear"] == GEMV
+    ahead = ops.choose("winners,nvfp4_gemv=winner", "cpu", model["nvfp4"])
+    assert lines(ahead)["linear"].startswith(f"{GEMV}, {DECODE}, ")
 
 
-def test_an_op_that_spans_others_is_the_chain_of_what_fills_them(model):
-    wrong = load.PROBLEMS / "dsv4_forward/wrong/rope_half_split.py"
-    chosen = ops.choose(f"rotate={wrong}", "cpu", model["bf16"])
-    assert chosen.names["norm_rotate"] == chosen.names["write_key"] == "its parts"
-    assert lines(chosen)["write_key"] == "its parts (the chain of rms_norm, rotate, write)"
-    assert chosen.names["write_entry"] == "reference" and chosen.ops.write_entry is ops.REFERENCE.write_entry
-    x, turn = inputs(2, 64), torch.linspace(0, 3, 8).view(2, 4)
-    got, want, other = (torch.empty(2, 64) for _ in range(3))
-    chosen.ops.norm_rotate(x, None, 1e-6, turn.cos(), turn.sin(), got)
-    ops.REFERENCE.rms_norm(x, None, 1e-6, want)
-    chosen.ops.rotate(want, turn.cos(), turn.sin(), want)
-    ops.REFERENCE.norm_rotate(x, None, 1e-6, turn.cos(), turn.sin(), other)
-    assert torch.equal(got, want) and not torch.equal(got, other)
-    given = ops.choose("reference", "cpu", model["bf16"], {"norm_rotate": print, "rms_norm": print})
-    assert given.ops.norm_rotate is print and given.names["write_key"] == "its parts"
+def kernels(name: str, calls: list, *most: int) -> SimpleNamespace:
+    """Kernels of one op that serve calls of at most so many rows."""
 
+    def served(x: torch.Tensor, **_: object) -> object:
+        calls.append(name)
+        return None if len(x) <= most[0] else NotImplemented
 
-def test_providers_say_what_they_will_serve():
-    first = {spec.name: spec.providers[0] for spec in ops.SPECS if spec.providers}
-    flash = dataclasses.replace(SMALL, head_dim=512, swiglu_limit=10.0)
-    assert first["fmha"].serves(flash, "nvfp4") == first["fmha"].serves(flash, "released") == ""
-    assert "head_dim must be 512, is 128" in first["fmha"].serves(SMALL, "nvfp4")
-    assert "584-byte" in first["fmha"].serves(flash, "bf16")
-    served = {
-        (op, fmt)
-        for op in ("experts", "shared")
-        for fmt in ("released", "nvfp4_experts", "nvfp4")
-        if not first[op].serves(flash, fmt)
-    }
-    assert served == {(op, fmt) for op in ("experts", "shared") for fmt in ("released", "nvfp4_experts", "nvfp4")}
-
-
-@pytest.fixture
-def problems(tmp_path, monkeypatch):
-    """A folder of problems with two of its own; `half` has no submission."""
-    for name in ("norms", "half"):
-        (tmp_path / name / "variants").mkdir(parents=True)
-        (tmp_path / name / "task.py").write_text("input_t = output_t = tuple\n")
-    winners = 'WINNERS = {"cpu": ("quick", "plain"), "sm90": ("plain",)}\n'
-    (tmp_path / "norms/submission.py").write_text(winners)
-    for name, flags in (("quick", '("no_such_flag",)'), ("plain", "()")):
-        text = f'TARGETS = ("cpu",)\nCPU_FLAGS = {flags}\n\n\ndef custom_kernel(data):\n    data.append("{name}")\n'
-        (tmp_path / f"norms/variants/{name}.py").write_text(text)
-    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
-    return tmp_path
-
-
-def adapt_norm(module, model_weights, fallback):
-    def rms_norm(x, weight, eps, out):
-        fallback.ops.rms_norm(x, weight, eps, out)
-        module.custom_kernel(x.calls)
-
-    return Adapted({"rms_norm": rms_norm}, (f"norms for {model_weights.config.name} before {fallback.name}",))
-
-
-def spec(name: str, *providers: ops.Provider) -> ops.OpSpec:
-    return ops.OpSpec(name, vars(ops.REFERENCE)[name], providers)
-
-
-def test_a_further_problem_is_a_further_provider(problems, monkeypatch, model):
-    norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "", adapt_norm)
-    specs = (
-        spec("rms_norm", norms),
-        spec("rotate", dataclasses.replace(norms, serves=lambda cfg, fmt: f"not for {cfg.name} in {fmt}")),
-        spec("route", dataclasses.replace(norms, adapt=None)),
-        spec("select", dataclasses.replace(norms, problem="half")),
-        spec("fmha", dataclasses.replace(norms, problem="absent")),
-    )
-    monkeypatch.setattr(ops, "SPECS", specs)
-    chosen = ops.choose("winners", "cpu", model["bf16"])
-    assert {op: line for op, line in lines(chosen).items() if "no tuned" not in line} == {
-        "rms_norm": "norms/plain (all of them)",
-        "rotate": "reference (not for small in bf16)",
-        "route": "reference (no adapter for norms yet)",
-        "select": "reference (no folder problems/half yet)",
-        "fmha": "reference (no folder problems/absent yet)",
-    }
-    assert chosen.report[len(ops.NAMES) :] == ("norms for small before reference",)
-    x = torch.ones(2, 3).as_subclass(type("Told", (torch.Tensor,), {"calls": []}))
-    chosen.ops.rms_norm(x, None, 1e-6, torch.empty(2, 3))
-    assert x.calls == ["plain"]
-    monkeypatch.setattr(ops, "KERNELS", ())
-    sm100 = ops.choose("winners", "sm100", model["bf16"])
-    assert lines(sm100)["rms_norm"] == "reference (norms has no winner for sm100)"
-
-
-def test_a_kernel_of_this_folder_fills_an_op_where_no_winner_does(problems, monkeypatch, model):
-    norms = ops.Provider("norms", "all of them", lambda cfg, fmt: "" if fmt == "nvfp4" else "not it", adapt_norm)
-    mine = SimpleNamespace(
-        OPS=("rms_norm", "rotate"),
-        TARGETS=("cpu", "sm100"),
-        SOURCE=problems / "mine.cu",
-        ops=lambda target: {"rms_norm": print, "rotate": print},
-    )
-    monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", norms), spec("rotate")))
-    monkeypatch.setattr(ops, "KERNELS", (mine,))
-    names = {
-        (target, fmt): ops.choose("winners", target, model[fmt]).names["rms_norm"]
-        for target in ("cpu", "sm100")
-        for fmt in ("bf16", "nvfp4")
-    }
-    mine = "dsv4_forward/mine"
-    assert names == {
-        ("cpu", "bf16"): mine,
-        ("cpu", "nvfp4"): "norms/plain",
-        ("sm100", "bf16"): mine,
-        ("sm100", "nvfp4"): mine,
-    }
-
-
-def test_a_kernel_of_this_folder_may_fill_an_op_in_some_formats_and_for_some_calls(problems, monkeypatch, model):
-    calls = []
-    mine = SimpleNamespace(
-        OPS=("norm_rotate",),
+    return SimpleNamespace(
+        OPS=("rms_norm", "two_linears"),
         TARGETS=("cpu",),
-        SOURCE=problems / "mine.cu",
-        FORMATS=("bf16",),
-        SERVES={"norm_rotate": lambda x, *rest: len(x) == 1},
-        ops=lambda target: {"norm_rotate": lambda *given: calls.append(given)},
+        SOURCE=load.PROBLEMS / f"{name}.cu",
+        ops=lambda target: {"rms_norm": served, "two_linears": served},
     )
-    monkeypatch.setattr(ops, "KERNELS", (mine,))
-    assert ops.choose("winners", "cpu", model["nvfp4"]).names["norm_rotate"] == "reference"
-    chosen = ops.choose("winners", "cpu", model["bf16"])
-    assert chosen.names["norm_rotate"] == "dsv4_forward/mine"
-    turn, got, want = torch.linspace(0, 3, 8).view(2, 4), torch.empty(2, 64), torch.empty(2, 64)
-    given = inputs(2, 64), None, 1e-6, turn.cos(), turn.sin()
-    chosen.ops.norm_rotate(*given, got)
-    ops.REFERENCE.norm_rotate(*given, want)
-    assert torch.equal(got, want) and not calls
-    chosen.ops.norm_rotate(inputs(1, 64), *given[1:], got)
-    assert len(calls) == 1
 
 
-def test_a_call_that_a_provider_does_not_serve_is_passed_down_the_list_in_order(monkeypatch, model):
-    """Three providers, none of which serves the call, and of which the second has no variant in use."""
+def test_a_call_goes_to_the_first_that_serves_it_then_to_torch(monkeypatch, model):
     calls: list[str] = []
-
-    def provider(name: str) -> ops.Provider:
-        def adapt(module, model_weights, fallback):
-            def rms_norm(x, weight, eps, out):
-                calls.append(name)
-                fallback.ops.rms_norm(x, weight, eps, out)
-
-            return Adapted({"rms_norm": rms_norm, "rotate": rms_norm}, (f"{name} before {fallback.name}",))
-
-        return ops.Provider(name, "nothing", lambda cfg, fmt: "", adapt)
-
-    first, unused, last = (provider(name) for name in "abc")
-    monkeypatch.setattr(ops, "SPECS", (spec("rms_norm", first, unused, last), spec("rotate", last)))
-    choices = [
-        ops.Choice("rms_norm", "", "a/x", first, SimpleNamespace(__name__="x")),
-        ops.Choice("rotate", "", "c/z", last, SimpleNamespace(__name__="z")),
-    ]
-    filled, fallbacks, report = ops._fitted(choices, model["bf16"])
-    assert fallbacks == {"rms_norm": ("c/z", "reference"), "rotate": ("reference",)}
-    assert report == ("a before c/z", "c before reference", "c before reference")
-    out = torch.empty(1, 4)
-    filled.rms_norm(torch.ones(1, 4), None, 0.0, out)
-    assert calls == ["a", "c"] and bool((out == 1).all())
+    monkeypatch.setattr(ops, "KERNELS", (kernels("own", calls, 1),))
+    monkeypatch.setitem(ops.WINNERS, "two_linears", (ops.OWN,))
+    chosen = ops.choose("winners", "cpu", model["bf16"])
+    assert chosen.names["rms_norm"] == "dsv4_forward/own" and chosen.names["mhc_pre"] == "reference"
+    call = {"weight": None, "eps": 0.0, "out": torch.zeros(2, 4)}
+    chosen.ops.rms_norm(x=torch.ones(1, 4), **call)
+    assert calls == ["own"] and not bool(call["out"].any())
+    assert chosen.ops.rms_norm(x=torch.ones(2, 4), **call) is None
+    assert calls == ["own"] * 2 and bool((call["out"] == 1).all())
+    assert chosen.ops.two_linears(x=torch.ones(1, 4)) is None
+    assert chosen.ops.two_linears(x=torch.ones(2, 4)) is NotImplemented, "the walk does its steps"
+    assert ops.choose("winners", "sm90", model["bf16"]).names["rms_norm"] == "reference"
 
 
-DECODE = f"linear_decode/{load.winner(load.PROBLEMS / decode.PROBLEM, 'cpu')}"
-PARTS = {"two_linears": "its parts", "norm_linears": "its parts"}
+def test_a_function_that_is_given_fills_its_op(model):
+    given = ops.choose("winners", "cpu", model["bf16"], {"norm_linears": print})
+    assert given.names["norm_linears"] == "a function" and given.names["linear"] == DECODE
+
+
+# ---------------------------------------------------------------- what --kernels says
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        (
-            "nvfp4_gemv=cpu_portable",
-            {"linear": "nvfp4_gemv/cpu_portable", "grouped_linear": "nvfp4_gemv/cpu_portable", **PARTS},
-        ),
-        ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant", **PARTS}),
+        ("nvfp4_gemv=cpu_portable", dict.fromkeys(("linear", "grouped_linear"), "nvfp4_gemv/cpu_portable")),
+        ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant"}),
         ("grouped_linear=zeros", {"grouped_linear": "linear_decode/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
         (
-            "winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant",
+            "winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant,moe_gemm=reference",
             {
                 "linear": "linear_decode/torch_dequant",
                 "grouped_linear": "nvfp4_gemv/zeros",
                 "two_linears": DECODE,
-                "norm_linears": DECODE,
                 "shared": DECODE,
-                "all_experts": "its parts",
             },
         ),
-        ("winners,reference", {}),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),
     ],
@@ -279,7 +142,8 @@ def test_names_fill_ops_and_later_ones_count(text, names, model):
     chosen = ops.choose(text, "cpu", model["nvfp4"])
     assert {op: name for op, name in chosen.names.items() if name != "reference"} == names
     plain = vars(ops.REFERENCE)
-    assert {op for op, function in vars(chosen.ops).items() if function is not plain[op]} == set(names)
+    others = {op for op, function in vars(chosen.ops).items() if function not in (plain[op], ops.apart)}
+    assert others == set(names)
 
 
 @pytest.mark.parametrize(
@@ -308,10 +172,10 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
         "    return data.outputs.out.fill_(2)\n"
     )
     chosen = ops.choose(f"rms_norm={own},linear={submission}", "cpu", model["nvfp4"])
-    assert lines(chosen)["rms_norm"] == f"{own} (a function with the op's interface)"
+    assert lines(chosen)["rms_norm"] == f"{own}, reference"
     assert chosen.names["linear"] == "linear_decode/entry"
     out = torch.empty(2, 3)
-    chosen.ops.rms_norm(out, None, 1e-6, out)
+    chosen.ops.rms_norm(x=out, weight=None, eps=1e-6, out=out)
     assert bool((out == 3).all())
     w = model["nvfp4"].layers[0].attn.wq_a
     got = product(inputs(2, w.k).bfloat16(), w, chosen.ops.linear)
@@ -319,26 +183,71 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "fmt", "message"),
+    "text",
     [
-        ("", "cpu", "nvfp4", "kernels must be reference, winners or NAME=VARIANT .*rms_norm.*moe_gemm.*; got ''"),
-        ("fast", "cpu", "nvfp4", r"^(?!.*\b(mhc_site|experts|choose),.* \1[,;]).*; got 'fast'"),  # each name once
-        ("winner", "cpu", "nvfp4", "got 'winner'"),
-        ("linear=", "cpu", "nvfp4", "got 'linear='"),
-        ("gemv=cpu_avx2", "cpu", "nvfp4", "got 'gemv=cpu_avx2'"),
-        ("linear=cpu_avx3", "cpu", "nvfp4", "linear=cpu_avx3: no file cpu_avx3, nor one of linear_decode's .*cpu_avx2"),
-        ("rms_norm=fast", "cpu", "nvfp4", "rms_norm=fast: no file fast$"),
-        ("rms_norm=tests/conftest.py", "cpu", "nvfp4", "conftest.py must define rms_norm, .*: no problem is for it"),
-        ("linear=sm90_mma", "cpu", "nvfp4", "linear=sm90_mma: sm90_mma is for sm90, sm100, not cpu"),
-        ("linear=cpu_avx2", "sm90", "nvfp4", "linear=cpu_avx2: cpu_avx2 is for cpu, not sm90"),
-        ("linear=tests/conftest.py", "cpu", "nvfp4", "conftest is for no target, not cpu"),
-        ("linear=peer_torch", "cpu", "nvfp4", "a baseline is there to be compared with"),
-        ("nvfp4_gemv=cpu_avx2", "cpu", "bf16", "linear=cpu_avx2: no NVFP4 linears in bf16"),
+        "winners",
+        "winners,nvfp4_gemv=winner",
+        "linear=cpu_avx2",
+        "linear=high_nibble_first, rms_norm=norm_by_mean_magnitude",
+        f"nvfp4_gemv={VARIANTS / 'torch_dequant.py'}",
+        f"rms_norm={OWN / 'norm_by_mean_magnitude.py'}",
     ],
 )
-def test_what_cannot_be_had_is_an_error_that_says_why(text, target, fmt, message, model):
+def test_what_there_is_passes(text):
+    assert set(ops.kernels(text, "cpu")) == set(ops.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message"),
+    [
+        ("", "cpu", "--kernels must be reference, winners or NAME=VARIANT .*rms_norm.*nvfp4_gemv.*; got ''$"),
+        ("fast", "cpu", r"^(?!.*\b(mhc_site|experts|choose),.* \1[,;]).*; got 'fast'"),  # each name once
+        ("winner", "cpu", "got 'winner'"),
+        ("linear", "cpu", "--kernels linear: VARIANT must be reference, winner, .* got ''$"),
+        ("gemv=cpu_avx2", "cpu", "got 'gemv=cpu_avx2'"),
+        ("linear=reference,linear=winner", "cpu", "--kernels must name linear once, got 'linear=reference,linear=winn"),
+        ("linear=reference,winners", "cpu", "--kernels: winners is about every op, so it must come first, and once"),
+        ("winners,reference", "cpu", "--kernels: reference is about every op, so it must come first, and once"),
+        ("indexer=nothere", "cpu", "--kernels indexer=nothere: VARIANT must be .*, a variant of indexer .*'nothere'"),
+        ("linear=cpu_avx3", "cpu", "--kernels linear=cpu_avx3: .* a variant of linear_decode .*cpu_avx2.*'cpu_avx3'"),
+        ("rms_norm=fast", "cpu", "--kernels rms_norm=fast: .*, a file of dsv4_forward/wrong \\(norm_by_mean_magnitude"),
+        (f"fmha={VARIANTS / 'cpu_avx2.py'}", "cpu", "--kernels fmha=.*: a file of nvfp4_gemv cannot fill fmha"),
+        ("rms_norm=tests/conftest.py", "cpu", "conftest.py must define rms_norm, with the op's interface"),
+        ("linear=tests/conftest.py", "cpu", "conftest.py must define linear, .* or custom_kernel, as linear_decode or"),
+        ("linear=sm90_mma", "cpu", "--kernels linear=sm90_mma: sm90_mma is for sm90, sm100, not cpu"),
+        ("linear=cpu_avx2", "sm90", "--kernels linear=cpu_avx2: cpu_avx2 is for cpu, not sm90"),
+        ("winners, linear=peer_torch", "cpu", "--kernels linear=peer_torch: a baseline is there to be compared with"),
+    ],
+)
+def test_what_cannot_be_had_is_an_error_that_says_why(text, target, message):
     with pytest.raises(ValueError, match=message):
-        ops.choose(text, target, model[fmt])
+        ops.kernels(text, target)
+
+
+def test_a_variant_without_a_call_of_the_model_is_an_error(model):
+    with pytest.raises(ValueError, match="--kernels nvfp4_gemv=cpu_avx2: linear: no NVFP4 linears in bf16"):
+        ops.choose("nvfp4_gemv=cpu_avx2", "cpu", model["bf16"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def rms_norm(:\n", "mine.py:1: not Python: "),
+        ("def norm(): ...\n", "mine.py must define rms_norm, "),
+    ],
+)
+def test_a_file_that_defines_no_kernel_is_refused(text, said, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        ops.kernels(f"rms_norm={file}", "cpu")
+
+
+@pytest.mark.parametrize("text", ["def fmha(): ...", "from x import fmha", "fmha = print", "def custom_kernel(): ..."])
+def test_a_file_that_defines_a_kernel_is_not_refused(text, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"TARGETS = ('cpu',)\n{text}\n")
+    assert ops.kernels(f"fmha={file}", "cpu")["fmha"][0].file == file
 
 
 def test_every_matrix_of_the_linear_ops_is_prepared(model):
@@ -357,7 +266,7 @@ def gemv_arguments(m: int = 33, k: int = 64, l: int = 3, device: str = "cpu") ->
 
 def test_winners_that_fill_ops_are_operators():
     exported = {name for name in vars(operators) if isinstance(vars(operators)[name], torch.library.CustomOpDef)}
-    assert {provider.problem for spec in ops.SPECS for provider in spec.providers if provider.adapt} == exported
+    assert {problem for op in ops.NAMES for problem in ops.problems_of(op)} == exported
 
 
 def test_the_gemv_operator_passes_torchs_own_checks():
@@ -387,7 +296,7 @@ def test_the_gemv_operator_passes_torchs_own_checks_on_the_gpu():
 
 
 def test_the_operator_of_linears_computes_with_the_weights_of_its_name():
-    folder = load.PROBLEMS / decode.PROBLEM
+    folder = load.PROBLEMS / "linear_decode"
     task, reference = load.module(folder, "task"), load.module(folder, "reference")
     case = {**vars(task.TESTS[0]), "shape": "128x192+64x192_64x128", "tokens": 3, "device": "cpu"}
     data = task.Data(reference.generate_weights(**case), *reference.generate_input(**case))

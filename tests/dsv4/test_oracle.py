@@ -148,14 +148,14 @@ def transposed(base: torch.Tensor) -> torch.Tensor:
 
 def narrow_window(model: Model) -> None:
     """127 keys in place of 128."""
-    fmha = model.ops.fmha_rotate
+    fmha = model.ops.fmha
 
     def less(window_index, **rest):
         index = window_index.clone()
         index[..., 0] = -1
         fmha(window_index=index, **rest)
 
-    model.ops = dataclasses.replace(model.ops, fmha_rotate=less)
+    model.ops = dataclasses.replace(model.ops, fmha=less)
 
 
 FEATURES = {

@@ -50,11 +50,12 @@ def test_wrong_arguments_are_named():
         ({"bias": None}, "got neither"),
         ({"table": torch.zeros(5, 3).long()}, "got both"),
         ({"bias": torch.zeros(7)}, "bias must be torch.float32"),
-        ({"cfg": config(9, 9)}, "got 8 and 9"),
         ({"tokens": torch.zeros(2)}, "tokens must be torch.int64"),
     ):
         with pytest.raises(ValueError, match=wanted.replace(".", r"\.")):
             run(None, u, weight, **(given | change), out_ids=ids, out_weights=gates)
+    for cfg, experts in ((config(9, 9), weight), (config(8, 3), torch.zeros(1025, 4)), (config(40, 33), weight)):
+        assert run(None, u, experts, **given | {"cfg": cfg}, out_ids=ids, out_weights=gates) is NotImplemented
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from problems.dsv4_forward.cache.state import OutOfBlocks, State
 from problems.dsv4_forward.generate.mtp import Speculative, draft
-from problems.dsv4_forward.model import Model, feed, forward
+from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import TINY, TINY_K
 from tests.dsv4 import oracle
@@ -275,7 +275,7 @@ def test_ids_that_are_no_tokens_are_refused_before_anything_runs(drafting, bad):
     sequence, untouched = state.open()[0], Model(drafting.weights, Untouched())
     late = [1] * 20 + list(bad) if isinstance(bad, list) else bad
     entries = [
-        lambda: forward({sequence: bad}, drafting.weights, state, Untouched()),
+        lambda: feed(Model(drafting.weights, Untouched()), state, {sequence: bad}),
         lambda: feed(untouched, state, {sequence: late}),
         lambda: state.plan({sequence: bad}),
         lambda: state.open(bad),
@@ -353,7 +353,7 @@ def test_an_error_in_an_op_leaves_a_state_that_goes_on(model):
     state = State(TINY, "fp32", sequences=1, blocks=1, chunk=8)
     sequence, _ = state.open()
     feed(model, state, {sequence: tokens[:5]})
-    broken = Model(model.weights, dataclasses.replace(model.ops, shared=fail))
+    broken = Model(model.weights, dataclasses.replace(model.ops, all_experts=fail))
     with pytest.raises(RuntimeError, match="no"):
         feed(broken, state, {sequence: tokens[5:]})
     assert state.lengths == [5] == state.length.tolist()

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +75,7 @@ def recorded(made: timed_steps.Decode, unfused: bool = False) -> Steps:
 
 
 def unfused_ops(chosen: ops.Chosen) -> list[str]:
-    spanning = {spec.name for spec in ops.SPECS if spec.chain}
+    spanning = {*ops.FUSED, "start", "layer_rows", "choose", "fmha"}
     fused = [op for op, name in chosen.names.items() if op in spanning or name.startswith("dsv4_forward/")]
     filled = [op for op, name in chosen.names.items() if name != "reference"]
     return fused if any(op in spanning for op in filled) else filled
@@ -160,30 +159,33 @@ def alone_and_together(made: timed_steps.Decode, table: ops.Ops, rows: Sequence[
 ROWS = {
     "linear": ("x", "out"),
     "grouped_linear": ("x", "out"),
-    "matmul": ("x", "out"),
+    "matmuls": ("x", "outs"),
     "mhc_pre": ("copies", "out", "post", "comb"),
     "route": ("u", "tokens", "out_ids", "out_weights"),
     "experts": ("x", "ids", "weights", "out"),
     "shared": ("x", "out"),
-    "fmha": ("q", "window_index", "index", "out", "lse"),
-    "index_scores": ("q", "weights", "table", "out"),
+    "fmha": ("q", "window_index", "index", "cos", "sin", "out", "lse"),
+    "choose": ("q", "weights", "table", "visible", "out"),
 }
 
 
 def by_row(table: ops.Ops) -> ops.Ops:
-    """The same ops, these called for each token by itself."""
+    """The same ops, these called for each token by itself, and no step of several."""
 
     def split(op: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
-        def call(*arguments: object, **named: object) -> None:
-            given = inspect.signature(op).bind(*arguments, **named).arguments
-            rows = {name: given[name] for name in names if given[name] is not None}
+        def call(**given: object) -> None:
             for row in range(len(given[names[0]])):
-                op(**given | {name: value[row : row + 1] for name, value in rows.items()})
+                op(**given | {name: part(given[name], row) for name in names})
 
         return call
 
-    table = dataclasses.replace(table, **{name: split(getattr(table, name), of) for name, of in ROWS.items()})
-    return dataclasses.replace(table, **{spec.name: spec.chain(table) for spec in ops.SPECS if spec.chain})
+    def part(value: object, row: int) -> object:
+        if isinstance(value, list):
+            return [part(one, row) for one in value]
+        return None if value is None else value[row : row + 1]
+
+    rows = {name: split(getattr(table, name), of) for name, of in ROWS.items()}
+    return dataclasses.replace(table, **rows, **dict.fromkeys(ops.FUSED, ops.apart))
 
 
 @pytest.mark.gpu

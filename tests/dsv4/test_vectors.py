@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from problems.common import load, nvfp4
-from problems.dsv4_forward.adapters import gemv
 from problems.dsv4_forward.kernels import vectors
 from tests.dsv4 import in_model
+from tests.dsv4.linears import GEMV
 
 DEVICE = "cuda"
 SHAPES = ((1, 1, 64), (1, 8, 4096), (3, 1, 1024), (16, 2, 320), (5, 3, 192))  # tokens, groups, k
@@ -34,7 +34,7 @@ def test_other_dtypes_are_refused():
 def encoded(edges: object, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The operands of all tokens as the problem wants them, as bytes."""
     tokens, groups, k = x.shape
-    room = gemv.make_vectors(k, groups, x.device)
+    room = GEMV.make_vectors(k, groups, x.device)
     limit = scale.unsqueeze(1) * nvfp4.E2M1_MAX * nvfp4.E4M3_MAX
     edges.encode(x, scale, -limit, limit, room.rows[tokens])
     return tuple(part.view(torch.uint8) for token in room.operands for part in token)

@@ -28,10 +28,10 @@ from harness.problem import sources
 from problems.common import build, load
 from tests.support import ROOT
 
-# The kernels of dsv4_forward, which are no variants. The second file is that of commits before the folder was divided.
+# A kernel of dsv4_forward, which is no variant. The later files are those of earlier commits.
 COMPOSITION = "dsv4_forward"
 FUSED = f"{COMPOSITION}/fused"
-FUSED_FILES = ("problems/dsv4_forward/kernels/fused.py", "problems/dsv4_forward/fused.py")
+FUSED_FILES = tuple(f"problems/dsv4_forward/{name}.py" for name in ("kernels/norm", "kernels/fused", "fused"))
 ELF = b"\x7fELF\x02\x01\x01"  # of 64 bits, little endian
 # Runs in the checkout that it compiles, with nothing but that checkout's code. Print the path of each build.
 COMPILE = """

@@ -39,7 +39,7 @@ class Batch:
 
     @cached_property
     def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the lists lie in, int64 and int32: the op `plan` writes it, and then `written` says so."""
+        """What the lists lie in, int64 and int32: the op `start` writes it, and then `written` says so."""
         return self.plan.room()
 
     def written(self) -> None:

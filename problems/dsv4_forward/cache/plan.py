@@ -1,7 +1,7 @@
 """`Plan`: what the index lists of a batch follow from, and where they lie in two buffers.
 
 An entry's place is its page, which the block table names, times the entries of a page, plus its row there. A sequence's
-window is a ring of `ring` tokens: token p is at place p % ring of it. The lists are what the op `plan` writes.
+window is a ring of `ring` tokens: token p is at place p % ring of it. The lists are what the op `start` writes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -108,7 +108,7 @@ class Plan:
         )
 
     def write(self, numbers: torch.Tensor, lists: torch.Tensor) -> None:
-        """Compute the lists in torch; this is the reference of the op `plan`."""
+        """Compute the lists in torch; the reference of the op `start` does."""
         out = self.views(numbers, lists)
         given = self.length.index_select(0, self.sequence) if self.position is None else self.position
         position = out.position.copy_(given)

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 
 from problems.common import load
-from problems.dsv4_forward import kernel_names
+from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.cache.token_ids import checked
 from problems.dsv4_forward.checkpoint import checkpoint
@@ -39,8 +39,7 @@ from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits
 from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
-from problems.dsv4_forward.model import Model
-from problems.dsv4_forward.trace import no_memory
+from problems.dsv4_forward.model import Model, no_memory
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import Config
 
@@ -121,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with _of_option("--device"):
             target = load.device_target(args.device)
-        kernel_names.see(args.kernels, target)
+        ops.kernels(args.kernels, target)
         if args.checkpoint and args.checkpoint.is_file():
             raise ValueError(f"--checkpoint must be a folder, got the file {args.checkpoint}")
         cfg = _config(args)
@@ -182,7 +181,7 @@ def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
         weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, device=args.device)
     else:
         weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
-    chosen = kernel_names.choose(args.kernels, load.device_target(args.device), weights)
+    chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
     tuned = sum(name != "reference" for name in chosen.names.values())
     source = args.checkpoint or "random weights"
     draft = "with a layer to draft" if weights.mtp else "no layer to draft"

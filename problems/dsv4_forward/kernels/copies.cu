@@ -258,9 +258,10 @@ __device__ float load(const Addend& from, long long i) {
     return load(static_cast<const float*>(from.data) + i);
 }
 
-// Block (token, part), a thread a value: y = first + second, rounded to T; out_k = post_k y + sum_j comb_jk copies_j.
+// Block (token, part), a thread a value: out_k = post_k y + sum_j comb_jk copies_j, where y is `first`, or where `second`
+// has data, the sum of both, rounded to T.
 template <typename T>
-__global__ void spread_sum_kernel(const Addend first, const Addend second, const T* copies, const float* post,
+__global__ void spread_kernel(const Addend first, const Addend second, const T* copies, const float* post,
                                   const float* comb, T* out, int d) {
     programmatic::wait();
     programmatic::trigger();
@@ -268,7 +269,8 @@ __global__ void spread_sum_kernel(const Addend first, const Addend second, const
     const int i = blockIdx.y * THREADS + threadIdx.x;
     if (i >= d) return;
     const T* x = copies + token * HC_MULT * d + i;
-    const float value = rounded<T>(load(first, token * d + i) + load(second, token * d + i));
+    float value = load(first, token * d + i);
+    if (second.data) value = rounded<T>(value + load(second, token * d + i));
     float copy[HC_MULT];
     for (int j = 0; j < HC_MULT; j++) copy[j] = load(x + static_cast<long long>(j) * d);
     for (int k = 0; k < HC_MULT; k++) {
@@ -279,15 +281,15 @@ __global__ void spread_sum_kernel(const Addend first, const Addend second, const
 }
 
 template <typename T>
-int spread_sum(const Addend& first, const Addend& second, const void* copies, const float* post, const float* comb,
+int spread(const Addend& first, const Addend& second, const void* copies, const float* post, const float* comb,
                void* out, int tokens, int d) {
-    return programmatic::launch(spread_sum_kernel<T>, dim3(tokens, (d + THREADS - 1) / THREADS), dim3(THREADS), 0, first,
+    return programmatic::launch(spread_kernel<T>, dim3(tokens, (d + THREADS - 1) / THREADS), dim3(THREADS), 0, first,
                                 second, static_cast<const T*>(copies), post, comb, static_cast<T*>(out), d);
 }
 
 }  // namespace
 
-// bf16, *_bf16: 1 for bf16, 0 for fp32. sums: fp32 (tokens, parts, ROWS + 1), parts = ceil(4 d / PART).
+// bf16, *_bf16: 1 for bf16, 0 for fp32. sums: fp32 (tokens, parts, ROWS + 1), parts = ceil(4 d / PART). second may be null.
 extern "C" int launch_mix_copies(const void* copies, const float* fn, const float* base, const float* scale,
                                  float* sums, void* out, float* post, float* comb, int tokens, int d, float norm_eps,
                                  float eps, int iterations, int bf16) {
@@ -295,9 +297,9 @@ extern "C" int launch_mix_copies(const void* copies, const float* fn, const floa
                                                                     tokens, d, norm_eps, eps, iterations);
 }
 
-extern "C" int launch_spread_sum(const void* first, const void* second, const void* copies, const float* post,
+extern "C" int launch_spread(const void* first, const void* second, const void* copies, const float* post,
                                  const float* comb, void* out, int tokens, int d, int first_bf16, int second_bf16,
                                  int copies_bf16) {
-    return (copies_bf16 ? spread_sum<__nv_bfloat16> : spread_sum<float>)(
+    return (copies_bf16 ? spread<__nv_bfloat16> : spread<float>)(
         Addend{first, first_bf16}, Addend{second, second_bf16}, copies, post, comb, out, tokens, d);
 }

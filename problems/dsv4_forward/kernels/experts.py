@@ -2,8 +2,7 @@
 
 In torch they are a gather of every pair's weights, which are written and read again. A token's bits do not depend on
 the others. Weights are read as they lie in memory: no launch just ahead may write them. On a GPU ids are not checked:
-an expert that does not exist adds nothing. Calls that it does not serve are torch's. The interface and formulas are
-those of torch_ops/experts.py.
+an expert that does not exist adds nothing. The interface and formulas are those of torch_ops/experts.py.
 """
 
 from collections.abc import Callable
@@ -13,15 +12,13 @@ from pathlib import Path
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.torch_ops import experts
+from problems.dsv4_forward.kernels.arguments import KINDS
 from problems.dsv4_forward.weights.linear import Linear
 
 TARGETS = ("sm90", "sm100")
 OPS = ("experts",)
-FORMATS = ("bf16",)
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_PAIRS = 256  # of a token and one of its experts, as in the source: 42 tokens of Flash
-KINDS = (torch.float32, torch.bfloat16)
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -49,15 +46,15 @@ class Experts:
         w2: Linear,
         limit: float,
         out: torch.Tensor,
-    ) -> None:
-        """Compute torch_ops experts.experts. ValueError as there, but for ids."""
+    ) -> object:
+        """Compute torch_ops experts.experts."""
         if not serves(x, ids, weights, w13, w2, out):
-            experts.experts(x, ids, weights, w13, w2, limit, out)
-            return
+            return NotImplemented
         between = torch.empty(ids.numel(), w2.k, dtype=x.dtype, device=x.device)
         given = (tensor.data_ptr() for tensor in (x, ids, weights, w13.weight, w2.weight, between, out))
         sizes = *ids.shape, len(w13.weight), w13.k, w2.k, KINDS.index(out.dtype)
         build.check(self._experts(*given, *sizes, limit), "experts")
+        return None
 
 
 def serves(

@@ -1,5 +1,5 @@
 // Attention to plain pages, for few queries, in two launches: each ENTRIES entries of a query's lists by themselves, then
-// their join, which may rotate the outputs back.
+// their join, which rotates the outputs back.
 //
 // Formulas are those of torch_ops/fmha.py and rope.py; all arithmetic is fp32. T is the dtype of queries and outputs, E
 // that of the pages, each bf16 or fp32. Sums are in an order that depends on an entry's place in its list only, so a
@@ -8,7 +8,7 @@
 #include "launch.cuh"
 #include "rows.cuh"
 
-namespace {
+namespace attention {  // not nameless, since the launcher's parameter is of its type
 
 using rows::ALL;
 
@@ -27,8 +27,7 @@ struct List {
 };
 
 // q: (queries, heads, width), as out is. parts: (queries, heads, chunks, width), of each chunk sum_j exp(a_j - largest)
-// c_j; totals: (queries, heads, chunks), the largest score and sum_j exp(a_j - largest). cosine, sine: (queries, half),
-// null for no rotation.
+// c_j; totals: (queries, heads, chunks), the largest score and sum_j exp(a_j - largest). cosine, sine: (queries, half).
 struct Attention {
     const void* q;
     List window, cache;
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(THREADS) join_kernel(const Attention of) {
     const float whole = total + expf(sink - top);
     float a = top == NONE ? 0.0f : sum.x / whole, b = top == NONE ? 0.0f : sum.y / whole;
     const int pair = threadIdx.x - (of.width / 2 - of.half);
-    if (of.cosine && pair >= 0) {
+    if (pair >= 0) {
         a = rows::rounded<T>(a), b = rows::rounded<T>(b);
         const float c = of.cosine[query * of.half + pair], s = of.sine[query * of.half + pair], before = a;
         a = before * c + b * s, b = b * c - before * s;
@@ -201,17 +200,15 @@ int attend(const Attention& of, int queries, int entries_bf16) {
     return programmatic::launch(join_kernel<T>, dim3(queries * of.heads), dim3(THREADS), 0, of);
 }
 
-}  // namespace
+}  // namespace attention
 
-// parts: for each query, head and chunk of either list width + 2 floats. width: a multiple of 4, at most MOST_WIDTH.
-// Pages begin at multiples of 16 bytes.
-extern "C" int launch_fmha(const void* q, const void* window, const int* window_index, const void* cache,
-                           const int* index, const float* sink, const float* cosine, const float* sine, float* parts,
-                           void* out, float* lse, int queries, int heads, int width, int half, int window_length,
-                           int length, int q_bf16, int entries_bf16, float scale) {
-    const int windows = chunks_of(window_length), chunks = windows + chunks_of(length);
-    float2* totals = reinterpret_cast<float2*>(parts + static_cast<long long>(queries) * heads * chunks * width);
-    const Attention of = {q, {window, window_index, window_length}, {cache, index, length}, sink, cosine, sine, parts,
-                          totals, out, lse, heads, width, half, windows, chunks, scale};
-    return q_bf16 ? attend<__nv_bfloat16>(of, queries, entries_bf16) : attend<float>(of, queries, entries_bf16);
+// of: but for totals, windows and chunks. parts: for each query, head and chunk of either list width + 2 floats. width: a
+// multiple of 4, at most MOST_WIDTH. Pages begin at multiples of 16 bytes.
+extern "C" int launch_fmha(const attention::Attention* given, int queries, int q_bf16, int entries_bf16) {
+    attention::Attention of = *given;
+    of.windows = attention::chunks_of(of.window.length);
+    of.chunks = of.windows + attention::chunks_of(of.cache.length);
+    of.totals = reinterpret_cast<float2*>(of.parts + static_cast<long long>(queries) * of.heads * of.chunks * of.width);
+    const auto run = q_bf16 ? attention::attend<__nv_bfloat16> : attention::attend<float>;
+    return run(of, queries, entries_bf16);
 }

@@ -1,7 +1,7 @@
-// The lightning indexer: scores of all entries, the best of them and their places. One launch each.
+// The lightning indexer: scores of all entries in one launch, the best of them and their places in another.
 //
-// The formulas are those of torch_ops/indexer.py and chains.py. Scores are fp32 sums; queries and keys are multiplied on
-// the tensor cores where both are exact in bf16. Every launcher returns the CUDA error of its launch.
+// The formulas are those of torch_ops/indexer.py. Scores are fp32 sums; queries and keys are multiplied on
+// the tensor cores where both are exact in bf16. The launcher returns the CUDA error of its launches.
 #include "launch.cuh"
 #include "rows.cuh"
 #include "warp_rows.cuh"
@@ -199,7 +199,7 @@ __constant__ const int SHIFTS[DIGITS] = {43, 32, 22, 11, 0};
 __constant__ const int SIZES[DIGITS] = {11, 11, 10, 11, 11};
 
 // What is to be selected from: row r of scores (rows, entries), the first visible[r]. out gets their places, by the row
-// of table (sequences, blocks), `tokens` rows of scores a sequence; their numbers where table is null.
+// of table (sequences, blocks), `tokens` rows of scores a sequence.
 struct Selection {
     const float* scores;
     const int* visible;
@@ -305,22 +305,9 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(const Selection 
         const int i = base + threadIdx.x;
         if (i >= s.chosen) continue;
         const int id = i < count ? id_of(best[i]) : -1;
-        const bool located = s.table && id >= 0;
         const int* table = s.table + row / s.tokens * s.blocks;
-        s.out[row * s.chosen + i] = located ? table[id / s.per_page] * s.per_page + id % s.per_page : id;
+        s.out[row * s.chosen + i] = id < 0 ? -1 : table[id / s.per_page] * s.per_page + id % s.per_page;
     }
-}
-
-// A thread a chosen entry: its place.
-__global__ void locate_kernel(const int* ids, const int* table, int* places, long long count, int chosen, int tokens,
-                              int blocks, int per_page) {
-    programmatic::wait();
-    programmatic::trigger();
-    const long long at = static_cast<long long>(blockIdx.x) * rows::THREADS + threadIdx.x;
-    if (at >= count) return;
-    const int id = ids[at];
-    const int* mine = table + at / chosen / tokens * blocks;
-    places[at] = id < 0 ? -1 : mine[id / per_page] * per_page + id % per_page;
 }
 
 // The tensor cores' kernel takes them: exact in bf16, and pages whose rows begin at multiples of 16 bytes.
@@ -329,33 +316,40 @@ bool fits(const Scores& s, int q_bf16) {
     return q_bf16 && exact && s.keys.width == WIDTH && s.heads % 16 == 0 && s.keys.page_bytes % 16 == 0;
 }
 
-}  // namespace
-
-// *_bf16 in the launchers: 1 for bf16, 0 for fp32. kind: of the pages, as rows::Kind.
-extern "C" int launch_index_scores(const void* q, const void* weights, uint8_t* data, long long page_bytes, int kind,
-                                   int per_page, int width, const int* table, float* out, float scale, int sequences,
-                                   int tokens, int heads, int blocks, int entries, int q_bf16, int weights_bf16) {
-    const Pages keys = {data, page_bytes, kind, per_page, width, 0};
-    const Scores s = {q, weights, table, out, keys, scale, tokens, heads, blocks, entries, weights_bf16};
-    const int count = sequences * tokens;
+int score(const Scores& s, int rows, int q_bf16) {
     if (!fits(s, q_bf16))
         return programmatic::launch(q_bf16 ? plain_scores_kernel<__nv_bfloat16> : plain_scores_kernel<float>,
-                                    dim3(count, (entries + PLAIN_WARPS - 1) / PLAIN_WARPS), dim3(32 * PLAIN_WARPS), 0,
+                                    dim3(rows, (s.entries + PLAIN_WARPS - 1) / PLAIN_WARPS), dim3(32 * PLAIN_WARPS), 0,
                                     s);
-    const int tiles = (entries + BLOCK_N - 1) / BLOCK_N, most = max(1, MANY_BLOCKS / count);
-    return programmatic::launch(scores_kernel, dim3(count, min(tiles, most)), dim3(SCORE_THREADS), 0, s);
+    const int tiles = (s.entries + BLOCK_N - 1) / BLOCK_N, most = max(1, MANY_BLOCKS / rows);
+    return programmatic::launch(scores_kernel, dim3(rows, min(tiles, most)), dim3(SCORE_THREADS), 0, s);
 }
 
-// As Selection says.
-extern "C" int launch_select(const float* scores, const int* visible, const int* table, int* out, int count,
-                             int entries, int chosen, int tokens, int blocks, int per_page) {
-    const Selection s = {scores, visible, table, out, entries, chosen, tokens, blocks, per_page};
-    return programmatic::launch(select_kernel, dim3(count), dim3(SELECT_THREADS), 0, s);
-}
+}  // namespace
 
-extern "C" int launch_locate(const int* ids, const int* table, int* places, long long count, int chosen, int tokens,
-                             int blocks, int per_page) {
-    const unsigned grid = static_cast<unsigned>((count + rows::THREADS - 1) / rows::THREADS);
-    return programmatic::launch(locate_kernel, dim3(grid), dim3(rows::THREADS), 0, ids, table, places, count, chosen,
-                                tokens, blocks, per_page);
+namespace indexer {  // not nameless, since the launcher's parameter is of this type
+
+// q (rows, heads, width), `tokens` rows a sequence; scores fp32 (rows, entries); the others as Scores and Selection say.
+// *_bf16: 1 for bf16, 0 for fp32.
+struct Call {
+    const void *q, *weights;
+    const int *table, *visible;
+    float* scores;
+    int* out;
+    Pages keys;
+    float scale;
+    int rows, tokens, heads, blocks, entries, chosen, q_bf16, weights_bf16;
+};
+
+}  // namespace indexer
+
+extern "C" int launch_choose(const indexer::Call* of) {
+    const indexer::Call& c = *of;
+    const Scores s = {c.q, c.weights, c.table, c.scores, c.keys, c.scale, c.tokens, c.heads, c.blocks, c.entries,
+                      c.weights_bf16};
+    if (c.entries)
+        if (const int code = score(s, c.rows, c.q_bf16)) return code;
+    const Selection from = {c.scores, c.visible, c.table, c.out, c.entries, c.chosen, c.tokens, c.blocks,
+                            c.keys.per_page};
+    return programmatic::launch(select_kernel, dim3(c.rows), dim3(SELECT_THREADS), 0, from);
 }

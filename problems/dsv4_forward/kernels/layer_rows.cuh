@@ -1,5 +1,4 @@
-// All rows of a decode step's layer that are normed and rotated, in one launch: queries, the indexer's too, the tokens' keys, and
-// the entries that compressors make. bf16, in rows of 512 or 128 values; a warp a query or key, a block an entry.
+// The fast form of cache_rows.cu's launch: bf16, in rows of 512 or 128 values; a warp a query or key, a block an entry.
 //
 // Before it waits for the kernel ahead a launch reads weights, and what only the first op of a pass writes: angles,
 // positions, sequences, which tokens end an entry, and places in the pages. No kernel just ahead may write these.
@@ -16,7 +15,7 @@ using rows::THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr int WIDTH = 512, NARROW = 128;  // of a head, a key and an entry; of an entry of the indexer
 constexpr int MOST_POOLED = 128;          // tokens that an entry pools
-constexpr int MOST_ENTRIES = 2;           // compressors of a layer
+constexpr int MOST_COMPRESSORS = 2;       // of a layer
 constexpr int TOGETHER = 4;               // tokens whose rows a thread has under way
 constexpr float INFINITE = __builtin_huge_valf();
 
@@ -34,45 +33,46 @@ struct Source {
     const float *kv, *gate, *ape;
 };
 
-// x, out: (count, d) bf16, `each` of them a token. weight may be null.
+// x, out: (count, width), `each` of them a token. weight may be null.
 struct Queries {
-    const __nv_bfloat16 *x, *weight;
-    __nv_bfloat16* out;
-    int count, each;
+    const void *x, *weight;
+    void* out;
+    int count, each, width;
 };
 
-// Row i of x (count, d) bf16 to row index[i] of the pages.
+// Row i of x (count, width of the pages) to row index[i] of the pages.
 struct Keys {
-    const __nv_bfloat16 *x, *weight;
+    const void *x, *weight;
     Pages pages;
     const long long* index;
     int count;
 };
 
-// x, out: (count, NARROW) bf16, `each` of them a token; cosine, sine: (tokens, half). quantise: through Hadamard and FP4.
+// x, out: (count, width), `each` of them a token; cosine, sine: (tokens, half). quantise: through Hadamard and FP4.
 struct IndexQueries {
-    const __nv_bfloat16* x;
-    __nv_bfloat16* out;
+    const void* x;
+    void* out;
     const float *cosine, *sine;
-    int count, each, half, quantise;
+    int count, each, width, half, quantise;
 };
 
 // What a compressor completes, to rows index[i] of the pages. turned: through Hadamard. end: the blocks up to its last one.
 struct Entries {
     Compressor of;
-    const __nv_bfloat16* weight;
+    const void* weight;
     Pages pages;
     const long long* index;
     int turned, end;
 };
 
+// One call, as cache_rows.py lays it out. All that `void` points to is bf16, or all is fp32.
 struct Step {
     Queries queries;
     Keys keys;
     const float *cosine, *sine;  // (tokens, half), of queries and keys
     int half;
     float eps;
-    Entries entries[MOST_ENTRIES];
+    Entries entries[MOST_COMPRESSORS];
     int compressors;
     IndexQueries index;
 };
@@ -187,7 +187,7 @@ __device__ void write_entry(const Entries& e, int number, Shared& shared) {
     constexpr int QUADS = WIDE / 4, GROUPS = THREADS / QUADS;
     const Compressor& c = e.of;
     typename Row::Words weights;
-    if (threadIdx.x < 32) weights.load(e.weight);  // no kernel writes them
+    if (threadIdx.x < 32) weights.load(static_cast<const __nv_bfloat16*>(e.weight));  // no kernel writes them
     const int at = static_cast<int>(c.emit[number]), count = c.halves * c.ratio;
     const long long last = c.position[at], to = e.index[number];
     const int first = static_cast<int>(last) - (c.ratio - 1);
@@ -248,7 +248,8 @@ __device__ inline void norm_rotate(const Step& s, int number) {
     using Row = warp_rows::Row<WIDTH>;
     const bool key = number < s.keys.count;
     const int vector = key ? number : number - s.keys.count, token = key ? vector : vector / s.queries.each;
-    const __nv_bfloat16 *weight = key ? s.keys.weight : s.queries.weight, *x = key ? s.keys.x : s.queries.x;
+    const auto weight = static_cast<const __nv_bfloat16*>(key ? s.keys.weight : s.queries.weight);
+    const auto x = static_cast<const __nv_bfloat16*>(key ? s.keys.x : s.queries.x);
     typename Row::Words weights, words;
     if (weight) weights.load(weight);  // no kernel writes them
     typename Row::Turn turn;
@@ -264,7 +265,7 @@ __device__ inline void norm_rotate(const Step& s, int number) {
     if (key)
         row.write(s.keys.pages, to);
     else
-        row.store(s.queries.out + static_cast<long long>(vector) * WIDTH);
+        row.store(static_cast<__nv_bfloat16*>(s.queries.out) + static_cast<long long>(vector) * WIDTH);
 }
 
 // The warp's query of the indexer.
@@ -279,7 +280,7 @@ __device__ inline void index_query(const IndexQueries& q, int vector) {
     programmatic::wait();
     programmatic::trigger();
     if (!real) return;
-    words.load(q.x + at);
+    words.load(static_cast<const __nv_bfloat16*>(q.x) + at);
     Row row;
     row.take(words);
     row.rotate(turn, q.half);
@@ -287,7 +288,7 @@ __device__ inline void index_query(const IndexQueries& q, int vector) {
         row.hadamard();
         row.quantise_key();
     }
-    row.store(q.out + at);
+    row.store(static_cast<__nv_bfloat16*>(q.out) + at);
 }
 
 // POOLS: there are compressors; their shared memory and registers are not for the others.
@@ -313,72 +314,25 @@ __global__ void __launch_bounds__(THREADS, POOLS ? 2 : 4) layer_rows_kernel(cons
 
 inline bool at_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Whether the kernel takes a compressor and its pages.
 inline bool fits(const Entries& e) {
     const Compressor& c = e.of;
     const bool narrow = c.width == NARROW && c.half <= NARROW / 2, wide = c.width == WIDTH && c.half <= WIDTH / 2;
     const bool pages = e.pages.kind == rows::INDEX ? narrow : narrow || wide;
-    return pages && !(e.turned && !narrow) && e.pages.width == c.width && warp_rows::aligned(e.pages) &&
-           at_16_bytes(c.projected) && at_16_bytes(c.ape) && at_16_bytes(c.tail) && at_16_bytes(e.weight);
+    return pages && !(e.turned && !narrow) && warp_rows::aligned(e.pages) && at_16_bytes(c.projected) &&
+           at_16_bytes(c.ape) && at_16_bytes(c.tail) && at_16_bytes(e.weight);
 }
 
-// Whether it takes queries of width d.
-inline bool fits(const Queries& q, int d) {
-    return d == WIDTH && at_16_bytes(q.x) && at_16_bytes(q.out) && at_16_bytes(q.weight);
-}
-
-inline bool fits(const Keys& k) {
-    return k.pages.width == WIDTH && k.pages.kind != rows::INDEX && warp_rows::aligned(k.pages) && at_16_bytes(k.x) &&
-           at_16_bytes(k.weight);
-}
-
-// What the launchers of single ops add their rows to; they launch themselves what does not fit.
-static_assert(sizeof(Step) <= 1024);  // STEP_BYTES of cache_rows.py
-
-// Whether queries or keys with these angles can be added.
-inline bool same_angles(Step& s, const float* cosine, const float* sine, int half, float eps) {
-    const bool empty = !s.queries.count && !s.keys.count;
-    if (empty) s.cosine = cosine, s.sine = sine, s.half = half, s.eps = eps;
-    return s.cosine == cosine && s.sine == sine && s.half == half && s.eps == eps;
-}
-
-// One launch of all that was added. -> a CUDA error.
-inline int launch(Step& s) {
-    int blocks = 0;
-    for (int i = 0; i < s.compressors; i++) s.entries[i].end = blocks += s.entries[i].of.emitted + s.entries[i].of.tokens;
-    blocks += (s.keys.count + s.queries.count + s.index.count + WARPS - 1) / WARPS;
-    if (!blocks) return 0;
-    return programmatic::launch(s.compressors ? layer_rows_kernel<true> : layer_rows_kernel<false>, dim3(blocks),
-                                dim3(THREADS), 0, s);
-}
-
-// Add rows, and launch them if nothing is to follow: `into` is null then. -> a CUDA error, or -1: they do not fit.
-inline int add(Step* into, const Queries& queries, int d, const float* cosine, const float* sine, int half, float eps) {
-    Step one = {}, &s = into ? *into : one;
-    if (!fits(queries, d) || s.queries.count || !same_angles(s, cosine, sine, half, eps)) return -1;
-    s.queries = queries;
-    return into ? 0 : launch(s);
-}
-
-inline int add(Step* into, const Keys& keys, const float* cosine, const float* sine, int half, float eps) {
-    Step one = {}, &s = into ? *into : one;
-    if (!fits(keys) || s.keys.count || !same_angles(s, cosine, sine, half, eps)) return -1;
-    s.keys = keys;
-    return into ? 0 : launch(s);
-}
-
-inline int add(Step* into, const Entries& entries) {
-    Step one = {}, &s = into ? *into : one;
-    if (!fits(entries) || s.compressors == MOST_ENTRIES) return -1;
-    s.entries[s.compressors++] = entries;
-    return into ? 0 : launch(s);
-}
-
-inline int add(Step* into, const IndexQueries& queries, int d) {
-    Step one = {}, &s = into ? *into : one;
-    if (d != NARROW || !at_16_bytes(queries.x) || !at_16_bytes(queries.out) || s.index.count) return -1;
-    s.index = queries;
-    return into ? 0 : launch(s);
+// Whether the kernel takes a call in bf16.
+inline bool fits(const Step& s) {
+    const Queries& q = s.queries;
+    const Keys& k = s.keys;
+    const IndexQueries& i = s.index;
+    bool all = q.width == WIDTH && at_16_bytes(q.x) && at_16_bytes(q.out) && at_16_bytes(q.weight);
+    all = all && k.pages.width == WIDTH && k.pages.kind != rows::INDEX && warp_rows::aligned(k.pages) &&
+          at_16_bytes(k.x) && at_16_bytes(k.weight);
+    all = all && (!i.count || (i.width == NARROW && at_16_bytes(i.x) && at_16_bytes(i.out)));
+    for (int c = 0; c < s.compressors; c++) all = all && fits(s.entries[c]);
+    return all;
 }
 
 }  // namespace layer_rows

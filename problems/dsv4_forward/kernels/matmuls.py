@@ -1,8 +1,8 @@
 """Compute products with plain bf16 matrices in one launch for all that get the same few tokens.
 
 A token's bits do not depend on the others. Matrices are read as they lie in memory, and before the kernel ahead has
-ended: no launch just ahead may write them. Calls that it does not serve are torch's. The interface and formulas are
-those of torch_ops/linear.py and chains.py.
+ended: no launch just ahead may write them. Products that it does not serve are torch's. The interface and formulas
+are those of torch_ops/linear.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from problems.common import build
+from problems.dsv4_forward.kernels.arguments import KINDS
 from problems.dsv4_forward.torch_ops import linear
 
 TARGETS = ("sm90", "sm100")
-OPS = ("matmul", "matmuls")
+OPS = ("matmuls",)
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_TOKENS, MOST_MATRICES = 32, 4  # as in the source
 MOST_ROWS = 16384  # of a matrix: with more, as the head has, cuBLAS reads at the rate of the memory
-KINDS = (torch.float32, torch.bfloat16)
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -29,23 +29,18 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernel. -> by op. BuildError as build.cuda."""
-    made = Matmuls(build.cuda(SOURCE, target))
-    return {"matmul": made.matmul, "matmuls": made.matmuls}
+    return {"matmuls": Matmuls(build.cuda(SOURCE, target)).matmuls}
 
 
 class Matmuls:
-    """The ops on one build."""
+    """The op on one build."""
 
     def __init__(self, built: build.Artefact) -> None:
         pointers, ints = POINTER(c_void_p), POINTER(c_int)
         self._matmuls = built.function("launch_matmuls", c_void_p, pointers, pointers, ints, ints, c_int, c_int, c_int)
 
-    def matmul(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute linear.matmul."""
-        self.matmuls(x, (weight,), (out,))
-
     def matmuls(self, x: torch.Tensor, weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """Compute chains.matmuls. ValueError as there."""
+        """Compute torch_ops linear.matmuls. ValueError as there."""
         served = []
         for weight, out in zip(weights, outs, strict=True):
             if serves(x, weight, out):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import expect
+from problems.dsv4_forward.kernels.arguments import expect, pointer
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights.config import Config
 
@@ -52,16 +52,13 @@ class Router:
         cfg: Config,
         out_ids: torch.Tensor,
         out_weights: torch.Tensor,
-    ) -> None:
-        """Compute torch_ops router.route; of equal scores the lower id wins. All contiguous. ValueError: a shape or
-        dtype, or more than MOST_EXPERTS experts or MOST_CHOSEN a token.
+    ) -> object:
+        """Compute torch_ops router.route; of equal scores the lower id wins. ValueError: a tensor that is not
+        contiguous, or of another dtype or shape.
         """
         experts, chosen = len(weight), cfg.num_experts_per_tok
         if not chosen <= experts <= MOST_EXPERTS or chosen > MOST_CHOSEN:
-            raise ValueError(
-                f"weight must have {chosen} to {MOST_EXPERTS} experts, and a token at most {MOST_CHOSEN} of them, got "
-                f"{experts} and {chosen}"
-            )
+            return NotImplemented
         if (bias is None) == (table is None):
             raise ValueError("a router needs either bias or table, got " + ("neither" if bias is None else "both"))
         expect("out_ids", out_ids, torch.int32, (len(u), chosen))
@@ -74,8 +71,8 @@ class Router:
         if u.dim() != 2 or weight.shape != (experts, u.shape[1]):
             raise ValueError(f"u and weight must be (N, d) and (E, d), got {tuple(u.shape)} and {tuple(weight.shape)}")
         if not len(u):
-            return
-        given = (None if tensor is None else tensor.data_ptr() for tensor in (bias, table))
+            return None
+        given = pointer(bias), pointer(table)
         written = (tensor.data_ptr() for tensor in (tokens, out_ids, out_weights))
         vocab = 0 if table is None else len(table)
         if len(u) <= FEW_TOKENS and experts <= FEW_EXPERTS and _loads_whole(u) and _loads_whole(weight):
@@ -95,6 +92,7 @@ class Router:
             sizes = vocab, len(u), experts, chosen
             code = self._choose(logits.data_ptr(), *given, *written, *sizes, cfg.routed_scaling_factor)
         build.check(code, "route")
+        return None
 
     def _exchange(self, device: torch.device) -> torch.Tensor:
         """Where the blocks of a launch hand each other logits, int64, zero at first."""

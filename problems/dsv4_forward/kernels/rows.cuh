@@ -22,7 +22,7 @@ constexpr float ENTRY_FLOOR = 1e-4f;   // least amax of a group (problems/common
 constexpr float KEY_FLOOR = 6.0f * 0x1p-126f;
 constexpr uint32_t INFINITY_BITS = 0x7F800000;
 
-enum Kind { PLAIN_FP32, PLAIN_BF16, ENTRY, INDEX };  // as kernels/cache_rows.py numbers them
+enum Kind { PLAIN_FP32, PLAIN_BF16, ENTRY, INDEX };  // as kernels/arguments.py numbers them
 
 struct Pages {
     uint8_t* data;

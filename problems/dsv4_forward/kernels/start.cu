@@ -39,7 +39,7 @@ struct Plan {
     Entries of[RATIOS];
 };
 
-// weight null: no embedding and no angles are written. copies (tokens, n, d); cosine, sine (kinds, tokens, half).
+// copies (tokens, n, d); cosine, sine (kinds, tokens, half).
 struct Embedding {
     const long long* tokens;
     const void* weight;
@@ -143,7 +143,7 @@ __global__ void start_kernel(const Plan plan, const Embedding to, int parts) {
         return;
     }
     const int position = position_of(plan, token);
-    if (part == ANGLES && to.weight) write_angles(to, plan.tokens, token, position);
+    if (part == ANGLES) write_angles(to, plan.tokens, token, position);
     if (!plan.window_index) return;
     if (part == SEEN) {
         write_window(plan, token, position);
@@ -159,7 +159,7 @@ __global__ void start_kernel(const Plan plan, const Embedding to, int parts) {
 
 template <typename E, typename T>
 int start(const Plan& plan, const Embedding& to) {
-    const int parts = LISTS + (to.weight ? (to.d + PART - 1) / PART : 0);
+    const int parts = LISTS + (to.d + PART - 1) / PART;
     return programmatic::launch(start_kernel<E, T>, dim3(plan.tokens * parts), dim3(THREADS), 0, plan, to, parts);
 }
 

@@ -3,36 +3,30 @@
 In torch these are about 60 operations. The interfaces and formulas are those of torch_ops/start.py.
 """
 
-import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_int, c_void_p
+from ctypes import POINTER, Structure, c_int
 from pathlib import Path
 
 import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.plan import Plan
-from problems.dsv4_forward.kernels.arguments import expect
+from problems.dsv4_forward.kernels.arguments import expect, fields, is_bf16, pointer
 from problems.dsv4_forward.weights.config import CSA, HCA
 
 TARGETS = ("sm90", "sm100")
-OPS = ("plan", "embed", "start")
+OPS = ("start", "embed")
 SOURCE = Path(__file__).with_suffix(".cu")
 RATIOS = (CSA, HCA)
-KINDS = (torch.float32, torch.bfloat16)
 
 
-def _fields(pointers: str, numbers: str) -> list[tuple[str, type]]:
-    return [(name, c_void_p) for name in pointers.split()] + [(name, c_int) for name in numbers.split()]
+class _Entries(Structure):
+    _fields_ = fields("emit target visible index", "ratio emitted entries")
 
 
-class _Entries(ctypes.Structure):
-    _fields_ = _fields("emit target visible index", "ratio emitted entries")
-
-
-class _Plan(ctypes.Structure):
+class _Plan(Structure):
     _fields_ = [
-        *_fields(
+        *fields(
             "length given sequence sequence_ids table position window_target window_index rows",
             "tokens sequences blocks width ring unread",
         ),
@@ -40,8 +34,8 @@ class _Plan(ctypes.Structure):
     ]
 
 
-class _Embedding(ctypes.Structure):
-    _fields_ = _fields("tokens weight freqs copies cosine sine", "vocab n d kinds half")
+class _Embedding(Structure):
+    _fields_ = fields("tokens weight freqs copies cosine sine", "vocab n d kinds half")
 
 
 def compile_for(target: str) -> list[build.Artefact]:
@@ -52,7 +46,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 def ops(target: str) -> dict[str, Callable[..., None]]:
     """Build and load the kernel. -> by op. BuildError as build.cuda."""
     made = Start(build.cuda(SOURCE, target))
-    return {"plan": made.plan, "embed": made.embed, "start": made.start}
+    return {"start": made.start, "embed": made.embed}
 
 
 class Start:
@@ -60,10 +54,6 @@ class Start:
 
     def __init__(self, built: build.Artefact) -> None:
         self._start = built.function("launch_start", POINTER(_Plan), POINTER(_Embedding), c_int, c_int)
-
-    def plan(self, given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> None:
-        """Compute torch_ops start.plan."""
-        self._launch(made_plan(given, numbers, lists), _Embedding(), 0, 0)
 
     def embed(
         self,
@@ -92,7 +82,7 @@ class Start:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
-        """Compute chains.start."""
+        """Compute torch_ops start.start."""
         to, kinds = made_embedding(tokens, weight, freqs, copies, cos, sin)
         expect("tokens", tokens, torch.int64, tuple(given.sequence.shape))
         self._launch(made_plan(given, numbers, lists), to, *kinds)
@@ -119,7 +109,7 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
         raise ValueError(f"bound must be at most {width} blocks of tokens, got {given.bound} tokens")
     made = _Plan(
         given.length.data_ptr(),
-        _pointer(given.position),
+        pointer(given.position),
         given.sequence.data_ptr(),
         given.sequence_ids.data_ptr(),
         given.table.data_ptr(),
@@ -142,7 +132,7 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
                 emit.data_ptr(),
                 out.target[ratio].data_ptr(),
                 out.visible[ratio].data_ptr(),
-                _pointer(index),
+                pointer(index),
                 ratio,
                 len(emit),
                 given.entries[ratio],
@@ -165,14 +155,8 @@ def made_embedding(
     for name, tensor in (("cos", cos), ("sin", sin)):
         expect(name, tensor, torch.float32, (kinds, count, half))
     (vocab, d), n = weight.shape, copies.shape[1]
+    kinds_of = is_bf16("weight", weight), is_bf16("copies", copies)
     for name, tensor, shape in (("weight", weight, (vocab, d)), ("copies", copies, (count, n, d))):
-        if tensor.dtype not in KINDS:
-            raise ValueError(f"{name} must be fp32 or bf16, got {tensor.dtype}")
         expect(name, tensor, tensor.dtype, shape)
     pointers = (tensor.data_ptr() for tensor in (tokens, weight, freqs, copies, cos, sin))
-    made = _Embedding(*pointers, vocab, n, d, kinds, half)
-    return made, (KINDS.index(weight.dtype), KINDS.index(copies.dtype))
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return _Embedding(*pointers, vocab, n, d, kinds, half), kinds_of

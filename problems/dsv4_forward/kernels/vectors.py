@@ -1,7 +1,7 @@
 """Compute what surrounds an NVFP4 product in CUDA: activations to codes and scales, fp16 sums to activations.
 
-In torch the first is a chain of 33 small operations; here each is one launch. adapters/gemv.py calls them around the
-kernels of nvfp4_gemv.
+In torch the first is a chain of 33 small operations; here each is one launch. Both surround the kernels of
+nvfp4_gemv, in its in_model.py.
 """
 
 from ctypes import c_int, c_longlong, c_void_p

@@ -87,6 +87,26 @@ def shared(x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Te
     out.copy_(total)
 
 
+def all_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: Linear,
+    w2: Linear,
+    shared_w13: Linear,
+    shared_w2: Linear,
+    limit: float,
+    out: torch.Tensor,
+) -> None:
+    """Write the fp32 sum of what experts(x, ids, weights, w13, w2, limit, ...) and shared(x, shared_w13, shared_w2,
+    limit, ...) write, rounded once, to out, fp32 or bf16 (N, d). ValueError as these.
+    """
+    routed, one = (torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in range(2))
+    experts(x, ids, weights, w13, w2, limit, routed)
+    shared(x, shared_w13, shared_w2, limit, one)
+    out.copy_(routed.add_(one))
+
+
 def by_hit(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, held: ExpertWeights, parts: torch.Tensor) -> None:
     """Fill parts, fp32 (N, K, d), with each pair's output: a loop over the experts that some token has. Reads ids on
     the host, which is free on the CPU only.

@@ -6,12 +6,34 @@ Source: section 10 of README.md's account of DeepSeek's kernel.py (sparse_attn),
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
+from problems.dsv4_forward.torch_ops import rope
 
 TILE = 2**26  # fp32 values of gathered entries held at once: 256 MB
 MASKED = torch.finfo(torch.float32).min  # score of a hole. Finite, so that a row of only holes gives 0, not NaN
 
 
 def fmha(
+    q: torch.Tensor,
+    window: Pages,
+    window_index: torch.Tensor,
+    cache: Pages | None,
+    index: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attend, and rotate back what that returns: keys, which are values too, are rotated.
+
+    out: (N, S, H, D), rounded, then rotated back by angles cos, sin (N, r / 2). Else as attend.
+    """
+    attend(q, window, window_index, cache, index, sink, scale, out, lse)
+    rope.rotate(out, cos, sin, out, inverse=True)
+
+
+def attend(
     q: torch.Tensor,
     window: Pages,
     window_index: torch.Tensor,

@@ -13,6 +13,28 @@ TILE = 2**26  # fp32 products of heads and entries held at once: 256 MB, so that
 LOWEST = -(2**63)
 
 
+def choose(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    keys: Pages,
+    table: torch.Tensor,
+    visible: torch.Tensor,
+    entries: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the places of the k best of the first visible[b, s] entries, in any order, then -1 where fewer.
+
+    q, weights, scale, keys, table, entries: as index_scores, scale above 0; visible: as select; out: int32 (B, S, k).
+    Attention's entries lie at the places of their keys.
+    """
+    scores = torch.empty(*out.shape[:2], entries, dtype=torch.float32, device=out.device)
+    index_scores(q, weights, scale, keys, table, entries, scores)
+    ids = torch.empty_like(out)
+    select(scores, visible, ids)
+    locate(ids, table, keys.per_page, out)
+
+
 def index_scores(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -1,11 +1,14 @@
-"""Products of activations with weight matrices, in torch: `linear`, `grouped_linear` and `matmul`.
+"""Products of activations with weight matrices, in torch.
 
 Quantised weights are dequantised on each call. The kinds of weights are those of weights/linear.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from problems.common import fp8, nvfp4
+from problems.dsv4_forward.torch_ops import norm
 from problems.dsv4_forward.weights.linear import Linear, form
 
 ACTIVATION_GROUP = 128  # values of a token that share a scale before an fp8 or mxfp4 product
@@ -68,6 +71,32 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         return
     a, b = _operands(x, weight, out.dtype)
     _multiply(a, b, out)
+
+
+def matmuls(x: torch.Tensor, weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """Write outs[i] = x @ weights[i]^T, each as matmul. ValueError: another number of outs, or as matmul."""
+    for weight, out in zip(weights, outs, strict=True):
+        matmul(x, weight, out)
+
+
+def two_linears(
+    x: torch.Tensor, first: Linear, second: Linear, first_out: torch.Tensor, second_out: torch.Tensor
+) -> None:
+    """Do linear(x, first, first_out) and linear(x, second, second_out). ValueError as linear."""
+    linear(x, first, first_out)
+    linear(x, second, second_out)
+
+
+def norm_linears(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, matrices: Sequence[Linear], outs: Sequence[torch.Tensor]
+) -> None:
+    """Do rms_norm(x, weight, eps, normed), of the dtype of x, and linear(normed, matrices[i], outs[i]) for each i.
+    ValueError: another number of outs, or as these.
+    """
+    normed = torch.empty_like(x)
+    norm.rms_norm(x, weight, eps, normed)
+    for matrix, out in zip(matrices, outs, strict=True):
+        linear(normed, matrix, out)
 
 
 def _operands(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

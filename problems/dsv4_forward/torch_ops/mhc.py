@@ -6,6 +6,7 @@ rounded once. Source: section 4 of README.md's account of DeepSeek's inference c
 
 import torch
 
+from problems.dsv4_forward.torch_ops import norm
 from problems.dsv4_forward.weights.config import Config
 
 
@@ -38,15 +39,25 @@ def pre(
     _sinkhorn(torch.softmax(logits, -1).add_(cfg.hc_eps), cfg.hc_sinkhorn_iters, cfg.hc_eps, comb)
 
 
-def post(y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor) -> None:
+def post(
+    y: torch.Tensor,
+    copies: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    out: torch.Tensor,
+    second: torch.Tensor | None = None,
+) -> None:
     """Write a sublayer's output: out_k = post_k y + sum_j comb_jk copies_j.
 
     The sum is over the FIRST index of comb, as in M^T X.
 
-    y: (N, d), what the sublayer returned. copies, out: (N, n, d); out must not share memory with copies. post: fp32
-    (N, n), comb: fp32 (N, n, n), from `pre`. y, copies and out are fp32 or bf16. ValueError: a shape or dtype is not
-    that.
+    y: (N, d), what the sublayer returned; second: None, or the same, to be added to y in fp32 and rounded once, to the
+    dtype of copies. copies, out: (N, n, d); out must not share memory with copies. post: fp32 (N, n), comb: fp32 (N, n,
+    n), from `pre`. y, second, copies and out are fp32 or bf16. ValueError: a shape or dtype is not that.
     """
+    if second is not None:
+        _expect("second", second, tuple(y.shape))
+        y = y.float().add(second.float()).to(copies.dtype)
     tokens, n, d = copies.shape
     _expect("y", y, (tokens, d))
     _expect("post", post, (tokens, n), torch.float32)
@@ -54,6 +65,34 @@ def post(y: torch.Tensor, copies: torch.Tensor, post: torch.Tensor, comb: torch.
     _expect("out", out, (tokens, n, d))
     written = post.unsqueeze(2) * y.float().unsqueeze(1)
     out.copy_(written.baddbmm_(comb.transpose(1, 2), copies.float()))
+
+
+def site(
+    y: torch.Tensor,
+    second: torch.Tensor | None,
+    copies: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    cfg: Config,
+    new_copies: torch.Tensor,
+    out: torch.Tensor,
+    new_post: torch.Tensor,
+    new_comb: torch.Tensor,
+) -> None:
+    """Do what lies between two sublayers: write new_copies (N, n, d) as `post` of y and second; then new_post and
+    new_comb as `pre` of these, and out (N, d), what `pre` mixes, normed with weight (d,).
+    """
+    _post(y, copies, post, comb, new_copies, second)
+    u = torch.empty_like(out)
+    pre(new_copies, fn, base, scale, cfg, u, new_post, new_comb)
+    norm.rms_norm(u, weight, cfg.rms_norm_eps, out)
+
+
+_post = post  # `site` has an argument of that name
 
 
 def _mix(copies: torch.Tensor, fn: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

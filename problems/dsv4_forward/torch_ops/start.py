@@ -44,3 +44,19 @@ def embed(
     for kind in range(kinds):
         for out, values in zip((cos, sin), rope.angles(position, freqs[kind]), strict=True):
             out[kind].copy_(values)
+
+
+def start(
+    given: Plan,
+    numbers: torch.Tensor,
+    lists: torch.Tensor,
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    freqs: torch.Tensor,
+    copies: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Write all outputs of plan(given, numbers, lists) and of embed, at the positions that the first writes."""
+    plan(given, numbers, lists)
+    embed(tokens, weight, given.views(numbers, lists).position, freqs, copies, cos, sin)

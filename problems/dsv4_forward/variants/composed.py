@@ -14,7 +14,7 @@ def compile_for(target: str) -> list:
 
 
 def prepare(weights: Weights) -> judged_call.Prepared:
-    """The model over the weights; NVFP4 scales once more in the winners' layout. ValueError as kernels.choose."""
+    """The model over the weights, which winners lay out once more where they want to. ValueError as ops.choose."""
     return judged_call.prepare(weights, "winners")
 
 

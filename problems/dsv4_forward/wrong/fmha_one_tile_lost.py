@@ -6,10 +6,10 @@ from problems.dsv4_forward.torch_ops import fmha as reference
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def fmha(q, window, window_index, cache, index, sink, scale, out, lse):
+def fmha(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse):
     seen = window_index.clone()
     seen[..., :64] = -1
-    reference.fmha(q, window, seen, cache, index, sink, scale, out, lse)
+    reference.fmha(q, window, seen, cache, index, sink, scale, cos, sin, out, lse)
 
 
 prepare = judged_call.with_functions(fmha=fmha)

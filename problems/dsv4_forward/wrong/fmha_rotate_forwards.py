@@ -1,16 +1,15 @@
 """Wrong: what attention returns is rotated by the query's position once more, not back."""
 
 from problems.dsv4_forward import judged_call
-from problems.dsv4_forward.torch_ops import fmha, rope
+from problems.dsv4_forward.torch_ops import fmha as reference
 
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def fmha_rotate(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse):
-    fmha.fmha(q, window, window_index, cache, index, sink, scale, out, lse)
-    rope.rotate(out, cos, sin, out)
+def fmha(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse):
+    reference.fmha(q, window, window_index, cache, index, sink, scale, cos, -sin, out, lse)
 
 
-prepare = judged_call.with_functions(fmha_rotate=fmha_rotate)
+prepare = judged_call.with_functions(fmha=fmha)
 custom_kernel = judged_call.run
 compile_for = judged_call.compile_nothing

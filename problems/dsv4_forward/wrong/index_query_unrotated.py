@@ -1,15 +1,19 @@
 """Wrong: the indexer's queries are not rotated."""
 
+import torch
+
 from problems.dsv4_forward import judged_call
-from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.torch_ops import rows
 
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def index_query(x, cos, sin, quantise, out):
-    out.copy_(formats.round_trip_fp4(formats.hadamard(x)) if quantise else x)
+def layer_rows(queries, key, compressed, index):
+    if index is not None:
+        index = index | {"cos": torch.ones_like(index["cos"]), "sin": torch.zeros_like(index["sin"])}
+    rows.layer_rows(queries, key, compressed, index)
 
 
-prepare = judged_call.with_functions(index_query=index_query)
+prepare = judged_call.with_functions(layer_rows=layer_rows)
 custom_kernel = judged_call.run
 compile_for = judged_call.compile_nothing

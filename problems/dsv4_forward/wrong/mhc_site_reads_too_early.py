@@ -9,9 +9,7 @@ TARGETS = ("cpu", "sm90", "sm100")
 
 
 def mhc_site(y, second, copies, post, comb, fn, base, scale, weight, cfg, new_copies, out, new_post, new_comb):
-    if second is not None:
-        y = torch.add(y.float(), second.float(), out=torch.empty(y.shape, dtype=copies.dtype, device=y.device))
-    mhc.post(y, copies, post, comb, new_copies)
+    mhc.post(y, copies, post, comb, new_copies, second)
     u = torch.empty_like(out)
     mhc.pre(copies, fn, base, scale, cfg, u, new_post, new_comb)
     norm.rms_norm(u, weight, cfg.rms_norm_eps, out)

@@ -1,21 +1,22 @@
-"""Wrong: rotates halves of the trailing values (Llama's pairs) instead of neighbours."""
+"""Wrong: rotates halves of the queries' trailing values (Llama's pairs) instead of neighbours."""
 
 import torch
 
 from problems.dsv4_forward import judged_call
+from problems.dsv4_forward.torch_ops import norm, rows
 
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def rotate(x, cos, sin, out, inverse=False):
-    r = 2 * cos.shape[-1]
+def layer_rows(queries, key, compressed, index):
+    rows.layer_rows(queries, key, compressed, index)
+    x, r = queries["out"], 2 * queries["cos"].shape[-1]
+    norm.rms_norm(queries["x"], queries["weight"], queries["eps"], x)
     a, b = x[..., -r:].float().chunk(2, -1)
-    c, s = (t.view(len(x), *[1] * (x.dim() - 2), -1) for t in (cos, -sin if inverse else sin))
-    turned = torch.cat([a * c - b * s, a * s + b * c], -1)
-    out[..., :-r] = x[..., :-r].clone()
-    out[..., -r:] = turned
+    c, s = (queries[name].unsqueeze(1) for name in ("cos", "sin"))
+    x[..., -r:] = torch.cat([a * c - b * s, a * s + b * c], -1)
 
 
-prepare = judged_call.with_functions(rotate=rotate)
+prepare = judged_call.with_functions(layer_rows=layer_rows)
 custom_kernel = judged_call.run
 compile_for = judged_call.compile_nothing

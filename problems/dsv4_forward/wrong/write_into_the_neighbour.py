@@ -1,15 +1,15 @@
-"""Wrong: each row is written to the one beside its place."""
+"""Wrong: each key is written to the row beside its place."""
 
 from problems.dsv4_forward import judged_call
-from problems.dsv4_forward.torch_ops import writes
+from problems.dsv4_forward.torch_ops import rows
 
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def write(rows, pages, index, hadamard=False):
-    writes.write(rows, pages, index ^ 1, hadamard)
+def layer_rows(queries, key, compressed, index):
+    rows.layer_rows(queries, key | {"index": key["index"] ^ 1}, compressed, index)
 
 
-prepare = judged_call.with_functions(write=write)
+prepare = judged_call.with_functions(layer_rows=layer_rows)
 custom_kernel = judged_call.run
 compile_for = judged_call.compile_nothing

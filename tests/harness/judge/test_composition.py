@@ -35,7 +35,7 @@ GEMV = load.PROBLEMS / "nvfp4_gemv"
 NAMED = {name for named in load.winners(GEMV).values() for name in named}
 SOURCES = [path for path in (GEMV / "variants").iterdir() if path.stem in NAMED]
 INCLUDED = {word for path in SOURCES for word in re.findall(r'#include "(.+)"', path.read_text())}
-WINNERS = {"nvfp4_gemv/task.py", "nvfp4_gemv/submission.py"} | {
+WINNERS = {f"nvfp4_gemv/{name}.py" for name in ("task", "submission", "in_model")} | {
     f"nvfp4_gemv/variants/{path.name}"
     for path in (GEMV / "variants").iterdir()
     if path in SOURCES or path.name in INCLUDED

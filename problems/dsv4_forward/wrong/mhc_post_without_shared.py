@@ -6,10 +6,10 @@ from problems.dsv4_forward.torch_ops import mhc
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def mhc_post_sum(first, second, copies, post, comb, out):
-    mhc.post(first.to(copies.dtype), copies, post, comb, out)
+def mhc_post(y, copies, post, comb, out, second=None):
+    mhc.post(y, copies, post, comb, out)
 
 
-prepare = judged_call.with_functions(mhc_post_sum=mhc_post_sum)
+prepare = judged_call.with_functions(mhc_post=mhc_post)
 custom_kernel = judged_call.run
 compile_for = judged_call.compile_nothing

@@ -3,7 +3,7 @@ the verb check; compiling for other machines; profiles; runs under a sanitizer.
 
 check.py in a problem's folder has `main(argv: list[str]) -> int`, which returns 0 only if all holds, 2 where it refuses
 its arguments: those behind the verb, and --device. It is the problem's own code in a separate process, which a call may
-end: only a main that has returned 0 counts. $CHECK_REPORT: "" or a folder for JSON of what it found. A profile is the
+end: only a main that has returned 0 counts. A profile is the
 torch profiler's table, and on a GPU, in a separate pass, what Nsight Compute says of a call.
 """
 
@@ -46,7 +46,6 @@ from problems.{name} import check
 code = check.main(sys.argv[1:])
 sys.exit({returned} if repr(code) == "0" else code or 1)
 """
-REPORTS = ROOT / "leaderboard" / "out" / "check"
 
 
 def check(problem: Problem, device: str, words: Sequence[str], quiet: bool = False) -> tuple[int, str]:
@@ -60,9 +59,8 @@ def check(problem: Problem, device: str, words: Sequence[str], quiet: bool = Fal
         raise UsageError(f"{found} runs as problems.{problem.name}.check: its folder must stand in {load.PROBLEMS}")
     argv = [sys.executable, "-c", MAIN.format(name=problem.name, returned=RETURNED), *words, "--device", device]
     # Beside other work, pools that spin take three times as long.
-    defaults = {"CHECK_REPORT": str(REPORTS / problem.name), "OMP_WAIT_POLICY": "PASSIVE"}
-    extra = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    status = process.run(argv, {**extra, "PYTHONUNBUFFERED": "1"}, quiet)
+    policy = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    status = process.run(argv, {"OMP_WAIT_POLICY": policy, "PYTHONUNBUFFERED": "1"}, quiet)
     if status in (RETURNED, output.USAGE_EXIT):
         return status % RETURNED, ""
     if status < 0:

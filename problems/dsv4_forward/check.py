@@ -20,23 +20,15 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 * decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is
   listed with the oracle's margin.
 
-Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments and where memory does not suffice. Where the
-environment names a folder in CHECK_REPORT,
-the error of each layer and the time of each op in a decode step are written there, CONFIG-FORMAT.json.
+Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments and where memory does not suffice.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import datetime
-import json
-import math
-import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from problems.common import terminal, venv
 
@@ -68,8 +60,6 @@ LATE = "late "  # ahead of a layer's name: behind random contexts
 FACTOR = 1.5
 CLOSE = 6.0  # a difference of two logits is off by sqrt(2) of one, and the worst of hundreds by four times that
 FLOOR = 1e-5  # relative: fp32 sums in another order
-REPORT = "CHECK_REPORT"  # of the environment: the folder for what was found, as JSON
-TIMED_STEPS = 3
 
 
 @dataclass
@@ -317,8 +307,6 @@ def _checks(case: Case, chosen: ops.Chosen, count: Count) -> bool:
     if case.device != "cpu":
         faults += _say_waits(case, chosen.ops)
         count.done("waits for the GPU in a decode step")
-    if folder := os.environ.get(REPORT):
-        _write(Path(folder), case, chosen, layers, not faults)
     return _wrong(faults)
 
 
@@ -386,62 +374,6 @@ def _say_layers(layers: Sequence[Layer]) -> list[str]:
                 found.append(f"{kind}: copies after {one.after} are off by {error:.3g}, budget {budget:.3g}")
         print(f"{line}{one.cosine:>11.6f}")
     return found[:1]
-
-
-def _write(folder: Path, case: Case, chosen: ops.Chosen, layers: Sequence[Layer], right: bool) -> None:
-    """Write CONFIG-FORMAT.json; numbers that are not finite are null there."""
-    step_us, ops_us = _op_times(case, chosen.ops)
-    found = {
-        "problem": "dsv4_forward",
-        "config": case.cfg.name,
-        "format": case.fmt,
-        "device": case.device,
-        "right": right,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "kernels": chosen.names,
-        "context": PROMPTS[0],
-        "step_us": step_us,
-        "ops_us": ops_us,
-        "layers": [{name: _finite(value) for name, value in vars(one).items()} for one in layers],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{case.cfg.name}-{case.fmt}.json").write_text(json.dumps(found) + "\n")
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _op_times(case: Case, table: Ops) -> tuple[float, dict[str, float]]:
-    """-> (us of one decode step of one sequence, by op the us of its calls), with a wait for the device after each op:
-    of TIMED_STEPS steps the fastest.
-    """
-    spent: dict[str, float] = {}
-
-    def timed(name: str) -> ops.Op:
-        def call(**given: object) -> object:
-            case._wait()
-            start = time.perf_counter()
-            served = vars(table)[name](**given)
-            case._wait()
-            if served is not NotImplemented:
-                spent[name] = spent.get(name, 0.0) + 1e6 * (time.perf_counter() - start)
-            return served
-
-        return call
-
-    state = State(case.cfg, case.fmt, sequences=1, blocks=2 + PROMPTS[0] // config.BLOCK_TOKENS, device=case.device)
-    model = Model(case.weights, Ops(**{name: timed(name) for name in CHECKS}))
-    sequence, _ = state.open()
-    feed(model, state, {sequence: case.prompts[0]})
-    steps = []
-    for _ in range(1 + TIMED_STEPS):  # the first may compile
-        spent.clear()
-        start = time.perf_counter()
-        feed(model, state, {sequence: [1]})
-        case._wait()
-        steps.append((1e6 * (time.perf_counter() - start), dict(spent)))
-    return min(steps[1:], key=lambda step: step[0])
 
 
 def _copies(one: Pass, layer: str) -> torch.Tensor:

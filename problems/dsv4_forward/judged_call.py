@@ -65,11 +65,6 @@ def with_functions(**functions: Callable) -> Callable[[NamedTuple], Prepared]:
     return lambda weights: prepare(weights, "reference", **functions)
 
 
-def compile_nothing(target: str) -> list:
-    """Return the artefacts of a submission that is torch alone: none."""
-    return []
-
-
 @torch.inference_mode()
 def run(data: NamedTuple) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one call and write outputs and state. data: task.Data with what prepare returned as its weights.
@@ -83,7 +78,7 @@ def run(data: NamedTuple) -> tuple[torch.Tensor, torch.Tensor]:
     batch = plan(planner, inputs)
     layers = Layers(sizes, planner, sizes.layers(regions)[: sizes.config.num_hidden_layers])
     logits = prepared.model.forward(batch, layers).logits
-    regions["length"].index_add_(0, batch.sequence_ids, batch.advance)
+    regions["length"].index_add_(0, batch.plan.sequence_ids, batch.advance)
     outputs.logits.copy_(logits)
     torch.argmax(logits, dim=1, out=outputs.next)
     return tuple(outputs)

@@ -146,7 +146,7 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     norm = {"eps": cfg.rms_norm_eps, **angles}
     ops.layer_rows(
         queries={"x": raised, "weight": None, **norm, "out": query},
-        key={"x": key, "weight": w.kv_norm, **norm, "pages": state.window, "index": batch.window_target},
+        key={"x": key, "weight": w.kv_norm, **norm, "pages": state.window, "index": batch.lists.window_target},
         compressed=entries,
         index=None if scoring is None else {"x": scoring, **angles, "quantise": ctx.quantised_index, "out": scoring},
     )
@@ -156,7 +156,7 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
     ops.fmha(
         q=query.unsqueeze(1),
         window=state.window,
-        window_index=batch.window_index.unsqueeze(1),
+        window_index=batch.lists.window_index.unsqueeze(1),
         cache=None if index is None else state.cache,
         index=None if index is None else index.unsqueeze(1),
         sink=w.sink,
@@ -197,17 +197,17 @@ def _entries(
             "projected": part,
             "ape": one.ape,
             "norm_weight": one.norm,
-            "position": batch.position,
-            "sequence": batch.sequence,
+            "position": batch.lists.position,
+            "sequence": batch.plan.sequence,
             "tail": tail,
-            "emit": batch.emit[ratio],
+            "emit": batch.plan.emit[ratio],
             "ratio": ratio,
             "overlap": ratio == CSA,
             "freqs": rope.freqs,
             "eps": ctx.config.rms_norm_eps,
             "dtype": ctx.dtype,
             "pages": pages,
-            "index": batch.target[ratio],
+            "index": batch.lists.target[ratio],
             "hadamard": hadamard,
         }
         for part, (one, tail, pages, hadamard) in zip(projected, compressors, strict=True)
@@ -216,7 +216,7 @@ def _entries(
 
 def _scores(state: LayerState, ctx: Context) -> bool:
     """Whether the layer scores entries; else all visible ones are selected, or it has none."""
-    return bool(state.ratio == CSA and ctx.batch.entries[CSA] and ctx.batch.csa_index is None)
+    return bool(state.ratio == CSA and ctx.batch.plan.entries[CSA] and ctx.batch.lists.csa_index is None)
 
 
 def _visible(
@@ -226,11 +226,11 @@ def _visible(
 
     None: the layer has no compressed entries, or there are none yet. scoring, gates: None, or as _select takes them.
     """
-    if not state.ratio or not ctx.batch.entries[state.ratio]:
+    if not state.ratio or not ctx.batch.plan.entries[state.ratio]:
         return None
     if state.ratio == HCA:
-        return ctx.batch.hca_index
-    return ctx.batch.csa_index if gates is None else _select(scoring, gates, state, ctx)
+        return ctx.batch.lists.hca_index
+    return ctx.batch.lists.csa_index if gates is None else _select(scoring, gates, state, ctx)
 
 
 def _select(query: torch.Tensor, weights: torch.Tensor, state: LayerState, ctx: Context) -> torch.Tensor:
@@ -248,9 +248,9 @@ def _select(query: torch.Tensor, weights: torch.Tensor, state: LayerState, ctx: 
             weights=weights[part].view(*shape, heads),
             scale=(width * heads) ** -0.5,
             keys=state.index_keys,
-            table=batch.rows[row : row + rows],
-            visible=batch.visible[CSA][part].view(shape),
-            entries=batch.entries[CSA],
+            table=batch.lists.rows[row : row + rows],
+            visible=batch.lists.visible[CSA][part].view(shape),
+            entries=batch.plan.entries[CSA],
             out=places[part].view(*shape, k),
         )
     return places

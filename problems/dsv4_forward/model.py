@@ -114,7 +114,7 @@ class Model:
     def embed(self, batch: Batch, tokens: torch.Tensor) -> tuple[Context, dict[int, Rope], torch.Tensor]:
         """Do as `start` for a batch whose lists are written, with other tokens, int64 (N,), and one copy."""
         outputs = self._outputs(len(tokens), 1)
-        given = {"weight": self.weights.embed, "position": batch.position, "freqs": self._freqs}
+        given = {"weight": self.weights.embed, "position": batch.lists.position, "freqs": self._freqs}
         self.ops.embed(tokens=tokens, **given, **outputs)
         return self._context(batch), self._tables(outputs["cos"], outputs["sin"]), outputs["copies"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from problems.common import load
-from problems.dsv4_forward.kernels import cache_rows, copies, matmuls
+from problems.dsv4_forward.kernels import cache_rows, copies, dense, matmuls
 from problems.dsv4_forward.kernels import experts as experts_kernel
 from problems.dsv4_forward.kernels import fmha as fmha_kernel
 from problems.dsv4_forward.kernels import indexer as indexer_kernel
@@ -79,14 +79,15 @@ KERNELS = (
     copies,
     norm_kernel,
     matmuls,
+    dense,
     cache_rows,
     indexer_kernel,
     router_kernel,
     fmha_kernel,
     experts_kernel,
 )
-# The problems whose winners compute an op, in order. linear_decode takes up to 32 tokens, moe_gemm's plain product any
-# number, in NVFP4; OWN attends and chooses where pages are plain, and has experts in bf16.
+# The problems whose winners compute an op, in order. linear_decode takes up to 32 tokens; OWN multiplies any number by
+# FP8 and NVFP4 matrices, attends and chooses where pages are plain, and has experts in bf16.
 WINNERS: dict[str, tuple[str, ...]] = {
     "start": (OWN,),
     "embed": (OWN,),
@@ -95,8 +96,8 @@ WINNERS: dict[str, tuple[str, ...]] = {
     "mhc_post": (OWN,),
     "mhc_site": ("mhc_site",),
     "matmuls": (OWN,),
-    "linear": ("linear_decode", "moe_gemm"),
-    "grouped_linear": ("linear_decode", "moe_gemm"),
+    "linear": ("linear_decode", OWN),
+    "grouped_linear": ("linear_decode", OWN),
     "two_linears": ("linear_decode",),
     "norm_linears": ("linear_decode",),
     "layer_rows": (OWN,),
@@ -104,10 +105,10 @@ WINNERS: dict[str, tuple[str, ...]] = {
     "fmha": ("fmha_decode", OWN),
     "route": (OWN,),
     "experts": ("moe_gemm", OWN),
-    "shared": ("linear_decode", "moe_gemm"),
+    "shared": ("linear_decode", OWN, "moe_gemm"),
     "all_experts": ("moe_gemm",),
 }
-ASKED_FOR = {"linear": ("nvfp4_gemv",), "grouped_linear": ("nvfp4_gemv",)}  # fills them too, but leads nowhere
+ASKED_FOR = dict.fromkeys(("linear", "grouped_linear"), ("moe_gemm", "nvfp4_gemv"))  # fill them too, but lead nowhere
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Step:
     def __call__(self) -> None:
         batch = self.state.step(self.sequences, self.tokens, static=True, bound=self.bound)
         self.logits = self.model.forward(batch, self.state).logits
-        argmax(self.logits, self.tokens, Longer(self.state.length, batch.sequence_ids, batch.advance))
+        argmax(self.logits, self.tokens, Longer(self.state.length, batch.plan.sequence_ids, batch.advance))
 
 
 @dataclass

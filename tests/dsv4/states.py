@@ -79,41 +79,45 @@ def unchanged(state: State, error: type[Exception], match: str, act: Callable) -
 
 def check_indices(state: State, batch: Batch, ring: int) -> None:
     """Every field of a planned batch, a token at a time."""
-    n = 0
+    n, plan, lists = 0, batch.plan, batch.lists
     bound = max(state.lengths[sequence] + count for _, count, sequence in batch.segments)
-    assert batch.bound == bound and batch.entries == {4: bound // 4, 128: bound // 128}
-    assert batch.rows.shape == (len(batch.sequences), -(-bound // 128)) and batch.rows.dtype == torch.int32
+    assert plan.bound == bound and plan.entries == {4: bound // 4, 128: bound // 128}
+    assert lists.rows.shape == (len(batch.sequences), -(-bound // 128)) and lists.rows.dtype == torch.int32
     emit, target = {4: [], 128: []}, {4: [], 128: []}
-    assert batch.window_index.dtype == batch.hca_index.dtype == torch.int32 and batch.hca_index.is_contiguous()
-    assert {field.dtype for field in batch.visible.values()} == {torch.int32}
-    fields = (batch.sequence, batch.owner, batch.position, batch.window_target, batch.last)
-    assert {field.dtype for field in (*fields, *batch.emit.values(), *batch.target.values())} == {torch.int64}
-    ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(batch.position), 1)
-    located = locate(batch.rows, batch.owner, ids, 32).tolist()
+    assert lists.window_index.dtype == lists.hca_index.dtype == torch.int32 and lists.hca_index.is_contiguous()
+    assert {field.dtype for field in lists.visible.values()} == {torch.int32}
+    fields = (plan.sequence, plan.owner, lists.position, lists.window_target, batch.last)
+    assert {field.dtype for field in (*fields, *plan.emit.values(), *lists.target.values())} == {torch.int64}
+    ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(lists.position), 1)
+    located = locate(lists.rows, plan.owner, ids, 32).tolist()
     for row, (first, count, sequence) in enumerate(batch.segments):
         assert first == n and batch.sequences[row] == sequence and batch.last[row] == n + count - 1
         owned = state.owned[sequence]
-        assert batch.rows[row].tolist()[: len(owned)] == owned[: batch.rows.shape[1]]
+        assert lists.rows[row].tolist()[: len(owned)] == owned[: lists.rows.shape[1]]
         for position in range(state.lengths[sequence], state.lengths[sequence] + count):
-            assert (int(batch.sequence[n]), int(batch.owner[n]), int(batch.position[n])) == (sequence, row, position)
-            assert int(batch.window_target[n]) == sequence * ring + position % ring
+            assert (int(plan.sequence[n]), int(plan.owner[n]), int(lists.position[n])) == (
+                sequence,
+                row,
+                position,
+            )
+            assert int(lists.window_target[n]) == sequence * ring + position % ring
             seen = [sequence * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
-            assert batch.window_index[n].tolist() == seen
+            assert lists.window_index[n].tolist() == seen
             for ratio in (4, 128):
-                assert int(batch.visible[ratio][n]) == (position + 1) // ratio
+                assert int(lists.visible[ratio][n]) == (position + 1) // ratio
                 if (position + 1) % ratio == 0:
                     entry, per_page = position // ratio, 128 // ratio
                     emit[ratio].append(n)
                     target[ratio].append(owned[entry // per_page] * per_page + entry % per_page)
             if bound // 4 <= state.planner.topk:
                 places = located[n][1 : 1 + (position + 1) // 4]
-                assert batch.csa_index[n].tolist() == places + [-1] * (bound // 4 - len(places))
+                assert lists.csa_index[n].tolist() == places + [-1] * (bound // 4 - len(places))
             else:
-                assert batch.csa_index is None
+                assert lists.csa_index is None
             seen = owned[: (position + 1) // 128]
-            assert batch.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
+            assert lists.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
             seen = [owned[entry // 32] * 32 + entry % 32 for entry in range((position + 1) // 4)]
             assert located[n][: 1 + len(seen)] == [-1, *seen]
             n += 1
-    assert {ratio: part.tolist() for ratio, part in batch.emit.items()} == emit
-    assert {ratio: part.tolist() for ratio, part in batch.target.items()} == target
+    assert {ratio: part.tolist() for ratio, part in plan.emit.items()} == emit
+    assert {ratio: part.tolist() for ratio, part in lists.target.items()} == target

@@ -54,30 +54,31 @@ def test_a_replayable_step_agrees_with_a_planned_one(order):
         tokens = torch.arange(len(order))
         planned = state.step(order, tokens)
         replayed = state.step(order, tokens, static=True)
-        assert replayed.bound == state.capacity == MOST and replayed.stamps is None
-        same = ["tokens", "sequence", "owner", "position", "last", "window_target", "window_index", "sequence_ids"]
-        same.append("advance")
-        for name in same:
-            assert torch.equal(getattr(planned, name), getattr(replayed, name)), name
-            assert getattr(planned, name).dtype == getattr(replayed, name).dtype, name
+        assert replayed.plan.bound == state.capacity == MOST and replayed.stamps is None
+        same = {"": ("tokens", "last", "advance"), "plan": ("sequence", "owner", "sequence_ids")}
+        same["lists"] = ("position", "window_target", "window_index")
+        for of, names in same.items():
+            both = [getattr(batch, of) if of else batch for batch in (planned, replayed)]
+            for one, other in ([getattr(each, name) for each in both] for name in names):
+                assert torch.equal(one, other) and one.dtype == other.dtype, names
         assert planned.segments == replayed.segments and planned.sequences == replayed.sequences
-        assert torch.equal(replayed.rows[:, : planned.rows.shape[1]], planned.rows)
-        assert replayed.rows.shape[1] == 8
-        seen = planned.entries[128]
-        assert torch.equal(replayed.hca_index[:, :seen], planned.hca_index)
-        assert replayed.hca_index.shape[1] == MOST // 128 and bool((replayed.hca_index[:, seen:] == -1).all())
-        ids = torch.arange(-1, planned.entries[4], dtype=torch.int32).repeat(len(order), 1)
+        assert torch.equal(replayed.lists.rows[:, : planned.lists.rows.shape[1]], planned.lists.rows)
+        assert replayed.lists.rows.shape[1] == 8
+        seen, hca = planned.plan.entries[128], replayed.lists.hca_index
+        assert torch.equal(hca[:, :seen], planned.lists.hca_index)
+        assert hca.shape[1] == MOST // 128 and bool((hca[:, seen:] == -1).all())
+        ids = torch.arange(-1, planned.plan.entries[4], dtype=torch.int32).repeat(len(order), 1)
         for row, sequence in enumerate(order):
             count = 1 + (state.lengths[sequence] + 1) // 4
-            places = [locate(batch.rows, batch.owner, ids, 32)[row, :count] for batch in (replayed, planned)]
+            places = [locate(batch.lists.rows, batch.plan.owner, ids, 32)[row, :count] for batch in (replayed, planned)]
             assert torch.equal(*places)
         for ratio in (4, 128):
-            assert torch.equal(planned.visible[ratio], replayed.visible[ratio])
-            assert replayed.emit[ratio].tolist() == list(range(len(order)))
+            assert torch.equal(planned.lists.visible[ratio], replayed.lists.visible[ratio])
+            assert replayed.plan.emit[ratio].tolist() == list(range(len(order)))
             want = [state.blocks * (128 // ratio)] * len(order)
-            for n, place in zip(planned.emit[ratio].tolist(), planned.target[ratio].tolist(), strict=True):
+            for n, place in zip(planned.plan.emit[ratio].tolist(), planned.lists.target[ratio].tolist(), strict=True):
                 want[n] = place
-            assert replayed.target[ratio].tolist() == want
+            assert replayed.lists.target[ratio].tolist() == want
 
 
 def test_a_replay_sees_what_changed_since_it_was_recorded():
@@ -86,12 +87,12 @@ def test_a_replay_sees_what_changed_since_it_was_recorded():
     sequences = opened(state, 126, 126)
     state.reserve(dict.fromkeys(sequences, 1))
     first = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
-    assert first.bound == 300 and first.hca_index.tolist() == [[-1, -1], [-1, -1]]
+    assert first.plan.bound == 300 and first.lists.hca_index.tolist() == [[-1, -1], [-1, -1]]
     for _ in range(3):
         state.reserve(dict.fromkeys(sequences, 1))
         batch = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
         state.commit(batch)
-    assert batch.hca_index.tolist() == [[state.owned[sequence][0], -1] for sequence in sequences]
+    assert batch.lists.hca_index.tolist() == [[state.owned[sequence][0], -1] for sequence in sequences]
     assert state.lengths[sequences[0]] == 129 and state.length.tolist()[sequences[0]] == 129
     check_counts(state)
 
@@ -105,8 +106,8 @@ def test_closed_sequences_in_a_replay_stay_empty():
     state.commit(batch)
     assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 132)
     later = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
-    assert later.position.tolist() == [201, 0, 132]
-    assert [later.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
+    assert later.lists.position.tolist() == [201, 0, 132]
+    assert [later.lists.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
     state.commit(later, sequences=[c])
     assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 133)
     with pytest.raises(ValueError, match=f"open sequence, got {b}"):
@@ -123,7 +124,7 @@ def test_what_a_replay_may_not_write_goes_to_the_unread_page():
         state.commit(state.step((a, b), torch.tensor([1, 2]), static=True))
     state.length[a] = 259
     batch = state.step((a, b), torch.tensor([1, 2]), static=True, bound=300)
-    assert batch.target[4].tolist()[0] == 6 * 32
+    assert batch.lists.target[4].tolist()[0] == 6 * 32
 
 
 def test_a_static_step_is_reserved_first_and_committed_once():
@@ -154,4 +155,4 @@ def test_forms_of_batches_are_kept_but_not_without_end():
     for order in itertools.permutations(sequences, 3):
         state.step(order, torch.tensor([1, 2, 3]))
     assert len(state.planner._kept) == Planner.KEPT
-    assert state.step(sequences, torch.arange(5)).sequence.tolist() == sequences
+    assert state.step(sequences, torch.arange(5)).plan.sequence.tolist() == sequences

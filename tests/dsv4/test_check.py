@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import functools
-import json
 import re
 
 import pytest
@@ -124,10 +123,9 @@ def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
     assert check.main([*options, "--kernels", "nonsense"]) == 2
 
 
-def test_the_command_passes_the_winners(capsys, monkeypatch, tmp_path):
+def test_the_command_passes_the_winners(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
     monkeypatch.setattr(check, "WIDE", (33,))
-    monkeypatch.setenv(check.REPORT, str(tmp_path / "report"))
     options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1", "--kernels", "winners"]
     assert check.main(options) == 0
     said = capsys.readouterr().out
@@ -135,12 +133,6 @@ def test_the_command_passes_the_winners(capsys, monkeypatch, tmp_path):
     assert [line.split(":")[0] for line in said.splitlines() if " checks: " in line] == [
         f"  {n} of 6 checks" for n in range(1, 7)
     ]
-    found = json.loads((tmp_path / "report" / "tiny-nvfp4.json").read_text())
-    assert found["right"] and {"linear", "fmha"} < set(found["ops_us"]) <= set(CHECKS)
-    assert 0 < sum(found["ops_us"].values()) <= found["step_us"]
-    shown = [line.split() for line in said.partition("  after ")[2].splitlines()]
-    layers = [(one["after"], f"{one['alone']:.2e}", f"{one['drift_budget']:.2e}") for one in found["layers"]]
-    assert layers == [(words[0], words[3], words[6]) for words in shown[1 : 1 + len(layers)]]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ KERNELS = {
     "argmax": 1,
     "cache_rows": 4,
     "copies": 6,
+    "dense": 6,
     "experts": 2,
     "fmha": 6,
     "indexer": 4,

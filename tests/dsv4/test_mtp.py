@@ -179,7 +179,7 @@ def test_each_position_is_paired_with_the_token_after_it(model, monkeypatch):
     seen = []
 
     def record(model, batch, state, copies, following):
-        seen.append((batch.position.tolist(), batch.tokens.tolist(), following.tolist()))
+        seen.append((batch.lists.position.tolist(), batch.tokens.tolist(), following.tolist()))
         return real(model, batch, state, copies, following)
 
     real = mtp.draft

@@ -61,7 +61,6 @@ def test_winners_in_nvfp4(model):
 def test_winners_in_formats_without_nvfp4_linears(model, fmt):
     chosen = ops.choose("winners", "cpu", model[fmt])
     assert all(chosen.names[op] == DECODE for op in (*LINEARS, "shared"))
-    assert "no NVFP4 linears in " in lines(chosen)["linear"]
     if fmt != "nvfp4_experts":
         why = "no FP4 experts in bf16" if fmt == "bf16" else "swiglu_limit must be 10, is 1"
         assert lines(chosen)["experts"].startswith("reference (not moe_gemm/") and why in lines(chosen)["experts"]

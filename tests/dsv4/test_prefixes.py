@@ -248,7 +248,7 @@ def test_a_shared_block_is_copied_before_it_is_written():
         assert torch.equal(state._regions[name][:, new], was[:, old])
         rest = [block for block in range(7) if block != new]
         assert torch.equal(state._regions[name][:, rest], was[:, rest])
-    assert old * 32 not in batch.target[4] // 32 * 32 and int(batch.target[128][0]) == new
+    assert old * 32 not in batch.lists.target[4] // 32 * 32 and int(batch.lists.target[128][0]) == new
     check_counts(state)
     assert fed(state, tokens[:257]) is not None and state.owned[a][1] == new
 

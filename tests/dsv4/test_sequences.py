@@ -168,7 +168,7 @@ def test_a_right_guess_is_accepted(drafting):
 
         def oracle(self, batch, copies, following, row, shift=shift):
             known = wanted.index(following[row]) if wanted.count(following[row]) == 1 else None
-            done = int(batch.position[row]) + 1 - len(tokens)
+            done = int(batch.lists.position[row]) + 1 - len(tokens)
             self._guess = (wanted[done + 1] + shift) % cfg.vocab_size
             assert known is None or known == done
 
@@ -208,7 +208,7 @@ def test_drafting_ends_where_greedy_decoding_ends(drafting, guesses, monkeypatch
         assert len(wanted) == 31 - length
 
         def guess(self, batch, copies, following, row, wanted=wanted, length=length):
-            place = min(int(batch.position[row]) + 2 - length, len(wanted) - 1)
+            place = min(int(batch.lists.position[row]) + 2 - length, len(wanted) - 1)
             self._guess = (wanted[place] + (guesses == "wrong")) % short.vocab_size
 
         with monkeypatch.context() as patch:

@@ -166,7 +166,7 @@ def test_a_batch_that_is_given_up_is_planned_again():
     state = make()
     (a,) = opened(state, 100)
     first, again = state.plan({a: [1] * 60}), state.plan({a: [1] * 30})
-    assert torch.equal(first.position[:30], again.position)
+    assert torch.equal(first.lists.position[:30], again.lists.position)
     state.commit(again)
     assert state.lengths[a] == 130
     check_counts(state)

@@ -148,7 +148,7 @@ def alone_and_together(made: timed_steps.Decode, table: ops.Ops, rows: Sequence[
         for tokens in forced[:, chosen]:
             pass_ = made.state.step(sequences, tokens.clone(), static=True, bound=made.bound)
             found.append(model.forward(pass_, made.state).logits.clone())
-            made.state.length.index_add_(0, pass_.sequence_ids, pass_.advance)
+            made.state.length.index_add_(0, pass_.plan.sequence_ids, pass_.advance)
         return torch.stack(found, 1)
 
     together = logits(list(range(batch)))
@@ -230,7 +230,7 @@ def equals_greedy(model: Model, fmt: str, prompt: list[int], count: int, monkeyp
 
     def draft(self: Speculative, batch: Batch, copies: torch.Tensor, following: Sequence[int], row: int) -> None:
         own(self, batch, copies, following, row)
-        place = int(batch.position[row]) + 2 - len(prompt)  # of the token to guess, behind the prompt
+        place = int(batch.lists.position[row]) + 2 - len(prompt)  # of the token to guess, behind the prompt
         passes.append(place)
         if place > 0 and sum(one > 0 for one in passes) % 2:
             self._guess = want[place]

@@ -145,15 +145,15 @@ class Content(RuleBasedStateMachine):
         for number, layer in enumerate((*state.layers, state.mtp)):
             extra = number * LAYER
             values = batch.tokens.float() + extra
-            layer.window.write(batch.window_target, values[:, None].expand(-1, 128))
+            layer.window.write(batch.lists.window_target, values[:, None].expand(-1, 128))
             for tail in (layer.tail, layer.index_tail):
                 if tail is not None:
-                    tail[batch.sequence, batch.position % tail.shape[1]] = values[:, None, None]
+                    tail[batch.plan.sequence, batch.lists.position % tail.shape[1]] = values[:, None, None]
             if layer.ratio:
                 self.write_entries(batch, layer, after, extra)
             for n, sequence in last.items():
                 tokens = torch.tensor(after[sequence]) + extra
-                index = batch.window_index[n].long()
+                index = batch.lists.window_index[n].long()
                 assert index[: max(0, 128 - len(tokens))].eq(-1).all()
                 assert torch.equal(layer.window.read(index[-len(tokens) :])[:, 5], tokens[-128:])
                 if layer.ratio:
@@ -161,10 +161,10 @@ class Content(RuleBasedStateMachine):
 
     def write_entries(self, batch: Batch, layer: LayerState, after: dict[int, list[int]], extra: float) -> None:
         """An entry is its last token; the tail must hold all that it pools."""
-        ratio, emit = layer.ratio, batch.emit[layer.ratio]
+        ratio, emit = layer.ratio, batch.plan.emit[layer.ratio]
         pooled = 8 if ratio == CSA else HCA
         for n in emit.tolist():
-            sequence, position = int(batch.sequence[n]), int(batch.position[n])
+            sequence, position = int(batch.plan.sequence[n]), int(batch.lists.position[n])
             if (position + 1) % ratio == 0:
                 first = max(0, position + 1 - pooled)
                 rows = [p % layer.tail.shape[1] for p in range(first, position + 1)]
@@ -172,21 +172,21 @@ class Content(RuleBasedStateMachine):
                 for tail in (layer.tail, layer.index_tail):
                     assert tail is None or torch.equal(tail[sequence, rows, 1, 3], want)
         entries = batch.tokens[emit].float() + extra
-        layer.cache.write(batch.target[ratio], entries[:, None].expand(-1, 128))
+        layer.cache.write(batch.lists.target[ratio], entries[:, None].expand(-1, 128))
         if ratio == CSA:
-            layer.index_keys.write(batch.target[ratio], entries[:, None].expand(-1, 128) + 0.5)
+            layer.index_keys.write(batch.lists.target[ratio], entries[:, None].expand(-1, 128) + 0.5)
 
     def read_entries(self, batch: Batch, layer: LayerState, n: int, tokens: torch.Tensor) -> None:
         """Every entry that token n sees is the sequence's own."""
         want = tokens[layer.ratio - 1 :: layer.ratio].float()
-        assert int(batch.visible[layer.ratio][n]) == len(want) <= batch.entries[layer.ratio]
+        assert int(batch.lists.visible[layer.ratio][n]) == len(want) <= batch.plan.entries[layer.ratio]
         if layer.ratio == HCA:
-            index = batch.hca_index[n]
+            index = batch.lists.hca_index[n]
             assert index[len(want) :].eq(-1).all()
         else:
             ids = torch.full((len(batch.tokens), len(want) + 1), -1, dtype=torch.int32)
             ids[n, : len(want)] = torch.arange(len(want))
-            index = locate(batch.rows, batch.owner, ids, 32)[n]
+            index = locate(batch.lists.rows, batch.plan.owner, ids, 32)[n]
             assert int(index[-1]) == -1
             assert torch.equal(layer.index_keys.read(index[: len(want)].long())[:, 7], want + 0.5)
         assert torch.equal(layer.cache.read(index[: len(want)].long())[:, 9], want)

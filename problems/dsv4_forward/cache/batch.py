@@ -25,7 +25,7 @@ class Batch:
     tokens: int64 (N,). sequences: their numbers in the state; segments: of each sequence (first of the N, count, number
     in the state); last: int64 (B,), the last of the N of each; advance: int64 (B,), what commit adds to the lengths;
     stamps: the sequences' when this was planned, None if it may be replayed. planner: what planned it, one a state.
-    plan: what the lists follow from. Its fields, and those of the lists, are attributes of the batch too.
+    plan: what the lists follow from.
     """
 
     tokens: torch.Tensor
@@ -51,62 +51,6 @@ class Batch:
         """The lists. If no op has written them, they are computed now, in torch."""
         self.plan.write(*self.room)
         return self.plan.views(*self.room)
-
-    @property
-    def bound(self) -> int:
-        return self.plan.bound
-
-    @property
-    def entries(self) -> dict[int, int]:
-        return self.plan.entries
-
-    @property
-    def sequence(self) -> torch.Tensor:
-        return self.plan.sequence
-
-    @property
-    def owner(self) -> torch.Tensor:
-        return self.plan.owner
-
-    @property
-    def sequence_ids(self) -> torch.Tensor:
-        return self.plan.sequence_ids
-
-    @property
-    def emit(self) -> dict[int, torch.Tensor]:
-        return self.plan.emit
-
-    @property
-    def position(self) -> torch.Tensor:
-        return self.lists.position
-
-    @property
-    def window_target(self) -> torch.Tensor:
-        return self.lists.window_target
-
-    @property
-    def window_index(self) -> torch.Tensor:
-        return self.lists.window_index
-
-    @property
-    def rows(self) -> torch.Tensor:
-        return self.lists.rows
-
-    @property
-    def visible(self) -> dict[int, torch.Tensor]:
-        return self.lists.visible
-
-    @property
-    def target(self) -> dict[int, torch.Tensor]:
-        return self.lists.target
-
-    @property
-    def csa_index(self) -> torch.Tensor | None:
-        return self.lists.csa_index
-
-    @property
-    def hca_index(self) -> torch.Tensor | None:
-        return self.lists.hca_index
 
 
 @dataclass(frozen=True)

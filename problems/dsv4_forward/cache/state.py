@@ -235,10 +235,10 @@ class State:
         chosen = {number for number, is_open in enumerate(self._open) if is_open} if sequences is None else sequences
         kept = {sequence: count for _, count, sequence in batch.segments if sequence in chosen}
         if batch.stamps is None:
-            self._require_reserved(kept, batch.bound)
+            self._require_reserved(kept, batch.plan.bound)
         _ = batch.lists  # of before: if no model has run, they are computed now
         if len(kept) == len(batch.sequences):
-            self.length.index_add_(0, batch.sequence_ids, batch.advance)
+            self.length.index_add_(0, batch.plan.sequence_ids, batch.advance)
         elif kept:
             self.length.index_add_(0, *self.planner.counted(tuple(kept), tuple(kept.values())))
         for sequence, count in kept.items():

@@ -127,7 +127,7 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
             batch = run.state.step([run.sequences[prompt] for prompt in live], tokens)
             logits = run.model.forward(batch, run.state).logits
             run.state.commit(batch)
-            tokens = run.sampler.sample(logits, numbers, batch.position + 1)
+            tokens = run.sampler.sample(logits, numbers, batch.lists.position + 1)
             waiting = live, Late(tokens)
         for prompt, token in zip(before, late.read(), strict=True):
             if prompt not in ended:

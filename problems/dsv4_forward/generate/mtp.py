@@ -33,7 +33,7 @@ def draft(model: Model, batch: Batch, state: State, copies: torch.Tensor, follow
     check_tensor("following", following, cfg.vocab_size, wanted[0])
     ctx, tables, embedding = model.embed(batch, following)
     # Position 0 gets no embedding, as where the model was trained to.
-    embedding = torch.where(batch.position.unsqueeze(1) == 0, 0, embedding.squeeze(1))
+    embedding = torch.where(batch.lists.position.unsqueeze(1) == 0, 0, embedding.squeeze(1))
     token = ctx.linear(ctx.norm(embedding, w.enorm), w.e_proj)
     count, n, d = copies.shape
     before = ctx.linear(ctx.norm(copies, w.hnorm).view(count * n, d), w.h_proj).view(count, n, d)

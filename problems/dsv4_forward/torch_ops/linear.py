@@ -49,7 +49,7 @@ def grouped_linear(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
     groups = len(w.weight)
     _check(x, (groups, w.k), out, (groups, w.n), w.name)
     if w.kind == "plain" and x.is_cuda and out.dtype == torch.float32 and x.dtype == w.weight.dtype == torch.bfloat16:
-        out.transpose(0, 1).copy_(torch.bmm(x.transpose(0, 1), w.weight.mT, out_dtype=torch.float32))
+        out.transpose(0, 1).copy_(batched(x.transpose(0, 1), w.weight))
         return
     if w.kind == "plain":
         a, b = _operands(x, w.weight, out.dtype)
@@ -71,6 +71,13 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         return
     a, b = _operands(x, weight, out.dtype)
     _multiply(a, b, out)
+
+
+def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight^T in fp32, (G, N, n): x bf16 (G, N, k), weight bf16 (G, n, k). Products and sums are fp32."""
+    if x.is_cuda:
+        return torch.bmm(x, weight.mT, out_dtype=torch.float32)
+    return torch.bmm(x.float(), weight.float().mT)
 
 
 def matmuls(x: torch.Tensor, weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:

@@ -15,4 +15,3 @@ def all_experts(x, ids, weights, w13, w2, shared_w13, shared_w2, limit, out):
 
 prepare = judged_call.with_functions(all_experts=all_experts)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -7,10 +7,6 @@ from problems.dsv4_forward import judged_call
 TARGETS = ("cpu", "sm90", "sm100")
 
 
-def compile_for(target):
-    return []
-
-
 def prepare(weights):
     return judged_call.prepare(weights, "reference")
 

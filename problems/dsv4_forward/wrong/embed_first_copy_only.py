@@ -18,4 +18,3 @@ def start(given, numbers, lists, tokens, weight, freqs, copies, cos, sin):
 
 prepare = judged_call.with_functions(embed=embed, start=start)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -12,4 +12,3 @@ def experts(x, ids, weights, w13, w2, limit, out):
 
 prepare = judged_call.with_functions(experts=experts)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -12,4 +12,3 @@ def fmha(q, window, window_index, cache, index, sink, scale, cos, sin, out, lse)
 
 prepare = judged_call.with_functions(fmha=fmha)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -15,4 +15,3 @@ def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
 
 prepare = judged_call.with_functions(mhc_pre=mhc_pre)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -12,4 +12,3 @@ def mhc_post(y, copies, post, comb, out, second=None):
 
 prepare = judged_call.with_functions(mhc_post=mhc_post)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -17,4 +17,3 @@ def mhc_site(y, second, copies, post, comb, fn, base, scale, weight, cfg, new_co
 
 prepare = judged_call.with_functions(mhc_site=mhc_site)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

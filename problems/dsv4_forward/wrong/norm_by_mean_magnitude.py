@@ -12,4 +12,3 @@ def rms_norm(x, weight, eps, out):
 
 prepare = judged_call.with_functions(rms_norm=rms_norm)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -15,4 +15,3 @@ def norm_linears(x, weight, eps, matrices, outs):
 
 prepare = judged_call.with_functions(norm_linears=norm_linears)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

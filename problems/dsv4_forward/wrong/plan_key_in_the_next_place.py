@@ -16,4 +16,3 @@ def start(given, numbers, lists, *rest, **named):
 
 prepare = judged_call.with_functions(start=start)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -16,4 +16,3 @@ def route(u, weight, bias, table, tokens, cfg, out_ids, out_weights):
 
 prepare = judged_call.with_functions(route=route)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -15,4 +15,3 @@ def choose(q, weights, scale, keys, table, visible, entries, out):
 
 prepare = judged_call.with_functions(choose=choose)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

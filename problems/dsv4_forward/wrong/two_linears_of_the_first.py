@@ -16,4 +16,3 @@ def two_linears(x, first, second, first_out, second_out):
 
 prepare = judged_call.with_functions(two_linears=two_linears)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -12,4 +12,3 @@ def layer_rows(queries, key, compressed, index):
 
 prepare = judged_call.with_functions(layer_rows=layer_rows)
 custom_kernel = judged_call.run
-compile_for = judged_call.compile_nothing

@@ -17,7 +17,7 @@ PARTS = {
     "leaderboard": (("leaderboard",), 3300),
     "problems/common": (("problems/common",), 3500),
     "problems, without the model": (("problems",), 34120),
-    "problems/dsv4_forward": (("problems/dsv4_forward",), 14700),
+    "problems/dsv4_forward": (("problems/dsv4_forward",), 14600),
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15841),
     "tests of attacks": (("tests/exploits",), 9846),

@@ -10,16 +10,19 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 
 from problems.common import load
-from problems.dsv4_forward.kernels import cache_rows, copies, dense, matmuls
-from problems.dsv4_forward.kernels import experts as experts_kernel
-from problems.dsv4_forward.kernels import fmha as fmha_kernel
-from problems.dsv4_forward.kernels import indexer as indexer_kernel
-from problems.dsv4_forward.kernels import norm as norm_kernel
-from problems.dsv4_forward.kernels import router as router_kernel
-from problems.dsv4_forward.kernels import start as start_kernel
+from problems.dsv4_forward.kernels.arguments import Own
+from problems.dsv4_forward.kernels.cache_rows import LayerRows
+from problems.dsv4_forward.kernels.copies import Copies
+from problems.dsv4_forward.kernels.dense import Dense
+from problems.dsv4_forward.kernels.experts import Experts
+from problems.dsv4_forward.kernels.fmha import Attention
+from problems.dsv4_forward.kernels.indexer import Indexer
+from problems.dsv4_forward.kernels.matmuls import Matmuls
+from problems.dsv4_forward.kernels.norm import Norm
+from problems.dsv4_forward.kernels.router import Router
+from problems.dsv4_forward.kernels.start import Start
 from problems.dsv4_forward.prepared import Fitted
 from problems.dsv4_forward.torch_ops import experts, fmha, indexer, linear, mhc, norm, router, rows, start
 from problems.dsv4_forward.weights.tree import ModelWeights
@@ -74,18 +77,7 @@ REFERENCE = Ops(
 NAMES = tuple(field.name for field in fields(Ops))
 FUSED = ("mhc_site", "two_linears", "norm_linears", "all_experts")
 OWN = "dsv4_forward"  # kernels of this folder, of the first of KERNELS that has the op
-KERNELS = (
-    start_kernel,
-    copies,
-    norm_kernel,
-    matmuls,
-    dense,
-    cache_rows,
-    indexer_kernel,
-    router_kernel,
-    fmha_kernel,
-    experts_kernel,
-)
+KERNELS = (Start, Copies, Norm, Matmuls, Dense, LayerRows, Indexer, Router, Attention, Experts)
 # The problems whose winners compute an op, in order. linear_decode takes up to 32 tokens; OWN multiplies any number by
 # FP8 and NVFP4 matrices, attends and chooses where pages are plain, and has experts in bf16.
 WINNERS: dict[str, tuple[str, ...]] = {
@@ -121,7 +113,7 @@ class Kernel:
     name: str  # such as "nvfp4_gemv/cpu_avx2"
     problem: str = ""
     file: Path | None = None
-    own: ModuleType | None = None
+    own: type[Own] | None = None
     asked: str = ""
 
     def function(self, op: str, target: str) -> Op:
@@ -255,9 +247,9 @@ def _winners(op: str, target: str) -> tuple[Kernel, ...]:
 def _winner(problem: str, op: str, target: str, asked: str = "") -> Kernel | None:
     """None: there is none for the target."""
     if problem == OWN:
-        for module in KERNELS:
-            if op in module.OPS and target in module.TARGETS:
-                return Kernel(f"{OWN}/{module.SOURCE.stem}", own=module)
+        for one in KERNELS:
+            if op in one.OPS and target in one.TARGETS:
+                return Kernel(f"{OWN}/{one.SOURCE.stem}", own=one)
         return None
     folder = load.PROBLEMS / problem
     if target not in load.winners(folder):

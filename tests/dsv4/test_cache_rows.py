@@ -7,7 +7,7 @@ import torch
 
 from problems.dsv4_forward import ops as table
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels import cache_rows as kernel
+from problems.dsv4_forward.kernels.cache_rows import LayerRows as kernel
 from problems.dsv4_forward.torch_ops import rope
 from problems.dsv4_forward.weights.config import CSA, TINY
 from tests.dsv4 import in_model
@@ -99,7 +99,7 @@ def last(given: dict) -> dict:
 
 def test_wrong_arguments_are_named(monkeypatch):
     monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
-    made = kernel.LayerRows.__new__(kernel.LayerRows)
+    made = kernel.__new__(kernel)
     x, ids = torch.zeros(3, 2, 128), torch.zeros(3).long()
     entry = compressor(4, 128, [3, 2, 1], [1, 1, 1], FP32)
     entry |= {"pages": Pages(torch.zeros(2, 4, 128), 4, "plain", 128), "index": ids[:1]}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from problems.dsv4_forward.kernels import copies as kernel
+from problems.dsv4_forward.kernels.copies import Copies as kernel
 from problems.dsv4_forward.torch_ops import mhc
 from problems.dsv4_forward.weights.config import FLASH
 from tests.dsv4 import in_model
@@ -22,13 +22,13 @@ def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
 
 
 def test_wrong_arguments_are_named():
-    run = kernel.Copies.mhc_post
+    run = kernel.mhc_post
     names = ("y", "second", "copies", "post", "comb", "out")
     shapes = ((2, 8), (2, 8), (2, 4, 8), (2, 4), (2, 4, 4), (2, 4, 8))
     given = {name: torch.zeros(shape) for name, shape in zip(names, shapes, strict=True)}
     site, cfg = (torch.zeros(24, 32), torch.zeros(24), torch.zeros(3)), dataclasses.replace(FLASH, hidden_size=8)
     outs = torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 4, 4)
-    made = kernel.Copies.__new__(kernel.Copies)
+    made = kernel.__new__(kernel)
     for args, wanted in (
         ((torch.zeros(2, 4, 8).half(), *site, cfg, *outs), "copies must be fp32 or bf16"),
         ((torch.zeros(2, 4, 8), site[0][:4], *site[1:], cfg, *outs), r"fn must be torch.float32 \(24, 32\)"),

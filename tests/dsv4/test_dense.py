@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from problems.common import fp8, nvfp4
-from problems.dsv4_forward.kernels import dense as kernel
+from problems.dsv4_forward.kernels.dense import Dense as kernel
 from problems.dsv4_forward.torch_ops import experts, linear
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4 import in_model

@@ -28,7 +28,7 @@ driver.MULTIPROCESSORS["sm90"] = 2
 model = driver.install("sm90")
 torch.Tensor.is_cuda = property(lambda tensor: False)
 from problems.common import load
-from problems.dsv4_forward.kernels import fused
+from problems.dsv4_forward.kernels.norm import Norm
 
 fmt, k, rows, tokens = sys.argv[1], *map(int, sys.argv[2:])
 folder = load.PROBLEMS / "linear_decode"
@@ -40,7 +40,7 @@ weight = torch.randn(k, generator=torch.Generator().manual_seed(7)).bfloat16()
 state = variant.prepare(data.weights)
 assert variant.norms(state, tokens) and not variant.norms(state, min(8, 8192 // k) + 1)
 normed = torch.empty_like(data.inputs.x)
-fused.ops("sm90")["rms_norm"](data.inputs.x, weight, 1e-6, normed)
+Norm.ops("sm90")["rms_norm"](data.inputs.x, weight, 1e-6, normed)
 given = data._replace(weights=state)
 results = []
 for known in (False, True):

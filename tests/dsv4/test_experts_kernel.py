@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from problems.dsv4_forward.kernels import experts as kernel
+from problems.dsv4_forward.kernels import experts as module
+from problems.dsv4_forward.kernels.experts import Experts
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4 import in_model
+
+kernel = Experts  # for the fixture `ops`, and in_model
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -131,7 +134,7 @@ def test_not_a_number_stays(ops):
 @pytest.mark.gpu
 def test_what_it_does_not_serve(ops):
     """Nothing is written: other types, widths that are no whole 16 bytes, more pairs than fit, wrong arguments."""
-    (ids, gates), (w13, w2), many = routed(3, 4, 2), weights(4, 32, 16), kernel.MOST_PAIRS // 2 + 1
+    (ids, gates), (w13, w2), many = routed(3, 4, 2), weights(4, 32, 16), module.MOST_PAIRS // 2 + 1
     single = tuple(Linear("plain", one.weight.float()) for one in (w13, w2))
     for x, given, pair in (
         (draw(3, 32, dtype=FP32), (ids, gates), (w13, w2)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels import fmha as kernel
+from problems.dsv4_forward.kernels.fmha import Attention as kernel
 from problems.dsv4_forward.torch_ops import rope
 from tests.dsv4 import in_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels import indexer as kernel
+from problems.dsv4_forward.kernels.indexer import Indexer as kernel
 from problems.dsv4_forward.torch_ops import indexer
 from tests.dsv4 import in_model
 
@@ -25,7 +25,7 @@ def test_wrong_arguments_are_named():
     q, weights, table = torch.zeros(2, 3, 5, 96), torch.zeros(2, 3, 5), torch.zeros(2, 5).int()
     given = {"q": q, "weights": weights, "scale": 1.0, "keys": keys, "table": table, "entries": 70, "out": out}
     given["visible"] = torch.zeros(2, 3).int()
-    choose = kernel.Indexer.__new__(kernel.Indexer).choose
+    choose = kernel.__new__(kernel).choose
     for change, wanted in (
         ({"table": table[:, :2].contiguous()}, "table must have blocks of 32 for 70 entries, got 2"),
         ({"table": table[:1]}, "table must be torch.int32"),

@@ -1,11 +1,10 @@
 """problems/dsv4_forward/kernels: every source compiles for both targets, to so many kernels, without spills."""
 
-import importlib
 import shutil
 
 import pytest
 
-from problems.common import load
+from problems.common import build, load
 from tests.support.marks import first
 
 FOLDER = load.PROBLEMS / "dsv4_forward" / "kernels"
@@ -33,6 +32,5 @@ def test_all_sources_are_here():
 @pytest.mark.parametrize("target", first(("sm90", "sm100")))
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_without_spills(name, target):
-    module = importlib.import_module(f"problems.dsv4_forward.kernels.{name}")
-    kernels = [one for artefact in module.compile_for(target) for one in artefact.kernels()]
+    kernels = build.cuda(FOLDER / f"{name}.cu", target).kernels()
     assert len(kernels) == KERNELS[name] and not any(one.spill_bytes for one in kernels)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from problems.dsv4_forward.kernels import router as kernel
+from problems.dsv4_forward.kernels import router as module
+from problems.dsv4_forward.kernels.router import Router as kernel
 from problems.dsv4_forward.torch_ops import router
 from problems.dsv4_forward.weights.config import TINY, Config
 from tests.dsv4 import in_model
@@ -41,7 +42,7 @@ def outputs(tokens: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_wrong_arguments_are_named():
-    run = kernel.Router.route
+    run = kernel.route
     u, weight, ids, gates = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, 3).int(), torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"u and weight must be \(N, d\) and \(E, d\), got \(2, 5\) and \(8, 4\)"):
         run(None, torch.zeros(2, 5), weight, torch.zeros(8), None, torch.zeros(2).long(), config(8, 3), ids, gates)
@@ -72,7 +73,7 @@ def test_route(ops, tokens, experts, chosen, hidden, dtype):
         router.route(u, weight, bias, hashed, numbers, cfg, *want)
         assert torch.equal(got[0], want[0])  # best first; draws are not that near one another
         assert torch.allclose(got[1], want[1], rtol=2e-5, atol=1e-7)
-        if dtype == BF16 and tokens <= kernel.FEW_TOKENS and experts <= kernel.FEW_EXPERTS and hidden % 8 == 0:
+        if dtype == BF16 and tokens <= module.FEW_TOKENS and experts <= module.FEW_EXPERTS and hidden % 8 == 0:
             ops["route"](u[-1:].clone(), weight, bias, hashed, numbers[-1:].clone(), cfg, *one)  # a token by itself
             assert all(torch.equal(a, b[-1:]) for a, b in zip(one, got, strict=True))
 

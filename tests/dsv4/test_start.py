@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from problems.dsv4_forward.cache.plan import Plan
-from problems.dsv4_forward.kernels import start as kernel
+from problems.dsv4_forward.kernels import start as module
+from problems.dsv4_forward.kernels.start import Start
 from problems.dsv4_forward.torch_ops import rope, start
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY
 from tests.dsv4 import in_model
+
+kernel = Start  # for the fixture `ops`, and in_model
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -84,7 +87,7 @@ def test_wrong_arguments_are_named(monkeypatch):
     ):
         changed = dataclasses.replace(plan, **change)
         with pytest.raises(ValueError, match=wanted):
-            kernel.made_plan(changed, *changed.room())
+            module.made_plan(changed, *changed.room())
     names = ("tokens", "weight", "freqs", "copies", "cos", "sin")
     given = dict(zip(names, embedding(2, 5, 8, FP32, FP32), strict=True))
     for name, value, wanted in (
@@ -94,7 +97,7 @@ def test_wrong_arguments_are_named(monkeypatch):
         ("sin", torch.zeros(2), "sin must be"),
     ):
         with pytest.raises(ValueError, match=wanted):
-            kernel.made_embedding(**given | {name: value})
+            module.made_embedding(**given | {name: value})
 
 
 def embedding(tokens: int, n: int, d: int, stored: torch.dtype, dtype: torch.dtype, kinds: int = 2) -> tuple:

@@ -1,9 +1,13 @@
-"""Check the tensors that kernels get, whose launchers see addresses only, and lay them out as the sources' structs."""
+"""What this folder's kernels share: `Own`, checks of tensors, of which launchers see addresses only, and structs."""
 
+from collections.abc import Callable
 from ctypes import Structure, c_int, c_longlong, c_void_p
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
+from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
 
 KINDS = (torch.float32, torch.bfloat16)
@@ -13,6 +17,28 @@ PAGE_KINDS = {
     ("entry", torch.uint8): 2,
     ("index", torch.uint8): 3,
 }
+
+
+class Own:
+    """Kernels of a source of this folder, on one build. A subclass has a SOURCE, and a method for each of its OPS."""
+
+    TARGETS = ("sm90", "sm100")
+    SOURCE: ClassVar[Path]
+    OPS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, built: build.Artefact) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def compile_for(cls, target: str) -> list[build.Artefact]:
+        """Compile for `target`, without a GPU."""
+        return [build.cuda(cls.SOURCE, target)]
+
+    @classmethod
+    def ops(cls, target: str) -> dict[str, Callable[..., object]]:
+        """Build and load the kernels. -> by op. BuildError as build.cuda."""
+        made = cls(build.cuda(cls.SOURCE, target))
+        return {op: getattr(made, op) for op in cls.OPS}
 
 
 def expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

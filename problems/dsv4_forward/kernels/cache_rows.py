@@ -5,7 +5,7 @@ write. The interface and formulas are those of torch_ops/rows.py. Activations ar
 every kind.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int
 from pathlib import Path
 
@@ -13,11 +13,8 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels.arguments import PagesStruct, expect, fields, is_bf16, pages_struct, pointer
+from problems.dsv4_forward.kernels.arguments import Own, PagesStruct, expect, fields, is_bf16, pages_struct, pointer
 
-TARGETS = ("sm90", "sm100")
-OPS = ("layer_rows",)
-SOURCE = Path(__file__).with_suffix(".cu")
 MOST_COMPRESSORS, MOST_POOLED = 2, 128  # of a layer; tokens that an entry pools: as in the source
 MOST_WIDTH = 8192  # values of a row: what 48 KB of shared memory hold beside the sources of an entry, rounded down
 KEY_GROUP = 32  # values that share a scale in the indexer
@@ -58,18 +55,11 @@ class _Step(Structure):
     ]
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., object]]:
-    """Build and load the kernels. -> by op. BuildError as build.cuda."""
-    return {"layer_rows": LayerRows(build.cuda(SOURCE, target)).layer_rows}
-
-
-class LayerRows:
+class LayerRows(Own):
     """The op on one build."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("layer_rows",)
 
     def __init__(self, built: build.Artefact) -> None:
         self._launch = built.function("launch_layer_rows", POINTER(_Step), c_int)

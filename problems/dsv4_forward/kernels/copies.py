@@ -4,39 +4,27 @@ The mixing matrix is read once for a block of tokens, and before the kernel ahea
 write it. The interfaces and formulas are those of torch_ops/mhc.py.
 """
 
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import expect, is_bf16, pointer
+from problems.dsv4_forward.kernels.arguments import Own, expect, is_bf16, pointer
 from problems.dsv4_forward.weights.config import Config
 
-TARGETS = ("sm90", "sm100")
-OPS = ("mhc_pre", "mhc_post")
-SOURCE = Path(__file__).with_suffix(".cu")
 HC_MULT = 4
 PART = 512  # columns that a block sums over, as in the source
 FP32 = torch.float32
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., object]]:
-    """Build and load the kernels. -> by op. BuildError as build.cuda."""
-    made = Copies(build.cuda(SOURCE, target))
-    return {"mhc_pre": made.mhc_pre, "mhc_post": made.mhc_post}
-
-
-class Copies:
+class Copies(Own):
     """The ops on one build, for 4 copies. ValueError, in each: a tensor that is not contiguous, or of another dtype or
     shape.
     """
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("mhc_pre", "mhc_post")
 
     def __init__(self, built: build.Artefact) -> None:
         self._mix = built.function("launch_mix_copies", *[c_void_p] * 8, c_int, c_int, c_float, c_float, c_int, c_int)

@@ -4,38 +4,26 @@ A matrix is written out in each call: 33.5 M weights are 86 MB of traffic, 20 us
 interfaces and formulas are those of torch_ops/linear.py and experts.py.
 """
 
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_longlong, c_void_p
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import expect, pointer
+from problems.dsv4_forward.kernels.arguments import Own, expect, pointer
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights.linear import Linear
 
-TARGETS = ("sm90", "sm100")
-OPS = ("linear", "grouped_linear", "shared")
-SOURCE = Path(__file__).with_suffix(".cu")
 KINDS = {"fp8": 128, "nvfp4": 16}  # of matrices; rows and columns of a matrix are multiples of 128, or columns of 16
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., object]]:
-    """Build and load the kernels. -> by op. BuildError as build.cuda."""
-    made = Dense(build.cuda(SOURCE, target))
-    return {op: getattr(made, op) for op in OPS}
-
-
-class Dense:
+class Dense(Own):
     """The ops on one build. NotImplemented: activations that are not bf16, a matrix of another kind, or of other sizes
     than KINDS. ValueError: shapes.
     """
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("linear", "grouped_linear", "shared")
 
     def __init__(self, built: build.Artefact) -> None:
         p, i = c_void_p, c_int

@@ -5,34 +5,23 @@ the others. Weights are read as they lie in memory: no launch just ahead may wri
 an expert that does not exist adds nothing. The interface and formulas are those of torch_ops/experts.py.
 """
 
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import KINDS
+from problems.dsv4_forward.kernels.arguments import KINDS, Own
 from problems.dsv4_forward.weights.linear import Linear
 
-TARGETS = ("sm90", "sm100")
-OPS = ("experts",)
-SOURCE = Path(__file__).with_suffix(".cu")
 MOST_PAIRS = 256  # of a token and one of its experts, as in the source: 42 tokens of Flash
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernels. -> by op. BuildError as build.cuda."""
-    return {"experts": Experts(build.cuda(SOURCE, target)).experts}
-
-
-class Experts:
+class Experts(Own):
     """The op on one build."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("experts",)
 
     def __init__(self, built: build.Artefact) -> None:
         self._experts = built.function("launch_experts", *[c_void_p] * 7, *[c_int] * 6, c_float)

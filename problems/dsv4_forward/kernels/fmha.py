@@ -4,7 +4,6 @@ A query's bits do not depend on the others. Activations and pages are bf16 or fp
 of torch_ops/fmha.py.
 """
 
-from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int
 from pathlib import Path
 
@@ -12,11 +11,8 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels.arguments import KINDS, fields
+from problems.dsv4_forward.kernels.arguments import KINDS, Own, fields
 
-TARGETS = ("sm90", "sm100")
-OPS = ("fmha",)
-SOURCE = Path(__file__).with_suffix(".cu")
 MOST_TOKENS = 32
 MOST_WIDTH, ENTRIES = 512, 32  # as in the source
 ROOM = 2**24  # floats that chunks leave for their join: 64 MB; calls with more are done a few queries at a time
@@ -36,18 +32,11 @@ class _Attention(Structure):
     ]
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., object]]:
-    """Build and load the kernels. -> by op. BuildError as build.cuda."""
-    return {"fmha": Attention(build.cuda(SOURCE, target)).fmha}
-
-
-class Attention:
+class Attention(Own):
     """The op on one build."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("fmha",)
 
     def __init__(self, built: build.Artefact) -> None:
         self._fmha = built.function("launch_fmha", POINTER(_Attention), c_int, c_int, c_int)

@@ -3,7 +3,6 @@
 In torch these are about 40 operations. The interface and formulas are those of torch_ops/indexer.py.
 """
 
-from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float
 from pathlib import Path
 
@@ -11,11 +10,8 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels.arguments import PagesStruct, expect, fields, is_bf16, pages_struct
+from problems.dsv4_forward.kernels.arguments import Own, PagesStruct, expect, fields, is_bf16, pages_struct
 
-TARGETS = ("sm90", "sm100")
-OPS = ("choose",)
-SOURCE = Path(__file__).with_suffix(".cu")
 MOST_CHOSEN = 2048  # entries that are sorted in shared memory
 MOST_ENTRIES = 2**22 - 1  # of a sequence: a number has 22 bits
 MOST_WIDTH = 256  # of a key, which the lanes of a warp hold
@@ -30,18 +26,11 @@ class _Call(Structure):
     ]
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., object]]:
-    """Build and load the kernels. -> by op. BuildError as build.cuda."""
-    return {"choose": Indexer(build.cuda(SOURCE, target)).choose}
-
-
-class Indexer:
+class Indexer(Own):
     """The op on one build."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("choose",)
 
     def __init__(self, built: build.Artefact) -> None:
         self._choose = built.function("launch_choose", POINTER(_Call))

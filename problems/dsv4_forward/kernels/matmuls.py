@@ -5,35 +5,25 @@ ended: no launch just ahead may write them. Products that it does not serve are 
 are those of torch_ops/linear.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_void_p
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import KINDS
+from problems.dsv4_forward.kernels.arguments import KINDS, Own
 from problems.dsv4_forward.torch_ops import linear
 
-TARGETS = ("sm90", "sm100")
-OPS = ("matmuls",)
-SOURCE = Path(__file__).with_suffix(".cu")
 MOST_TOKENS, MOST_MATRICES = 32, 4  # as in the source
 MOST_ROWS = 16384  # of a matrix: with more, as the head has, cuBLAS reads at the rate of the memory
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernel. -> by op. BuildError as build.cuda."""
-    return {"matmuls": Matmuls(build.cuda(SOURCE, target)).matmuls}
-
-
-class Matmuls:
+class Matmuls(Own):
     """The op on one build."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("matmuls",)
 
     def __init__(self, built: build.Artefact) -> None:
         pointers, ints = POINTER(c_void_p), POINTER(c_int)

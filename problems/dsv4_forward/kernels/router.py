@@ -4,37 +4,26 @@ In torch these are 12 launches. The one launch reads the router's matrix before 
 just ahead may write it. The interface and formulas are those of torch_ops/router.py.
 """
 
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import expect, pointer
+from problems.dsv4_forward.kernels.arguments import Own, expect, pointer
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights.config import Config
 
-TARGETS = ("sm90", "sm100")
-OPS = ("route",)
-SOURCE = Path(__file__).with_suffix(".cu")
 MOST_CHOSEN = 32  # one a lane
 MOST_EXPERTS = 1024  # 32 a lane, whose choices are the bits of a word
 FEW_TOKENS, FEW_EXPERTS = 32, 384  # that one launch takes, as in the source
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernel. -> by op. BuildError as build.cuda."""
-    return {"route": Router(build.cuda(SOURCE, target)).route}
-
-
-class Router:
+class Router(Own):
     """The op on one build. Two launches on one device must not run at once: their blocks share an exchange."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("route",)
 
     def __init__(self, built: build.Artefact) -> None:
         self._choose = built.function("launch_choose", *[c_void_p] * 6, *[c_int] * 4, c_float)

@@ -3,7 +3,6 @@
 In torch these are about 60 operations. The interfaces and formulas are those of torch_ops/start.py.
 """
 
-from collections.abc import Callable
 from ctypes import POINTER, Structure, c_int
 from pathlib import Path
 
@@ -11,12 +10,9 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.plan import Plan
-from problems.dsv4_forward.kernels.arguments import expect, fields, is_bf16, pointer
+from problems.dsv4_forward.kernels.arguments import Own, expect, fields, is_bf16, pointer
 from problems.dsv4_forward.weights.config import CSA, HCA
 
-TARGETS = ("sm90", "sm100")
-OPS = ("start", "embed")
-SOURCE = Path(__file__).with_suffix(".cu")
 RATIOS = (CSA, HCA)
 
 
@@ -38,19 +34,11 @@ class _Embedding(Structure):
     _fields_ = fields("tokens weight freqs copies cosine sine", "vocab n d kinds half")
 
 
-def compile_for(target: str) -> list[build.Artefact]:
-    """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
-
-
-def ops(target: str) -> dict[str, Callable[..., None]]:
-    """Build and load the kernel. -> by op. BuildError as build.cuda."""
-    made = Start(build.cuda(SOURCE, target))
-    return {"start": made.start, "embed": made.embed}
-
-
-class Start:
+class Start(Own):
     """The ops on one build. ValueError, in each: a tensor that is not contiguous, or of another dtype or shape."""
+
+    SOURCE = Path(__file__).with_suffix(".cu")
+    OPS = ("start", "embed")
 
     def __init__(self, built: build.Artefact) -> None:
         self._start = built.function("launch_start", POINTER(_Plan), POINTER(_Embedding), c_int, c_int)

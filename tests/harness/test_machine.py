@@ -208,8 +208,7 @@ def test_a_full_disk_under_the_output_is_one_line():
 @pytest.mark.slow
 def test_a_closed_pipe_in_the_middle_of_a_run_keeps_what_was_done(tmp_path, folder):
     started = short(tmp_path, folder, "--variant", "good")
-    while " test " not in (line := started.stdout.readline()):
-        assert line, started.stderr.read()
+    assert started.stdout.readline(), started.stderr.read()  # the machine's; the next one says how many tests are right
     started.stdout.close()
     said = started.stderr.read()
     assert started.wait(timeout=120) == output.CLOSED_EXIT and "closed; go on with --resume " in one_line(said)

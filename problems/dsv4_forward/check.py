@@ -125,10 +125,6 @@ class Case:
             state.reserve(dict.fromkeys(sequences, 1))
             feed(model, state, dict(zip(sequences, drawn, strict=True)))
 
-    def _wait(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-
 
 class Count:
     """Says which of `total` checks are done, since each takes seconds, or minutes for a wide model."""

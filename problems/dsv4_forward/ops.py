@@ -181,8 +181,9 @@ def _fitted(filled: Mapping[str, Sequence[Kernel]], weights: ModelWeights) -> di
         fitted[problem, file] = load.module(folder, "in_model").fit(load.from_file(folder, file), weights, ops)
     asked = [(one.asked, op, fitted[one.problem, one.file]) for op in filled for one in filled[op] if one.problem]
     for part in dict.fromkeys(part for part, _, _ in asked if part):
-        (op, made), *others = [(op, made) for of, op, made in asked if of == part]
-        if not any(op in made.functions for op, made in ((op, made), *others)):
+        several = [(op, made) for of, op, made in asked if of == part]
+        if not any(op in made.functions for op, made in several):
+            op, made = several[0]
             raise ValueError(f"--kernels {part}: {op}: {made.refused[op]}")
     return fitted
 

@@ -87,6 +87,8 @@ def test_what_it_does_not_serve(ops):
     assert not bool(out.any())
     with pytest.raises(ValueError, match="out must be"):
         ops["linear"](x=x, w=matrix("nvfp4", 1, 60, 128).select(0), out=out)
+    with pytest.raises(ValueError, match="twice as many rows"):
+        ops["shared"](x=x, w13=matrix("nvfp4", 1, 64, 128), w2=matrix("nvfp4", 1, 64, 64), limit=1.0, out=out)
 
 
 def test_in_the_model_of_a_gpu():

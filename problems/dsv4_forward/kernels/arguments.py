@@ -1,5 +1,6 @@
 """What this folder's kernels share: `Own`, checks of tensors, of which launchers see addresses only, and structs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import Structure, c_int, c_longlong, c_void_p
 from pathlib import Path
@@ -19,15 +20,16 @@ PAGE_KINDS = {
 }
 
 
-class Own:
+class Own(ABC):
     """Kernels of a source of this folder, on one build. A subclass has a SOURCE, and a method for each of its OPS."""
 
     TARGETS = ("sm90", "sm100")
     SOURCE: ClassVar[Path]
     OPS: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
     def __init__(self, built: build.Artefact) -> None:
-        raise NotImplementedError
+        """Take what is launched from `built`."""
 
     @classmethod
     def compile_for(cls, target: str) -> list[build.Artefact]:

@@ -53,6 +53,9 @@ class Dense(Own):
         """Compute torch_ops experts.shared."""
         if not (serves(x, w13) and serves(x, w2) and out.dtype == torch.bfloat16):
             return NotImplemented
+        expect("x", x, x.dtype, (len(x), w13.k))
+        if w13.n != 2 * w2.k:
+            raise ValueError(f"w13 must have twice as many rows as w2 has columns, got {w13.n} and {w2.k}")
         if not len(x):
             return None
         sums = self._product(x.unsqueeze(1), w13)

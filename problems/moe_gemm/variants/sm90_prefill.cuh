@@ -516,7 +516,7 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
         if (tile.product == FIRST) {
             const int chunk = (F::UNITS * tile.block) / TEAM_UNITS + team;  // of the second product's columns
             const bool exists = TEAM_UNITS * chunk < product.rows;
-            if (exists || F::TEAMS > 1) {
+            if (exists || F::ACTIVATION != BF16) {  // with FP8 two teams meet
                 const float in_scale = F::ACTIVATION == NVFP4 ? __uint_as_float(load_shared(scale + 12)) : 0;
                 stage_inner<F>(d, tile.count, factor, list, team_staging, unit % TEAM_UNITS, part, in_scale,
                                smem + F::LARGEST, team_sync);

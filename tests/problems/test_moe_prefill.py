@@ -11,9 +11,9 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 
-from problems.common import load
-from tests.dsv4 import test_moe_mxfp4
+from problems.common import fp8, load
 from tests.support import ROOT
 
 FOLDER = load.PROBLEMS / "moe_gemm"
@@ -42,8 +42,16 @@ NVFP4_CASES = [
     (75, 3, 2, 128, 448, "uniform", "zeros", 1),
     (53, 4, 2, 64, 192, "zipf", "plain", 16),
 ]
-# Tokens, experts, experts of a token, hidden, inner: as test_moe_mxfp4 has them. A last group of 64 channels.
-FP8_CASES = [(9, 3, 2, 64, 128), (59, 2, 1, 192, 320), (75, 3, 2, 320, 192), (131, 1, 1, 576, 64), (21, 3, 2, 128, 448)]
+# The same but for the last, which is whether what counts is small beside the rest of its group. Last groups of 64.
+FP8_CASES = [
+    (9, 3, 2, 64, 128, "uniform", "plain", False),
+    (59, 3, 2, 192, 320, "uniform", "clamped", False),
+    (75, 4, 2, 320, 192, "one", "zeros", False),
+    (131, 2, 1, 576, 64, "one", "magnitudes", False),
+    (55, 2, 1, 256, 320, "one", "plain", True),
+    (21, 3, 2, 128, 448, "uniform", "plain", True),
+]
+NAMES = "tokens", "experts", "topk", "hidden", "inner", "router", "content"
 
 
 def latched(name: str, ptx: str) -> str:
@@ -61,29 +69,66 @@ def latched(name: str, ptx: str) -> str:
     return before + entry + kernel + close + behind
 
 
-def check_nvfp4(case: tuple) -> None:
-    """Against the reference, some ids no experts. Sums in another order put few codes on the other side of a rounding:
-    what is left is that of the output.
-    """
-    names = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
-    sizes = {**dict(zip(names, case, strict=False)), "activation": "nvfp4", "seed": 7}
+def made(case: tuple, activation: str) -> object:
+    """Data of a case; some ids are no experts."""
+    sizes = {**dict(zip(NAMES, case, strict=False)), "activation": activation, "seed": 7}
     weights = reference.generate_weights(**sizes, device=DEVICE)
-    weights.in_scale13.div_(case[7])
-    weights.in_scale2.div_(case[7])
     data = task.Data(weights, *reference.generate_input(**sizes, device=DEVICE))
     for i, bad in enumerate((-1, sizes["experts"], 2**31 - 1)):
         data.inputs.topk_ids[7 + i :: 40, i % sizes["topk"]] = bad
+    return data
+
+
+def called(data: object, prepare: str) -> torch.Tensor:
     module = load.variant("moe_gemm", "sm90_grouped")
     with mock.patch.multiple(module, **LOWERED):
-        out = module.custom_kernel(data._replace(weights=module.prepare(weights)))
-    result = reference.compare(data, reference.ref_kernel(data), out)
+        return module.custom_kernel(data._replace(weights=getattr(module, prepare)(data.weights)))
+
+
+def check_nvfp4(case: tuple) -> None:
+    """Sums in another order put few codes on the other side of a rounding: what is left is that of the output."""
+    data = made(case, "nvfp4")
+    data.weights.in_scale13.div_(case[7])
+    data.weights.in_scale2.div_(case[7])
+    result = reference.compare(data, reference.ref_kernel(data), called(data, "prepare"))
     assert result.ok and result.rel < 3e-3, result
 
 
-def check_fp8(sizes: tuple) -> None:
-    module = load.variant("moe_gemm", "sm90_grouped")
-    with mock.patch.multiple(module, **LOWERED):
-        test_moe_mxfp4.right(test_moe_mxfp4.compare(module, tuple(sizes), DEVICE, ()))
+def check_fp8(case: tuple) -> None:
+    data = made(case, "bf16")
+    if case[7]:
+        _let_small_values_count(data)
+    result = reference.compare(data, fp8_reference(data), called(data, "prepare_fp8"))
+    assert result.ok and result.rel < 3e-3, result
+    if case[7]:
+        assert not reference.compare(data, fp8_reference(data, 64), data.outputs.out).ok
+
+
+def _let_small_values_count(data: object) -> None:
+    """Of each group of 128 the first half is large, and meets weights of zero; the second is lost in part."""
+    w, x = data.weights, data.inputs.x
+    x[:, torch.arange(x.shape[1]) // 64 % 2 == 1] *= 2.0**-15
+    w.g13.mul_(2.0**15)
+    inner = w.w2.shape[2] * 2
+    small = torch.arange(2 * inner) % inner // 64 % 2 == 1
+    for rows, factor in ((small, 2.0**-4), (~small, 2.0**3)):
+        w.s13[:, rows] = (w.s13[:, rows].float() * factor).to(w.s13.dtype)
+    for packed in (w.w13, w.w2):
+        packed[..., torch.arange(packed.shape[2]) // 32 % 2 == 0] = 0
+
+
+def fp8_reference(data: object, group: int = 128) -> torch.Tensor:
+    """fp64 (T, H), as reference.ref_kernel."""
+    w, (x, ids, routing), _ = data
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for e in range(len(w.w13)):
+        rows, slots = (ids == e).nonzero(as_tuple=True)
+        taken = fp8.round_trip(x[rows], group).double()
+        gate, up = (taken @ reference.values(w.w13[e], w.s13[e]).T * w.g13[e].double()).chunk(2, 1)
+        v = torch.nn.functional.silu(gate.clamp(max=task.LIMIT)) * up.clamp(-task.LIMIT, task.LIMIT)
+        v = fp8.round_trip((v * routing[rows, slots].double().unsqueeze(1)).bfloat16(), group).double()
+        out.index_add_(0, rows, v @ reference.values(w.w2[e], w.s2[e]).T * w.g2[e].double())
+    return out
 
 
 def in_the_model(order: str, calls: list[tuple[str, dict]]) -> None:
@@ -101,14 +146,14 @@ def test_nvfp4_is_right_in_the_model_of_the_gpu():
 
 @pytest.mark.slow
 def test_fp8_is_right_in_the_model_of_the_gpu():
-    in_the_model("eager", [("check_fp8", {"sizes": sizes}) for sizes in FP8_CASES])
+    in_the_model("eager", [("check_fp8", {"case": case}) for case in FP8_CASES])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["lazy", "random:1"])
 def test_other_orders_in_the_model_change_nothing(order):
-    nvfp4, fp8 = (52, 3, 2, 64, 192, "one", "clamped", 1), (52, 1, 1, 64, 192)
-    in_the_model(order, [("check_nvfp4", {"case": nvfp4}), ("check_fp8", {"sizes": fp8})])
+    case = 52, 3, 2, 64, 192, "one", "clamped"
+    in_the_model(order, [("check_nvfp4", {"case": (*case, 1)}), ("check_fp8", {"case": (*case, False)})])
 
 
 @pytest.mark.gpu
@@ -118,6 +163,6 @@ def test_nvfp4_is_right_on_the_gpu(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [*FP8_CASES, (700, 17, 3, 1088, 576), (2048, 8, 6, 4096, 2048)], ids=str)
-def test_fp8_is_right_on_the_gpu(sizes):
-    check_fp8(sizes)
+@pytest.mark.parametrize("case", [*FP8_CASES, (700, 17, 3, 1088, 576, "zipf", "plain", False)], ids=str)
+def test_fp8_is_right_on_the_gpu(case):
+    check_fp8(case)

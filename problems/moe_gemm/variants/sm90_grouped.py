@@ -16,7 +16,7 @@ UNIT = 1152  # bytes of 32 rows by 64 columns, see nvfp4_units.cuh
 BOX = 8  # unit rows that a copy of the kernel for many brings
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MOST_WITH_SHARED = 32  # tokens of a call of `with_shared`: more pass over the shared expert's weights too often
-MANY = 12  # tokens an expert on average from which the kernel for many is quicker
+MANY = 12  # tokens an expert on average from which the kernel for many is quicker in bf16, beyond MOST_TOKENS
 DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
 FORMS = "bf16", "nvfp4", "fp8"  # of activations, by the numbers that decode_experts and prefill_experts take
 
@@ -131,11 +131,11 @@ def custom_kernel(data: input_t) -> output_t:
     hidden, inner = _sizes(state)
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
     experts, target = len(state.w13), load.device_target(x.device)
-    wgmma = target == "sm90"
-    if wgmma and state.activation == "bf16" and experts == 1 and tokens in DENSE:
+    wgmma, bf16 = target == "sm90", state.activation == "bf16"
+    if wgmma and bf16 and experts == 1 and tokens in DENSE:
         _run("dense", state, data, (tokens, hidden, inner))
         return out
-    if wgmma and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
+    if wgmma and tokens > MOST_TOKENS and (not bf16 or tokens * topk >= MANY * experts):
         _run("prefill", state, data, (tokens, topk, experts, hidden, inner))
         return out
     _decode(data, tokens, topk, shared=False)

@@ -1,7 +1,7 @@
 // moe_gemm for many tokens: both products with wgmma, weights decoded into registers, in a persistent kernel.
 //
 //   route    sorts slots by expert into two lists of items (sm90_routing.cuh)
-//   gather   x's rows in the order of the slots, their columns in wgmma's, as the second product has its rows
+//   gather   x's rows, quantised, in the order of the slots, their columns in wgmma's, as the second product has them
 //   experts  weights (units, nvfp4_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  adds the k rows of each token (sm90_prefill_run.cuh, as the launches)
 //

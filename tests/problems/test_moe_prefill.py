@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +21,6 @@ FOLDER = load.PROBLEMS / "moe_gemm"
 task = load.module(FOLDER, "task")
 reference = load.module(FOLDER, "reference")
 DEVICE = "cuda"  # in_model.call says another
-LOWERED = {"MOST_TOKENS": 4, "MANY": 0}
 CODE = """
 import json, sys
 from tests.dsv4 import in_model
@@ -69,7 +69,7 @@ def latched(name: str, ptx: str) -> str:
     return before + entry + kernel + close + behind
 
 
-def made(case: tuple, activation: str) -> object:
+def made(case: tuple, activation: str) -> Any:
     """Data of a case; some ids are no experts."""
     sizes = {**dict(zip(NAMES, case, strict=False)), "activation": activation, "seed": 7}
     weights = reference.generate_weights(**sizes, device=DEVICE)
@@ -79,9 +79,9 @@ def made(case: tuple, activation: str) -> object:
     return data
 
 
-def called(data: object, prepare: str) -> torch.Tensor:
+def called(data: Any, prepare: str) -> torch.Tensor:
     module = load.variant("moe_gemm", "sm90_grouped")
-    with mock.patch.multiple(module, **LOWERED):
+    with mock.patch.multiple(module, MOST_TOKENS=4, MANY=0):
         return module.custom_kernel(data._replace(weights=getattr(module, prepare)(data.weights)))
 
 
@@ -104,7 +104,7 @@ def check_fp8(case: tuple) -> None:
         assert not reference.compare(data, fp8_reference(data, 64), data.outputs.out).ok
 
 
-def _let_small_values_count(data: object) -> None:
+def _let_small_values_count(data: Any) -> None:
     """Of each group of 128 the first half is large, and meets weights of zero; the second is lost in part."""
     w, x = data.weights, data.inputs.x
     x[:, torch.arange(x.shape[1]) // 64 % 2 == 1] *= 2.0**-15
@@ -117,7 +117,7 @@ def _let_small_values_count(data: object) -> None:
         packed[..., torch.arange(packed.shape[2]) // 32 % 2 == 0] = 0
 
 
-def fp8_reference(data: object, group: int = 128) -> torch.Tensor:
+def fp8_reference(data: Any, group: int = 128) -> torch.Tensor:
     """fp64 (T, H), as reference.ref_kernel."""
     w, (x, ids, routing), _ = data
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -129,6 +129,31 @@ def fp8_reference(data: object, group: int = 128) -> torch.Tensor:
         v = fp8.round_trip((v * routing[rows, slots].double().unsqueeze(1)).bfloat16(), group).double()
         out.index_add_(0, rows, v @ reference.values(w.w2[e], w.s2[e]).T * w.g2[e].double())
     return out
+
+
+@pytest.mark.parametrize(
+    ("target", "activation", "tokens", "kernel"),
+    [
+        ("sm90", "nvfp4", 256, "decode"),
+        ("sm90", "nvfp4", 257, "prefill"),
+        ("sm90", "fp8", 257, "prefill"),
+        ("sm90", "bf16", 257, "decode"),  # below 12 an expert
+        ("sm90", "bf16", 384, "prefill"),
+        ("sm100", "nvfp4", 257, "decode"),
+    ],
+)
+def test_the_kernel_for_few_takes_what_it_can_in_one_part(target, activation, tokens, kernel, monkeypatch):
+    module = load.variant("moe_gemm", "sm90_grouped")
+    taken = []
+    monkeypatch.setattr(module, "_run", lambda name, *_: taken.append(name))
+    monkeypatch.setattr(module, "_decode", lambda *_, **__: taken.append("decode"))
+    monkeypatch.setattr(load, "device_target", lambda _: target)
+    w13, w2 = torch.empty(64, 4, 1, 0), torch.empty(64, 2, 1, 0)  # 64 experts, H and I 64
+    state = module.State(*[None] * 11)._replace(w13=w13, w2=w2, activation=activation)
+    ids, routing = torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2)
+    x, out = torch.zeros(2, tokens, 64, dtype=torch.bfloat16)
+    module.custom_kernel(task.Data(state, task.Inputs(x, ids, routing), task.Outputs(out)))
+    assert taken == [kernel]
 
 
 def in_the_model(order: str, calls: list[tuple[str, dict]]) -> None:

@@ -40,8 +40,8 @@ constexpr int TEAM_UNITS = 4;    // of a team's share of a tile: 64 channels of 
 constexpr int CLAIM_BEFORE = 3;  // chunks before its last a block claims its next tile: the answer takes 1 or 2
 
 // GROUPS warpgroups multiply, a warp 16 PARTS rows, for items of at most BLOCK_N slots. Registers are a thread's, of
-// those that load, of those that multiply, and at the launch. v leaves as ACTIVATION has it: WARPS warps have a block of
-// its channels, or group of FP8; with FP8 two teams meet where else each meets by itself.
+// those that load, of those that multiply, and at the launch. v leaves as ACTIVATION has it: WARPS warps have a block,
+// or group of FP8, of its channels; with FP8 two teams meet where else each meets by itself.
 template <int ACTIVATION_, int PARTS_, int BLOCK_N_, int NUM_STAGES_>
 struct Form {
     static constexpr int GROUPS = 4, PARTS = PARTS_, BLOCK_N = BLOCK_N_, NUM_STAGES = NUM_STAGES_;
@@ -341,8 +341,8 @@ __device__ __forceinline__ float activate(float gate, float up, float weight) {
 }
 
 // d of the first product -> rows of `inner` in staging. weights: of the item's slots, in shared memory. unit: of the
-// team's four, and part of it, which the warp has first. in_scale: of NVFP4. largest: in shared memory; where warps share
-// a block they meet by sync(), all of the team.
+// team's four, and part of it, which the warp has first. in_scale: of NVFP4. largest: in shared memory; where warps
+// share a block they meet by sync(), all of the team.
 template <class F, int PARTS, int SUMS, class Sync>
 __device__ __forceinline__ void stage_inner(float (&d)[PARTS][SUMS], int count, float factor, uint32_t weights,
                                             uint32_t staging, int unit, int part, float in_scale, uint32_t largest,
@@ -379,7 +379,7 @@ __device__ __forceinline__ void stage_inner(float (&d)[PARTS][SUMS], int count, 
                 leave(i, q, own);
         }
         if (QUANTISED) most = largest_of_eight<4>(most, ~0u);
-        if (QUANTISED && g == i % 8) block[i / 8] = most;
+        if (g == i % 8) block[i / 8] = most;
     }
     if constexpr (QUANTISED) {
         const decode::InputScale by(in_scale);
@@ -395,12 +395,11 @@ __device__ __forceinline__ void stage_inner(float (&d)[PARTS][SUMS], int count, 
             for (int k = 0; k < F::LARGEST_WORDS; ++k)
                 block[k] = decode::larger(block[k], load_shared(at(warp / F::WARPS * F::WARPS + w, k)));
 #pragma unroll
-        for (int k = 0; k < F::LARGEST_WORDS; ++k) {
+        for (int k = 0; k < F::LARGEST_WORDS; ++k)
             block[k] = F::ACTIVATION == FP8 ? __byte_perm(decode::least_normal(block[k]),
                                                           decode::least_normal(block[k] >> 16), 0x5410)
                                             : pack_bf16x2(scale(block[k] << 16 & 0x7FFF0000u),
                                                           scale(block[k] & 0x7FFF0000u));
-        }
 #pragma unroll
         for (int i = 0; i < SUMS / 4; ++i) {
             if (8 * i >= count) break;

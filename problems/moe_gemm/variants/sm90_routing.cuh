@@ -189,8 +189,8 @@ __device__ __forceinline__ uint32_t largest_of_eight(uint32_t pair, uint32_t lan
 // Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their
 // order][64]. Of 64 columns position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the
 // words of a matrix 4 by 8, transposed. 16-byte piece c of the item's row r is at c ^ r % 8, as in shared memory.
-// Values are as ACTIVATION has them, of NVFP4 with the expert's in_scale, and without it. For NVFP4 a thread loads half a
-// block, and eight threads turn their words in shared memory.
+// Values are as ACTIVATION has them, of NVFP4 with the expert's in_scale, and without it. For NVFP4 a thread loads half
+// a block, and eight threads turn their words in shared memory.
 template <int ACTIVATION>
 __global__ void __launch_bounds__(GATHER_THREADS)
     gather(const __nv_bfloat16* x, const float* in_scale, __nv_bfloat16* gathered, Tables tables, int slots,

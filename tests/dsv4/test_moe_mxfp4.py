@@ -201,7 +201,8 @@ def compare(module: ModuleType, sizes: tuple[int, ...], device: str, counts: tup
     every = slice(None)
     got, want = made(op, every, pair), made(experts.experts, every, pair, torch.float32)
     without = made(experts.experts, every, plain)
-    parts = [slice(1, 1 + count) for count in counts if count < len(x)]
+    # More than 256 are multiplied in another order.
+    parts = [slice(1, 1 + count) for count in counts if count < len(x) <= 256]
     some = want.any(1)  # v of a small token is below what FP8 holds
     assert not bool(got[~some].any())
     return {

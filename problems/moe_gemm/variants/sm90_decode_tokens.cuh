@@ -93,6 +93,14 @@ __device__ __forceinline__ void quantise_words(uint32_t (&words)[4], float most,
     else
         all(std::true_type());
 }
+// Two bf16 values of blocks whose scales are the halves of `scales`: likewise.
+__device__ __forceinline__ uint32_t quantise_pair(uint32_t pair, uint32_t scales, const InputScale& by) {
+    const auto code = [&](uint32_t value, uint32_t scale) {
+        return code_of<true>(by.divide<true>(__uint_as_float(value)), BlockInverse(__uint_as_float(scale)));
+    };
+    return ptx::mul_bf16x2(ptx::pack_bf16x2(code(pair << 16, scales << 16),
+                                            code(pair & 0xFFFF0000u, scales & 0xFFFF0000u)), scales);
+}
 __device__ __forceinline__ float largest_of(const uint32_t (&words)[4]) {
     float most = 0;
 #pragma unroll

@@ -39,10 +39,15 @@ int prefill_workspace(int tokens, int topk, int experts, int hidden, int inner) 
     return static_cast<int>((prefill::workspace(tokens, topk, experts, hidden, inner) + 1023) / 1024);
 }
 
+// form: as decode_experts.
 int prefill_experts(const tma::Tensor* w13, const float* g13, const tma::Tensor* w2, const float* g2,
                     const __nv_bfloat16* x, const int* ids, const float* routing, __nv_bfloat16* out, void* workspace,
-                    int tokens, int topk, int experts, int hidden, int inner) {
-    return prefill::run(*w13, g13, *w2, g2, x, ids, routing, out, workspace, tokens, topk, experts, hidden, inner);
+                    const float* in13, const float* in2, int tokens, int topk, int experts, int hidden, int inner,
+                    int form) {
+    const auto run = form == prefill::NVFP4 ? prefill::run<prefill::NVFP4>
+                     : form == prefill::FP8 ? prefill::run<prefill::FP8>
+                                            : prefill::run<prefill::BF16>;
+    return run(*w13, g13, in13, *w2, g2, in2, x, ids, routing, out, workspace, tokens, topk, experts, hidden, inner);
 }
 
 // As above, for one expert, with up to some hundreds of tokens.

@@ -16,9 +16,9 @@ UNIT = 1152  # bytes of 32 rows by 64 columns, see nvfp4_units.cuh
 BOX = 8  # unit rows that a copy of the kernel for many brings
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MOST_WITH_SHARED = 32  # tokens of a call of `with_shared`: more pass over the shared expert's weights too often
-MANY = 12  # tokens an expert on average from which the kernel for many is quicker
+MANY = 12  # tokens an expert on average from which the kernel for many is quicker in bf16, beyond MOST_TOKENS
 DENSE = range(12, 257)  # tokens of a single expert for which its columns are split over blocks
-BF16, NVFP4, FP8 = range(3)  # forms of activations that decode_experts takes
+FORMS = "bf16", "nvfp4", "fp8"  # of activations, by the numbers that decode_experts and prefill_experts take
 
 
 class State(NamedTuple):
@@ -131,11 +131,11 @@ def custom_kernel(data: input_t) -> output_t:
     hidden, inner = _sizes(state)
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
     experts, target = len(state.w13), load.device_target(x.device)
-    wgmma = state.activation == "bf16" and target == "sm90"
-    if wgmma and experts == 1 and tokens in DENSE:
+    wgmma, bf16 = target == "sm90", state.activation == "bf16"
+    if wgmma and bf16 and experts == 1 and tokens in DENSE:
         _run("dense", state, data, (tokens, hidden, inner))
         return out
-    if wgmma and tokens > MOST_TOKENS and tokens * topk >= MANY * experts:
+    if wgmma and tokens > MOST_TOKENS and (not bf16 or tokens * topk >= MANY * experts):
         _run("prefill", state, data, (tokens, topk, experts, hidden, inner))
         return out
     _decode(data, tokens, topk, shared=False)
@@ -165,7 +165,7 @@ def _decode(data: input_t, tokens: int, topk: int, shared: bool) -> None:
     _check_columns(max(hidden, inner))
     tiles = 2 if tokens * topk > 2 * experts and hidden <= 4096 and inner <= 2048 else 1
     slots, quantised = min(tokens, MOST_TOKENS) * topk, state.activation == "nvfp4"
-    form = {"bf16": BF16, "nvfp4": NVFP4, "fp8": FP8}[state.activation]
+    form = FORMS.index(state.activation)
     v = torch.empty(slots, inner, dtype=torch.bfloat16, device=x.device)
     rows = torch.empty(slots if quantised else 0, hidden, dtype=torch.bfloat16, device=x.device)
     run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_experts", *[c_void_p] * 13, *[c_int] * 10)
@@ -207,8 +207,9 @@ def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> No
     scratch = torch.empty(kib, 1024, dtype=torch.uint8, device=x.device)
     many = kernel == "prefill"
     w13, w2 = (addressof(state.map13), addressof(state.map2)) if many else (state.w13.data_ptr(), state.w2.data_ptr())
-    tensors = (x, ids, routing, data.outputs.out, scratch, *(() if many else (state.met,)))
-    others = [t.data_ptr() for t in tensors]
+    last = (state.in_scale13, state.in_scale2) if many else (state.met,)
+    others = [t.data_ptr() for t in (x, ids, routing, data.outputs.out, scratch, *last)]
+    sizes = (*sizes, FORMS.index(state.activation)) if many else sizes
     run = artefact.function(f"{kernel}_experts", *[c_void_p] * (4 + len(others)), *[c_int] * len(sizes))
     build.check(run(w13, state.g13.data_ptr(), w2, state.g2.data_ptr(), *others, *sizes), f"{kernel}_experts")
 

@@ -1,7 +1,7 @@
 // moe_gemm for many tokens: both products with wgmma, weights decoded into registers, in a persistent kernel.
 //
 //   route    sorts slots by expert into two lists of items (sm90_routing.cuh)
-//   gather   x's rows in the order of the slots, their columns in wgmma's, as the second product has its rows
+//   gather   x's rows, quantised, in the order of the slots, their columns in wgmma's, as the second product has them
 //   experts  weights (units, nvfp4_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  adds the k rows of each token (sm90_prefill_run.cuh, as the launches)
 //
@@ -40,10 +40,13 @@ constexpr int TEAM_UNITS = 4;    // of a team's share of a tile: 64 channels of 
 constexpr int CLAIM_BEFORE = 3;  // chunks before its last a block claims its next tile: the answer takes 1 or 2
 
 // GROUPS warpgroups multiply, a warp 16 PARTS rows, for items of at most BLOCK_N slots. Registers are a thread's, of
-// those that load, of those that multiply, and at the launch.
-template <int PARTS_, int BLOCK_N_, int NUM_STAGES_>
+// those that load, of those that multiply, and at the launch. v leaves as ACTIVATION has it: WARPS warps have a block,
+// or group of FP8, of its channels; with FP8 two teams meet where else each meets by itself.
+template <int ACTIVATION_, int PARTS_, int BLOCK_N_, int NUM_STAGES_>
 struct Form {
     static constexpr int GROUPS = 4, PARTS = PARTS_, BLOCK_N = BLOCK_N_, NUM_STAGES = NUM_STAGES_;
+    static constexpr int ACTIVATION = ACTIVATION_, WARPS = (ACTIVATION == FP8 ? 16 : 2) / PARTS,
+                         TEAMS = ACTIVATION == FP8 ? 2 : 1;
     static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112, LAUNCH_REGISTERS = 96;
     static constexpr int NUM_THREADS = 128 * (1 + GROUPS);
     static constexpr int SHARE = 2 * PARTS, UNITS = SHARE * GROUPS;  // of a warpgroup, of a tile
@@ -60,7 +63,10 @@ struct Form {
     static constexpr uint32_t SMEM_B = 0, SMEM_A = BLOCK_N * 128, STAGE_BYTES = SMEM_A + UNITS * units::BYTES;
     static constexpr uint32_t SMEM_D = NUM_STAGES * STAGE_BYTES, D_BYTES = BLOCK_N * 64 * PARTS;
     static constexpr uint32_t LISTS = SMEM_D + GROUPS * D_BYTES, LIST = 16 + BLOCK_N * 4;
-    static constexpr uint32_t TILES = LISTS + GROUPS * LIST;                            // Tile [2]
+    // Largest magnitudes of v, of each warp, where several have a block: a word a pair of slots.
+    static constexpr uint32_t LARGEST = LISTS + GROUPS * LIST, LARGEST_WORDS = (EIGHTS + 7) / 8,
+                              LARGEST_BYTES = ACTIVATION != BF16 && WARPS > 1 ? LARGEST_WORDS * 128 : 0;
+    static constexpr uint32_t TILES = LARGEST + GROUPS * 4 * LARGEST_BYTES;             // Tile [2]
     static constexpr uint32_t FULL_BARRIERS = TILES + 2 * 32, EMPTY_BARRIERS = FULL_BARRIERS + 8 * NUM_STAGES,
                               TILE_FULL_BARRIERS = EMPTY_BARRIERS + 8 * NUM_STAGES;
     static constexpr uint32_t TILE_EMPTY_BARRIERS = TILE_FULL_BARRIERS + 8 * 2, BYTES = TILE_EMPTY_BARRIERS + 8 * 2;
@@ -68,14 +74,16 @@ struct Form {
                   "a swizzle repeats every 1024 bytes");
     static_assert(BYTES + 1024 <= 227 * 1024, "with room to align the start");
 };
-using Few = Form<2, 48, 8>;
-using Many = Form<1, 128, 7>;
+template <int ACTIVATION = BF16>
+using Few = Form<ACTIVATION, 2, 48, 8>;
+template <int ACTIVATION = BF16>
+using Many = Form<ACTIVATION, 1, 128, 7>;
 
 enum { FIRST, SECOND, END };  // which product
 
 struct Product {
     CUtensorMap units;   // [experts][rows][chunks units], in boxes of BOX rows by one unit
-    const float* scale;  // [experts]
+    const float *scale, *in_scale;  // [experts]; in_scale: of NVFP4, of the activations
     int rows, chunks;    // of an expert, in units
     int blocks;          // of Form::UNITS rows
 };
@@ -333,10 +341,13 @@ __device__ __forceinline__ float activate(float gate, float up, float weight) {
 }
 
 // d of the first product -> rows of `inner` in staging. weights: of the item's slots, in shared memory. unit: of the
-// team's four, and part of it, which the warp has first.
-template <int PARTS, int SUMS>
-__device__ __forceinline__ void stage_inner(const float (&d)[PARTS][SUMS], int count, float factor, uint32_t weights,
-                                            uint32_t staging, int unit, int part) {
+// team's four, and part of it, which the warp has first. in_scale: of NVFP4. largest: in shared memory; where warps
+// share a block they meet by sync(), all of the team.
+template <class F, int PARTS, int SUMS, class Sync>
+__device__ __forceinline__ void stage_inner(float (&d)[PARTS][SUMS], int count, float factor, uint32_t weights,
+                                            uint32_t staging, int unit, int part, float in_scale, uint32_t largest,
+                                            Sync sync) {
+    constexpr bool QUANTISED = F::ACTIVATION != BF16;
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     // Lanes g and g ^ 1 have neighbouring channels of slots 2 c and 2 c + 1 of each eight: each takes one slot of both.
     const int mine = 2 * c + g % 2;
@@ -346,16 +357,59 @@ __device__ __forceinline__ void stage_inner(const float (&d)[PARTS][SUMS], int c
     uint32_t to[PARTS];
 #pragma unroll
     for (int q = 0; q < PARTS; ++q) to[q] = row + ((4 * (part + q) + g / 2) ^ mine) * 16;
+    const auto leave = [&](int i, int q, uint32_t own) {
+        const uint32_t other = __shfl_xor_sync(~0u, own, 4);
+        store_shared(to[q] + i * 1024, __byte_perm(own, other, both));
+    };
+    // Of slots 2 c and 2 c + 1 of the eights g, g + 8, ...: largest magnitudes, and then what all of a block share.
+    uint32_t block[F::LARGEST_WORDS] = {};
 #pragma unroll
     for (int i = 0; i < SUMS / 4; ++i) {
         if (8 * i >= count) break;
         const float2 weight = load_shared_pair(weights + 4 * (8 * i + 2 * c));
+        uint32_t most = 0;
 #pragma unroll
         for (int q = 0; q < PARTS; ++q) {
             const float a = activate(d[q][4 * i] * factor, d[q][4 * i + 2] * factor, weight.x);
             const float b = activate(d[q][4 * i + 1] * factor, d[q][4 * i + 3] * factor, weight.y);
-            const uint32_t own = pack_bf16x2(a, b), other = __shfl_xor_sync(~0u, own, 4);
-            store_shared(to[q] + i * 1024, __byte_perm(own, other, both));
+            const uint32_t own = pack_bf16x2(a, b);
+            if (QUANTISED)
+                d[q][4 * i] = __uint_as_float(own), most = decode::larger(most, own);
+            else
+                leave(i, q, own);
+        }
+        if (QUANTISED) most = largest_of_eight<4>(most, ~0u);
+        if (g == i % 8) block[i / 8] = most;
+    }
+    if constexpr (QUANTISED) {
+        const decode::InputScale by(in_scale);
+        const auto scale = [&](uint32_t most) { return decode::block_scale(by.divide<true>(__uint_as_float(most))); };
+        const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+        const auto at = [&](int warp, int k) { return largest + warp * F::LARGEST_BYTES + 128 * k + 4 * lane; };
+#pragma unroll
+        for (int k = 0; k < F::LARGEST_WORDS && F::WARPS > 1; ++k) store_shared(at(warp, k), block[k]);
+        if (F::WARPS > 1) sync();
+#pragma unroll 1
+        for (int w = 0; w < F::WARPS && F::WARPS > 1; ++w)
+#pragma unroll
+            for (int k = 0; k < F::LARGEST_WORDS; ++k)
+                block[k] = decode::larger(block[k], load_shared(at(warp / F::WARPS * F::WARPS + w, k)));
+#pragma unroll
+        for (int k = 0; k < F::LARGEST_WORDS; ++k)
+            block[k] = F::ACTIVATION == FP8 ? __byte_perm(decode::least_normal(block[k]),
+                                                          decode::least_normal(block[k] >> 16), 0x5410)
+                                            : pack_bf16x2(scale(block[k] << 16 & 0x7FFF0000u),
+                                                          scale(block[k] & 0x7FFF0000u));
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; ++i) {
+            if (8 * i >= count) break;
+            const uint32_t shared = __shfl_sync(~0u, block[i / 8], i % 8 * 4 + c);
+#pragma unroll
+            for (int q = 0; q < PARTS; ++q) {
+                const uint32_t own = __float_as_uint(d[q][4 * i]);
+                leave(i, q, F::ACTIVATION == FP8 ? decode::nearest_e4m3(own, shared)
+                                                 : decode::quantise_pair(own, shared, by));
+            }
         }
     }
 }
@@ -413,7 +467,7 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     const uint32_t team_staging = smem + F::SMEM_D + team * (F::TEAM * F::D_BYTES);
     const uint32_t staging = smem + F::SMEM_D + group * F::D_BYTES;
     const uint32_t scale = smem + F::LISTS + group * F::LIST, list = scale + 16;
-    const auto team_sync = [&] { named_barrier_sync<128 * F::TEAM>(1 + team); };
+    const auto team_sync = [&] { named_barrier_sync<128 * F::TEAM * F::TEAMS>(1 + team / F::TEAMS); };
     float d[PARTS][SUMS];
     // Who stores: an item of which a bulk copy may still be on its way, plus one, or none.
     const uint32_t stored = scale + 4;
@@ -440,6 +494,8 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
             const void* const of = is_first ? static_cast<const void*>(p.tables.weight) : p.tables.slot;
             if (thread < tile.count) cp_async4(list + 4 * thread, static_cast<const int*>(of) + tile.first + thread);
             if (thread == 0) cp_async4(scale, p.product[tile.product].scale + tile.expert);
+            if (F::ACTIVATION == NVFP4 && thread < 2)  // of the activations here, and of v
+                cp_async4(scale + 8 + 4 * thread, p.product[thread ? SECOND : tile.product].in_scale + tile.expert);
 #pragma unroll
             for (int i = 0; i < PARTS * SUMS; ++i) d[i / SUMS][i % SUMS] = 0;
             mma_tile<F>(d, smem, stage, p.product[tile.product].chunks, weights + 512 * part + 16 * lane,
@@ -452,15 +508,20 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
         finish_store();  // long done: staging is free again
         cp_async_wait_all();
         team_sync();
-        const float factor = __uint_as_float(load_shared(scale)) * units::REST;
+        float factor = __uint_as_float(load_shared(scale));
+        if (F::ACTIVATION == NVFP4) factor *= __uint_as_float(load_shared(scale + 8));
+        factor *= units::REST;
         const int begin = F::UNITS * tile.block + F::SHARE * group;  // units of rows, this warpgroup's first
         if (tile.product == FIRST) {
             const int chunk = (F::UNITS * tile.block) / TEAM_UNITS + team;  // of the second product's columns
-            if (TEAM_UNITS * chunk < product.rows) {
-                stage_inner(d, tile.count, factor, list, team_staging, unit % TEAM_UNITS, part);
+            const bool exists = TEAM_UNITS * chunk < product.rows;
+            if (exists || F::ACTIVATION != BF16) {  // with FP8 two teams meet
+                const float in_scale = F::ACTIVATION == NVFP4 ? __uint_as_float(load_shared(scale + 12)) : 0;
+                stage_inner<F>(d, tile.count, factor, list, team_staging, unit % TEAM_UNITS, part, in_scale,
+                               smem + F::LARGEST, team_sync);
                 fence_proxy_async_shared();
                 team_sync();
-                if (stores) {
+                if (stores && exists) {
                     bf16* const to = p.inner + (int64_t(chunk) * p.slots + tile.first) * 64;
                     tma_store_1d(to, team_staging, tile.count * 128);
                     store_shared(stored, tile.item + 1);

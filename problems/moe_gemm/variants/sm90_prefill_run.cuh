@@ -57,7 +57,7 @@ struct Workspace {
     size_t bytes;
     Workspace(void* base, int tokens, int topk, int experts, int hidden, int inner_size) : bytes(0) {
         const size_t slots = size_t(tokens) * topk;
-        const size_t items = most_items(slots, experts, Many::BLOCK_N);
+        const size_t items = most_items(slots, experts, Many<>::BLOCK_N);
         const auto take = [&](size_t size) {
             const size_t at = bytes;
             bytes += (size + 255) / 256 * 256;
@@ -94,11 +94,14 @@ inline int launch_experts(Problem& problem, const List& list, int processors) {
 }
 
 // T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64),
-// as tensors of 8 bytes an element in boxes of BOX unit rows by one; g13, g2 fp32 (E,); x, out bf16 (T, H); ids int32,
-// topk_weights fp32 (T, k). -> a cudaError_t.
-inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, const float* g2, const bf16* x,
-               const int* ids, const float* topk_weights, bf16* out, void* workspace, int tokens, int topk, int experts,
-               int hidden, int inner_size) {
+// as tensors of 8 bytes an element in boxes of BOX unit rows by one; g13, g2, in13, in2 fp32 (E,); x, out bf16 (T, H);
+// ids int32, topk_weights fp32 (T, k). -> a cudaError_t.
+template <int ACTIVATION>
+int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::Tensor& w2, const float* g2,
+        const float* in2, const bf16* x, const int* ids, const float* topk_weights, bf16* out, void* workspace,
+        int tokens, int topk, int experts, int hidden, int inner_size) {
+    using Few = Few<ACTIVATION>;
+    using Many = Many<ACTIVATION>;
     const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
     if (experts > ROUTE_EXPERTS || slots >= ROUTE_SLOTS || pieces >= int64_t(1) << 31) return cudaErrorInvalidValue;
     // What a stage's barrier waits for is that many bytes.
@@ -110,8 +113,8 @@ inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, 
         return error;
     const Workspace space(workspace, tokens, topk, experts, hidden, inner_size);
 
-    Problem problem{{{{}, g13, 2 * inner_size / units::ROWS, hidden / units::COLUMNS, 0},
-                     {{}, g2, hidden / units::ROWS, inner_size / units::COLUMNS, 0}},
+    Problem problem{{{{}, g13, in13, 2 * inner_size / units::ROWS, hidden / units::COLUMNS, 0},
+                     {{}, g2, in2, hidden / units::ROWS, inner_size / units::COLUMNS, 0}},
                     space.x,
                     space.inner,
                     space.parts,
@@ -135,7 +138,8 @@ inline int run(const tma::Tensor& w13, const float* g13, const tma::Tensor& w2, 
     const auto items = unsigned(most_items(slots, experts, Many::BLOCK_N));
     const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
     if (const cudaError_t error =
-            programmatic::launch(gather, grid, GATHER_THREADS, 0, x, space.x, space.tables, int(slots), hidden))
+            programmatic::launch(gather<ACTIVATION>, grid, GATHER_THREADS, 0, x, in13, space.x, space.tables,
+                                 int(slots), hidden))
         return error;
 
     // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.

@@ -12,9 +12,12 @@
 
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "sm90_decode_tokens.cuh"
 #include "warp.cuh"
 
 namespace prefill {
+
+enum { BF16, NVFP4, FP8 };  // forms of activations: decode_experts' numbers
 
 constexpr int ROUTE_BLOCKS = 8;       // the cluster that sorts
 constexpr int ROUTE_THREADS = 1024;   // of a block
@@ -174,17 +177,33 @@ __global__ void __cluster_dims__(ROUTE_BLOCKS, 1, 1) __launch_bounds__(ROUTE_THR
 
 constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
 
+// Of a pair, over those of `lanes` that differ in the three bits from APART up, the larger magnitudes of either half.
+template <int APART>
+__device__ __forceinline__ uint32_t largest_of_eight(uint32_t pair, uint32_t lanes) {
+#pragma unroll
+    for (int apart = APART; apart < 8 * APART; apart *= 2)
+        pair = decode::larger(pair, __shfl_xor_sync(lanes, pair, apart));
+    return pair;
+}
+
 // Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their
 // order][64]. Of 64 columns position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the
 // words of a matrix 4 by 8, transposed. 16-byte piece c of the item's row r is at c ^ r % 8, as in shared memory.
+// Values are as ACTIVATION has them, of NVFP4 with the expert's in_scale, and without it. For NVFP4 a thread loads half
+// a block, and eight threads turn their words in shared memory.
+template <int ACTIVATION>
 __global__ void __launch_bounds__(GATHER_THREADS)
-    gather(const __nv_bfloat16* x, __nv_bfloat16* gathered, Tables tables, int slots, int hidden) {
+    gather(const __nv_bfloat16* x, const float* in_scale, __nv_bfloat16* gathered, Tables tables, int slots,
+           int hidden) {
+    __shared__ uint4 turned[GATHER_THREADS];
     programmatic::trigger();
     programmatic::wait();
     const int many = __ldcg(tables.many.head), both = many + __ldcg(tables.few.head), index = blockIdx.x;
     if (index >= both) return;
     const int4 item = __ldcg(index < many ? tables.many.items + index : tables.few.items + index - many);
     const int piece = threadIdx.x % 8, first = blockIdx.y * GATHER_CHUNKS, left = hidden / 64 - first;
+    const decode::InputScale by(ACTIVATION == NVFP4 ? __ldg(in_scale + item.x) : 1.f);
+    const uint32_t eight = 0xFFu << threadIdx.x % 32 / 8 * 8;  // lanes of a row
 #pragma unroll 1
     for (int row = threadIdx.x / 8; row < item.z; row += GATHER_THREADS / 8) {
         const int64_t token = __ldcg(tables.token + item.y + row);
@@ -194,9 +213,36 @@ __global__ void __launch_bounds__(GATHER_THREADS)
         uint4 v[GATHER_CHUNKS];
 #pragma unroll
         for (int i = 0; i < GATHER_CHUNKS; ++i) {
+            if (ACTIVATION == FP8) v[i] = make_uint4(0, 0, 0, 0);
             if (i >= left) break;
             const uint32_t* const at = from + i * 32;
-            v[i] = make_uint4(__ldg(at), __ldg(at + 8), __ldg(at + 16), __ldg(at + 24));
+            if (ACTIVATION == NVFP4)
+                v[i] = __ldg(reinterpret_cast<const uint4*>(at - piece) + piece);
+            else
+                v[i] = make_uint4(__ldg(at), __ldg(at + 8), __ldg(at + 16), __ldg(at + 24));
+        }
+#pragma unroll
+        for (int i = 0; i < GATHER_CHUNKS && ACTIVATION == NVFP4; ++i) {
+            if (i >= left) break;
+            uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+            const float most = decode::largest_of(words);
+            decode::quantise_words(words, fmaxf(most, __shfl_xor_sync(eight, most, 1)), by);
+            const auto word = reinterpret_cast<uint32_t(*)[4]>(turned + threadIdx.x / 8 * 8);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) word[4 * (piece % 2) + j ^ row % 8][piece / 2] = words[j];
+            __syncwarp(eight);
+            v[i] = turned[threadIdx.x ^ row % 8];
+            __syncwarp(eight);
+        }
+#pragma unroll
+        for (int i = 0; i < GATHER_CHUNKS && ACTIVATION == FP8; i += 2) {
+            uint32_t pairs[8] = {v[i].x, v[i].y, v[i].z, v[i].w, v[i + 1].x, v[i + 1].y, v[i + 1].z, v[i + 1].w};
+            const uint32_t most = largest_of_eight<1>(decode::largest(pairs), eight);
+            const uint32_t least = decode::least_normal(decode::larger(most, most >> 16));
+#pragma unroll
+            for (uint32_t& pair : pairs) pair = decode::nearest_e4m3(pair, least);
+            v[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            v[i + 1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
         }
 #pragma unroll
         for (int i = 0; i < GATHER_CHUNKS; ++i)

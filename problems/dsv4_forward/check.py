@@ -18,7 +18,8 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
 * greedy tokens are equal, or the two logits are closer in the oracle than six times the size of the reference kernels'
   error: those tokens are listed, and no fault;
 * decisions (experts of a token, entries of the indexer) follow the oracle's; each that would have been another is
-  listed with the oracle's margin.
+  listed with the oracle's margin;
+* on a GPU, decode steps wait for nothing, and a recorded step's replays have the same logits, bit for bit.
 
 Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments and where memory does not suffice.
 """
@@ -41,6 +42,8 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.generate.sampler import Sampler
+from problems.dsv4_forward.generate.steps import Steps
 from problems.dsv4_forward.model import Model, feed, no_memory
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame
@@ -81,11 +84,14 @@ class Case:
     steps: int
     device: str
 
+    def blocks(self) -> int:
+        """Blocks for the prompts and the steps."""
+        return sum(-(-(len(p) + self.steps) // config.BLOCK_TOKENS) for p in self.prompts)
+
     def run(self, table: Ops, dtype: torch.dtype | None, probe: object, forced: torch.Tensor | None) -> Pass:
         """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the greedy ones of this pass."""
-        blocks = sum(-(-(len(p) + self.steps) // config.BLOCK_TOKENS) for p in self.prompts)
         chunk = max(map(len, self.prompts))
-        state = State(self.cfg, self.fmt, len(self.prompts), blocks, chunk, self.device)
+        state = State(self.cfg, self.fmt, len(self.prompts), self.blocks(), chunk, self.device)
         model = Model(self.weights, table, dtype, probe)
         sequences = [state.open()[0] for _ in self.prompts]
         rows = [feed(model, state, dict(zip(sequences, self.prompts, strict=True)))]
@@ -138,7 +144,7 @@ class Count:
 
 
 def checks(device: str) -> int:
-    """How many checks there are of one configuration: six passes, and on a GPU that nothing waits for it."""
+    """How many checks there are of one configuration: six passes, and on a GPU recorded steps."""
     return 6 + (device != "cpu")
 
 
@@ -301,8 +307,8 @@ def _checks(case: Case, chosen: ops.Chosen, count: Count) -> bool:
     faults += _say_logits(oracle, *free)
     _say_decisions(composed)
     if case.device != "cpu":
-        faults += _say_waits(case, chosen.ops)
-        count.done("waits for the GPU in a decode step")
+        faults += _say_recorded(case, chosen.ops)
+        count.done("recorded decode steps")
     return _wrong(faults)
 
 
@@ -410,23 +416,31 @@ def _say_decisions(composed: Follower) -> None:
         print(f"  {op}: {len(other)} of {len(made)} calls would have decided otherwise{largest}")
 
 
-def _say_waits(case: Case, table: Ops) -> list[str]:
-    """One decode step during which torch refuses to wait for the GPU. -> the wait, if there was one."""
-    state = State(case.cfg, case.fmt, sequences=1, blocks=1, device=case.device)
-    model = Model(case.weights, table)
-    sequence, _ = state.open()
-    feed(model, state, {sequence: [1]})
-    state.reserve({sequence: 1})
-    tokens = torch.tensor([1], device=case.device)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model.forward(state.step((sequence,), tokens, static=True), state)
-    except RuntimeError as error:
-        return [f"a decode step waits for the GPU: {error}"]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    print("  host synchronisations in a decode step: 0")
+def _say_recorded(case: Case, table: Ops) -> list[str]:
+    """Decode steps during which torch refuses to wait for the GPU, and the same as a replayed graph. -> faults."""
+    passes = []
+    for recorded in (False, True):
+        state = State(case.cfg, case.fmt, len(case.prompts), case.blocks(), max(PROMPTS), case.device)
+        model, sequences = Model(case.weights, table), [state.open()[0] for _ in case.prompts]
+        logits = feed(model, state, dict(zip(sequences, case.prompts, strict=True)))
+        state.reserve(dict.fromkeys(sequences, case.steps))
+        who = torch.tensor(sequences, device=case.device)
+        step = Steps(model, state, sequences, logits.argmax(-1), who, Sampler(), recorded)
+        rows = []
+        for _ in range(case.steps):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step()
+            except RuntimeError as error:
+                return [f"a decode step{' cannot be recorded' * recorded}, or it waits for the GPU: {error}"]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            rows.append(step.logits.clone())
+        passes.append(torch.stack(rows))
+    if not torch.equal(*passes):
+        return [f"a decode step's replay differs from its kernels launched one by one: {_relative(*passes):.3g}"]
+    print(f"  {case.steps} decode steps: no host synchronisation; replays of a recorded step are equal to them")
     return []
 
 

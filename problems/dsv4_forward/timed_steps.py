@@ -41,7 +41,7 @@ CASES = (
     ]
     + [
         {"config": "flash-4l256e", "format": fmt, "batch": 1, "context": 0, "new": PREFILL}
-        for fmt in ("nvfp4", "nvfp4_experts")
+        for fmt in ("nvfp4", "nvfp4_experts", "released")
     ]
     + [  # to be compared with the same case without `early`
         {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": LONG, "early": 0} for batch in (1, 8)
@@ -54,6 +54,15 @@ CASES = (
         {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context, "kernels": "choose=reference"}
         for context in (LONG, LONGER, LONGEST)
         for batch in (1, 8)
+    ]
+    + [
+        {"config": "flash-4l256e", "format": fmt, "batch": batch, "context": LONG}
+        for fmt in ("nvfp4", "released")
+        for batch in (64, 128)
+    ]
+    + [
+        {"config": "flash-4l256e", "format": "nvfp4", "batch": 1, "context": 0, "new": count}
+        for count in (512, 4 * PREFILL)
     ]
 )
 

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.checkpoint import checkpoint
-from problems.dsv4_forward.generate import decoding, generate
+from problems.dsv4_forward.generate import decoding, generate, steps
 from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits, Told, decode
 from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
+from problems.dsv4_forward.generate.steps import Steps
 from problems.dsv4_forward.generate.text import Tokenizer, end_tokens
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.weights import tree
@@ -235,6 +236,23 @@ def test_what_cannot_run_is_refused_before_anything_does(model):
         with pytest.raises(error):
             list(decode(Model(model.weights, object()), state, prompts, limits, Sampler()))
         assert state.pool.free == 1 and state.lengths == [0]
+
+
+@pytest.mark.gpu
+def test_recorded_steps_give_the_tokens_of_steps_launched_one_by_one(monkeypatch):
+    """Over bounds that are reached, and prompts of which one ends first."""
+    record, graphs, found = Steps._record, [], []
+    monkeypatch.setattr(steps, "AHEAD", 5)
+    monkeypatch.setattr(Steps, "_record", lambda self: graphs.append(record(self)) or graphs[-1])
+    weights = tree.random(CFG, "nvfp4", seed=2, device="cuda")
+    for replayed in (True, False):
+        monkeypatch.setattr(decoding, "Steps", lambda *args, how=replayed: Steps(*args, how))
+        state = State(CFG, "nvfp4", sequences=2, blocks=2, device="cuda")
+        with torch.inference_mode():
+            told = list(decode(Model(weights), state, [[1, 2, 3], [4] * 39], Limits(20), Sampler(0.7, 5)))
+        found.append([(one.prompt, one.token) for one in told])
+    assert found[0] == found[1] and len(found[0]) == 20 + CFG.max_position_embeddings + 1 - 39
+    assert len(graphs) > 3, "one for each bound, and for the sequence that is left"
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch
 
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.generate.sampler import Sampler
+from problems.dsv4_forward.generate.steps import Steps
 from problems.dsv4_forward.model import Model, feed
 
 END, LENGTH, CONTEXT = "end token", "length", "context full"  # why a prompt gets no more tokens
@@ -116,18 +117,19 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
     # The host sees by the first tokens whether the model computes numbers, so that nothing is read for it.
     sound = logits.isfinite().all(1)
     waiting: tuple[list[int], Late] | None = (live, Late(tokens.where(sound, NO_NUMBERS)))
+    steps = None
     while waiting:
         before, late = waiting
         live = [prompt for prompt in before if prompt not in ended and count < run.allowed[prompt]]
-        if live and live != before:
+        if live and (steps is None or live != before):
             kept = put([before.index(prompt) for prompt in live])
             tokens, numbers = tokens.index_select(0, kept), numbers.index_select(0, kept)
+            steps = Steps(
+                run.model, run.state, [run.sequences[prompt] for prompt in live], tokens, numbers, run.sampler
+            )
         waiting = None
         if live:
-            batch = run.state.step([run.sequences[prompt] for prompt in live], tokens)
-            logits = run.model.forward(batch, run.state).logits
-            run.state.commit(batch)
-            tokens = run.sampler.sample(logits, numbers, batch.lists.position + 1)
+            tokens = steps()
             waiting = live, Late(tokens)
         for prompt, token in zip(before, late.read(), strict=True):
             if prompt not in ended:

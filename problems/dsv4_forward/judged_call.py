@@ -14,7 +14,6 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache.batch import Batch, Planner
 from problems.dsv4_forward.cache.state_layout import LayerState, StateLayout
-from problems.dsv4_forward.kernels import vectors
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, layout, tree
 
@@ -102,7 +101,7 @@ def plan(planner: Planner, inputs: NamedTuple) -> Batch:
 
 def compile_for(problems: tuple[str, ...], target: str) -> list:
     """Compile the winners of `problems`, and this folder's kernels, for `target`."""
-    kernels = [module for module in (*ops.KERNELS, vectors) if target in module.TARGETS]
+    kernels = [module for module in ops.KERNELS if target in module.TARGETS]
     artefacts = [artefact for module in kernels for artefact in module.compile_for(target)]
     for name in problems:
         winner = load.variant(name, load.winner(load.PROBLEMS / name, target))

@@ -100,7 +100,7 @@ WINNERS: dict[str, tuple[str, ...]] = {
     "shared": ("linear_decode", OWN, "moe_gemm"),
     "all_experts": ("moe_gemm",),
 }
-ASKED_FOR = dict.fromkeys(("linear", "grouped_linear"), ("moe_gemm", "nvfp4_gemv"))  # fill them too, but lead nowhere
+ASKED_FOR = dict.fromkeys(("linear", "grouped_linear"), ("nvfp4_gemv",))  # fills them too, but leads nowhere
 
 
 @dataclass(frozen=True)

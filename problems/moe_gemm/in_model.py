@@ -1,4 +1,4 @@
-"""Compute the model's experts, shared, all_experts, and in NVFP4 linear and grouped_linear, for any number of tokens.
+"""Compute the model's experts, shared and all_experts, for any number of tokens.
 
 The model has gate and up rows in one matrix, in that order, with one scale_2 and one input_scale an expert, so that the
 problem's Weights are views of its tensors. (Loading refuses a checkpoint whose w1 and w3 differ in these two.) What a
@@ -16,16 +16,6 @@ One function more, and it computes routed experts in MXFP4 too, whose activation
 * `prepare_fp8(weights)`: Weights with activation "bf16" -> what custom_kernel gets as its weights in calls that round x
   and v as fp8.round_trip does, a group of 128. ValueError: as prepare. The weights are the model's in NVFP4, which
   holds them exactly where the scales of each expert's matrix are within 2^17. Their scales are gone after the call.
-
-Two more, for one matrix of (n, k) weights, both multiples of 64, and it computes linears:
-
-* `prepare_linear(packed, scales, g, in_scale)` -> state. packed: uint8 (n, k / 2), low nibble first; scales: e4m3 (n,
-  k / 16), bytes 0x00 to 0x7E; both contiguous, at a multiple of 256 bytes (64 on a CPU). g: fp32 (). A weight is code *
-  scale * g. in_scale: fp32 (), positive: inputs are quantised with it, as task.Data says of x; None: they are not.
-  Bound as prepare's: state may keep 1.05 times the bytes of packed and scales, and what all states share.
-  ValueError: a matrix that it cannot take, say one that is too wide; the report says why.
-* `linear(state, x, out)`: out = x w^T, summed in fp32, rounded once. x: bf16 (T, k), finite; out: bf16 (T, n); T >= 1;
-  both contiguous, at a multiple of 64 bytes. Like custom_kernel it never waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -57,23 +47,20 @@ from problems.dsv4_forward.weights.tree import ModelWeights
 KINDS = ("nvfp4", "mxfp4")  # of routed experts' weights
 CONVERTED = 16  # experts whose scales are converted at once
 ROOM = 4096  # tokens; for more, the shared expert's ids and weights are made in each call, which is long then
-PRODUCT_ALIGNMENT = 64  # bytes, of x and out of a plain product
 
 
 def fit(variant: ModuleType, weights: ModelWeights, wanted: Sequence[str]) -> Fitted:
     """Fit a variant as prepared.py says. ValueError too, naming the layer: what the variant's prepare refuses."""
     refused = {op: reason for op in wanted if (reason := _unserved(variant, weights, op))}
     ops, blocks = {*wanted} - {*refused}, list(weights.blocks())
-    routed, shared, matrices = [], [], []
+    routed, shared = [], []
     if ops & {"experts", "all_experts"}:
         some = [block.ffn for block in blocks if block.ffn.w13.kind in KINDS]
         routed = [prepare(variant, f.w13, f.w2, f.router.table, (f.shared_w13, f.shared_w2)) for f in some]
     if "shared" in ops:
         shared = [prepare(variant, block.ffn.shared_w13, block.ffn.shared_w2) for block in blocks]
-    if ops & {"linear", "grouped_linear"}:
-        matrices = [prepare_linear(variant, w) for w in weights.linears() if w.kind == "nvfp4"]
-    calls = make_calls(variant, [*routed, *shared], matrices)
-    units = {"layers of routed experts": routed, "layers of shared experts": shared, "NVFP4 matrices": matrices}
+    calls = make_calls(variant, [*routed, *shared])
+    units = {"layers of routed experts": routed, "layers of shared experts": shared}
     lines = [line for unit, made in units.items() if made for line in report(label(variant), unit, made, weights)]
     if "all_experts" in ops:
         together = sum(not one.reason and one.state[1] is not None for one in routed)
@@ -89,10 +76,8 @@ def _unserved(variant: ModuleType, weights: ModelWeights, op: str) -> str:
         return f"no FP4 experts in {weights.format}"
     if op == "all_experts" and kinds.experts != "nvfp4":
         return f"no NVFP4 experts in {weights.format}"
-    if op not in ("experts", "all_experts") and kinds.linear != "nvfp4":
+    if op == "shared" and kinds.linear != "nvfp4":
         return f"no NVFP4 linears in {weights.format}"
-    if op in ("linear", "grouped_linear"):
-        return "" if hasattr(variant, "linear") else "it has no prepare_linear and linear"
     if limit != LIMIT:
         return f"swiglu_limit must be {LIMIT:g}, is {limit:g}"
     if op == "all_experts" and not hasattr(variant, "with_shared"):
@@ -105,18 +90,18 @@ def _no_mxfp4(variant: ModuleType) -> str:
 
 
 @torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it
-def make_calls(variant: ModuleType, layers: Sequence[Prepared], matrices: Sequence[Prepared]) -> "Calls":
-    """The ops for what `prepare` and `prepare_linear` made."""
+def make_calls(variant: ModuleType, layers: Sequence[Prepared]) -> "Calls":
+    """The ops for what `prepare` made."""
     device = layers[0].matrices[0].weight.device if layers else "cpu"
     ids = torch.zeros(ROOM, 1, dtype=torch.int32, device=device)
-    return Calls(variant, by_first(layers), by_first(matrices), ids, torch.ones(ids.shape, device=device))
+    return Calls(variant, by_first(layers), ids, torch.ones(ids.shape, device=device))
 
 
 @dataclass(frozen=True)
 class Calls:
     """The ops, for bf16 x. layers: experts, routed or shared; state: (what the variant gets as their weights, the same
-    of routed experts with the shared one, or None). matrices: state: what prepare_linear made of each group. ids,
-    weights: int32 zeros and fp32 ones (ROOM, 1), the routing of a shared expert.
+    of routed experts with the shared one, or None). ids, weights: int32 zeros and fp32 ones (ROOM, 1), the routing of a
+    shared expert.
 
     ValueError: FP4 weights that were not prepared, another limit than the problem's, a shape; on the CPU only, ids as
     task.validate says. No expert may be twice in a row of ids.
@@ -124,7 +109,6 @@ class Calls:
 
     variant: ModuleType
     layers: dict[int, Prepared]
-    matrices: dict[int, Prepared]
     ids: torch.Tensor
     weights: torch.Tensor
 
@@ -175,38 +159,6 @@ class Calls:
     def _held(self, x: torch.Tensor, w13: Linear, w2: Linear) -> Prepared | None:
         return find(self.layers, w13, w2) if w13.kind in KINDS and x.dtype == torch.bfloat16 else None
 
-    def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> object:
-        """out = x w^T, for bf16 x (N, k) and out (N, n)."""
-        held = self._matrix(x, w, out)
-        if held is None:
-            return NotImplemented
-        _check_shapes(x, out, (), w)
-        if len(x):
-            room = room_for(out, PRODUCT_ALIGNMENT)
-            self.variant.linear(held.state[0], placed(x, PRODUCT_ALIGNMENT), room)
-            if room is not out:
-                out.copy_(room)
-        return None
-
-    def grouped_linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> object:
-        """out[:, g] = x[:, g] w[g]^T, for bf16 x (N, G, k) and out (N, G, n)."""
-        held = self._matrix(x, w, out)
-        if held is None:
-            return NotImplemented
-        groups = len(held.state)
-        _check_shapes(x, out, (groups,), w)
-        if len(x):
-            # Rows of 64 values or a multiple keep every group aligned as the first is.
-            given = placed(x.transpose(0, 1).contiguous(), PRODUCT_ALIGNMENT)
-            room = torch.empty(groups, len(x), w.n, dtype=out.dtype, device=out.device)
-            for state, part, result in zip(held.state, given, room, strict=True):
-                self.variant.linear(state, part, result)
-            out.copy_(room.transpose(0, 1))
-        return None
-
-    def _matrix(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> Prepared | None:
-        return find(self.matrices, w) if w.kind == "nvfp4" and {x.dtype, out.dtype} == {torch.bfloat16} else None
-
 
 def _run(
     kernel: object, state: object, w13: Linear, limit: float, given: tuple[torch.Tensor, ...], out: torch.Tensor
@@ -225,11 +177,6 @@ def _run(
     kernel(Data(state, inputs, outputs))
     if room is not out:
         out.copy_(room)
-
-
-def _check_shapes(x: torch.Tensor, out: torch.Tensor, groups: tuple[int, ...], w: Linear) -> None:
-    if x.shape != (len(x), *groups, w.k) or out.shape != (len(x), *groups, w.n):
-        raise ValueError(f"x, out do not fit {w.name}: got {tuple(x.shape)}, {tuple(out.shape)}")
 
 
 # ---------------------------------------------------------------- weights
@@ -321,17 +268,3 @@ def _refusal(w13: Linear, w2: Linear, table: torch.Tensor | None) -> str:
 def _repeats(table: torch.Tensor) -> bool:
     ordered = table.sort(1).values
     return bool((ordered[:, 1:] == ordered[:, :-1]).any())
-
-
-@torch.inference_mode(False)
-def prepare_linear(variant: ModuleType, w: Linear) -> Prepared:
-    """Prepare w, nvfp4, with or without groups. ValueError, naming the matrix: scales that are none."""
-    if reason := unplaced(w) or uneven(n=w.n, k=w.k):
-        return Prepared((w,), reason)
-    check_values(w)
-    groups = [w] if w.weight.dim() == 2 else [w.select(g) for g in range(len(w.weight))]
-    given = [(g.weight, g.scale, g.scale_2, g.input_scale if g.quantise_input else None) for g in groups]
-    try:
-        return Prepared((w,), state=tuple(variant.prepare_linear(*one) for one in given))
-    except ValueError as error:
-        return Prepared((w,), str(error))

@@ -1,14 +1,15 @@
 """Compute linear and grouped_linear of NVFP4 matrices for up to 16 tokens, codes against codes: one call a token.
 
+It leads in no op: `--kernels winners,nvfp4_gemv=winner` puts it in front. torch encodes vectors and scales outputs.
+
 The kernel's fp16 output has no second scale, and with scales as checkpoints have them most outputs would overflow.
 So powers of two move out of the block scales into the two second scales, which are applied in fp32 behind the kernel:
 out = c * (scale_2 * 2^weight_shift) * (input_scale * 2^input_shift). The weights' scales move as far as is exact, bit
 for bit. The activations' scales move the rest of the way; their smallest blocks then keep fewer bits of their scales.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -16,9 +17,7 @@ from typing import NamedTuple
 import torch
 from task import Data
 
-from problems.common import load, nvfp4
-from problems.dsv4_forward.kernels import vectors
-from problems.dsv4_forward.kernels.vectors import Rows
+from problems.common import nvfp4
 from problems.dsv4_forward.prepared import Fitted, Prepared, by_first, find, label, report
 from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
@@ -30,7 +29,6 @@ SIGMAS = 6  # standard deviations of an output that must fit
 # scales below 2^-6 lose bits, and tokens at 0.03 of the calibrated range came out 11 % off with 2^9, 0.02 % with 2^3.
 MOST_INPUT_SHIFT = 9
 PADDED = 128  # rows of b in the problem's layout, of which the first is the vector
-SPACING = PADDED // TOKENS  # rows between tokens' vectors, which lie in each other's padding
 CHUNK = 2**22  # bytes of codes looked at together when a matrix is measured
 
 
@@ -39,35 +37,21 @@ def fit(variant: ModuleType, weights: ModelWeights, wanted: Sequence[str]) -> Fi
     found = [w for w in weights.linears() if w.kind == "nvfp4"]
     if not found:
         return Fitted(refused=dict.fromkeys(wanted, f"no NVFP4 linears in {weights.format}"))
-    # Calls run one after another, so matrices of one shape share their buffers.
-    rooms = functools.cache(make_vectors), functools.cache(make_products)
-    made = [prepare(w, *rooms) for w in found]
-    target = load.device_target(weights.embed.device)
-    edges = vectors.Vectors(target) if target in vectors.TARGETS else vectors.TorchVectors()
-    calls = Calls(variant, by_first(made), edges)
+    made = [prepare(w) for w in found]
+    calls = Calls(variant, by_first(made))
     functions = {op: getattr(calls, op) for op in wanted}
     return Fitted(functions, report=report(label(variant), "NVFP4 matrices", made, weights))
 
 
-class Vectors(NamedTuple):
-    """Room for TOKENS times l vectors of length k, shared by all matrices of that k and l.
-
-    operands: b, sfb, sfb_permuted of each token as the problem wants them; rows[N]: the same memory to write N into.
-    """
-
-    operands: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
-    rows: tuple[Rows, ...]
-
-
 class State(NamedTuple):
-    """Of a matrix, l = 1 or its groups. calls: by token; products: fp16 (TOKENS, l, m), their outputs; input_scale:
-    fp32 (l,), of the activations' encoding; limits: fp32 (l, 1), where activations saturate unshifted; factor: fp32
-    (l, 1), both second scales.
+    """Of a matrix, l = 1 or its groups. a, sfa, sfa_permuted: as Data has them; input_scale: fp32 (l,), of the
+    activations' encoding; limits: fp32 (l, 1), where activations saturate unshifted; factor: fp32 (l, 1), both second
+    scales.
     """
 
-    calls: tuple[Data, ...]
-    vectors: Vectors
-    products: torch.Tensor
+    a: torch.Tensor
+    sfa: torch.Tensor
+    sfa_permuted: torch.Tensor
     input_scale: torch.Tensor
     limits: tuple[torch.Tensor, torch.Tensor]
     factor: torch.Tensor
@@ -75,13 +59,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Calls:
-    """The two ops, for x and out in bf16 or fp32, x without NaN (the kernel's scales have none). edges: encodes before
-    the kernel and scales behind it. ValueError: a shape, or an NVFP4 matrix that was not prepared.
+    """The two ops, for x and out in bf16 or fp32, x without NaN (the kernel's scales have none).
+
+    ValueError: a shape, or an NVFP4 matrix that was not prepared.
     """
 
     variant: ModuleType
     matrices: dict[int, Prepared]
-    edges: vectors.TorchVectors | vectors.Vectors
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> object:
         """out = x w^T. x: (N, k); out: (N, n)."""
@@ -95,57 +79,39 @@ class Calls:
         if held is None:
             return NotImplemented
         state, tokens = held.state, len(x)
-        l, m = state.products.shape[1:]
+        m, _, l = state.a.shape
         if x.shape != (tokens, l, w.k) or out.shape != (tokens, l, m):
             raise ValueError(f"x, out do not fit {w.name}: got {tuple(x.shape)}, {tuple(out.shape)}")
         # Encoded as without a shift, and no further than `measure` reckons with: to fp32, saturating where the format
         # does.
-        self.edges.encode(x, state.input_scale, *state.limits, state.vectors.rows[tokens])
-        for data in state.calls[:tokens]:
+        codes, scales = nvfp4.encode(torch.clamp(x, *state.limits), state.input_scale)
+        b, sfb = _padded(codes).view(torch.float4_e2m1fn_x2), _padded(scales)
+        products = torch.empty(tokens, l, m, dtype=torch.float16, device=x.device)
+        for token in range(tokens):
+            vector = sfb[token].permute(1, 2, 0)
+            data = Data(
+                state.a,
+                b[token].permute(1, 2, 0),
+                state.sfa,
+                vector,
+                state.sfa_permuted,
+                nvfp4.permute_scales(vector),
+                products[token].unsqueeze(2).permute(1, 2, 0),
+            )
             self.variant.custom_kernel(data)
-        self.edges.scale(state.products[:tokens], state.factor, out)
+        torch.mul(products, state.factor, out=out)
         return None
 
 
-def make_vectors(k: int, l: int, device: torch.device) -> Vectors:
-    """Token t's vectors are rows SPACING * t of the padded blocks, and t of the permuted ones: the problem's padding
-    may hold anything, and both keep them aligned to 16 bytes for every k that is a multiple of 64.
-    """
-
-    def room(size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=device).view(dtype)
-
-    rows, steps = PADDED * l + PADDED - SPACING, k // 64
-    codes = room(rows * k // 2, torch.uint8)
-    scales = room(rows * k // 16, torch.float8_e4m3fn)
-    permuted = room(l * steps * 512 + 16 * (TOKENS - 1), torch.float8_e4m3fn)
-    b, fp4 = codes.as_strided((PADDED, k // 2, l), (k // 2, 1, 64 * k)), torch.float4_e2m1fn_x2
-    sfb = scales.as_strided((PADDED, k // 16, l), (k // 16, 1, 8 * k))
-    sfb_permuted = permuted.as_strided((32, 4, 1, 4, steps, l), (16, 4, 512 * steps, 1, 512, 512 * steps))
-    operands = tuple(
-        (_at(b, t * SPACING * k // 2).view(fp4), _at(sfb, t * SPACING * k // 16), _at(sfb_permuted, 16 * t))
-        for t in range(TOKENS)
-    )
-    every = Rows(
-        codes.as_strided((TOKENS, l, k // 2), (SPACING * k // 2, 64 * k, 1)),
-        scales.as_strided((TOKENS, l, k // 16), (SPACING * k // 16, 8 * k, 1)),
-        permuted.as_strided((TOKENS, l, steps, 4), (16, 512 * steps, 512, 1)),
-    )
-    return Vectors(operands, tuple(Rows(*(part[:n] for part in every)) for n in range(TOKENS + 1)))
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    """(N, l, width) -> (N, l, PADDED, width), of which the first rows are these."""
+    room = torch.zeros(*rows.shape[:2], PADDED, rows.shape[2], dtype=torch.uint8, device=rows.device)
+    room[:, :, 0].copy_(rows.view(torch.uint8))
+    return room.view(rows.dtype)
 
 
-def _at(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same shape and strides, `offset` elements further on."""
-    return tensor.as_strided(tensor.shape, tensor.stride(), offset)
-
-
-def make_products(l: int, m: int, device: torch.device) -> torch.Tensor:
-    """-> fp16 (TOKENS, l, m)."""
-    return torch.empty(TOKENS, l, m, dtype=torch.float16, device=device)
-
-
-@torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
-def prepare(w: Linear, vectors_: Callable = make_vectors, products: Callable = make_products) -> Prepared:
+@torch.inference_mode(False)  # what is made in inference mode could not be used everywhere outside it
+def prepare(w: Linear) -> Prepared:
     """w: nvfp4, with or without a leading axis of groups. ValueError: a scale that is NaN or negative."""
     codes, scales = (t if t.dim() == 3 else t.unsqueeze(0) for t in (w.weight, w.scale))
     try:
@@ -159,18 +125,11 @@ def prepare(w: Linear, vectors_: Callable = make_vectors, products: Callable = m
         moved = f"2^{weight_shift} from the weights, exactly, and 2^{input_shift} from the activations"
         reason = f"{SIGMAS} standard deviations of an output reach {reach:.3g} of {FP16_MAX:g} with {moved}"
         return Prepared((w,), reason)
-    l, m, _ = codes.shape
-    room, product = vectors_(w.k, l, codes.device), products(l, m, codes.device)
     a, sfa = codes.view(torch.float4_e2m1fn_x2).permute(1, 2, 0), shifted(scales, weight_shift).permute(1, 2, 0)
-    permuted = nvfp4.permute_scales(sfa)
-    calls = tuple(
-        Data(a, b, sfa, sfb, permuted, sfb_permuted, c.unsqueeze(2).permute(1, 2, 0))
-        for (b, sfb, sfb_permuted), c in zip(room.operands, product, strict=True)
-    )
-    nominal = w.input_scale.reshape(l)
+    nominal = w.input_scale.reshape(-1)
     input_scale, limit = nominal * 2.0**input_shift, nominal.unsqueeze(1) * nvfp4.E2M1_MAX * nvfp4.E4M3_MAX
-    factor = w.scale_2.reshape(l) * 2.0**weight_shift * input_scale
-    state = State(calls, room, product, input_scale, (-limit, limit), factor.unsqueeze(1))
+    factor = w.scale_2.reshape(-1) * 2.0**weight_shift * input_scale
+    state = State(a, sfa, nvfp4.permute_scales(sfa), input_scale, (-limit, limit), factor.unsqueeze(1))
     return Prepared((w,), state=state)
 
 

@@ -54,7 +54,7 @@ def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation:
 
 def calls(*layers: tuple[Linear, Linear], module: object = GROUPED) -> object:
     """The ops for these layers' experts."""
-    return MOE.make_calls(module, [MOE.prepare(module, *both) for both in layers], [])
+    return MOE.make_calls(module, [MOE.prepare(module, *both) for both in layers])
 
 
 def run(op: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -105,23 +105,9 @@ def inputs(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).bfloat16()
 
 
-def linears(*made: Linear, module: object = GROUPED) -> object:
-    """The ops for these matrices."""
-    return MOE.make_calls(module, [], [MOE.prepare_linear(module, w) for w in made])
-
-
 class Raises:
     """In the place of a variant, shows that it was called."""
 
     @staticmethod
     def custom_kernel(_):
-        raise AssertionError("called")
-
-    @staticmethod
-    def prepare_linear(packed, scales, g, in_scale):
-        if packed.shape[1] > 32:
-            raise ValueError("k must be at most 64")
-
-    @staticmethod
-    def linear(state, x, out):
         raise AssertionError("called")

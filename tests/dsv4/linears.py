@@ -6,7 +6,6 @@ import math
 import torch
 
 from problems.common import load, nvfp4
-from problems.dsv4_forward.kernels import vectors
 from problems.dsv4_forward.prepared import by_first
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
@@ -53,7 +52,7 @@ def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
 def calls(*matrices: Linear, variant: str = "cpu_portable") -> object:
     """The ops of nvfp4_gemv."""
     made = by_first(GEMV.prepare(w) for w in matrices)
-    return GEMV.Calls(load.variant("nvfp4_gemv", variant), made, vectors.TorchVectors())
+    return GEMV.Calls(load.variant("nvfp4_gemv", variant), made)
 
 
 def values64(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

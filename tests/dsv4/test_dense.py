@@ -1,5 +1,7 @@
 """kernels/dense.cu on a GPU, and in the model of one, against torch_ops/linear.py and experts.py in fp64."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -66,6 +68,17 @@ def test_products(ops, kind, count, groups, n, k, quantise):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by", [1e-30, 1e-20, 1e-9, 1e9, 1e20])
+def test_activations_far_from_their_input_scale(ops, by):
+    """Where quotients overflow, are nothing, or need a slower division."""
+    w = dataclasses.replace(matrix("nvfp4", 2, 8, 64), input_scale=torch.tensor([by, 1.0], device=DEVICE))
+    x = (draw(9, 2, 64) * torch.logspace(-12, 12, 9).view(-1, 1, 1)).bfloat16().to(DEVICE)
+    got = torch.full((9, 2, 8), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    ops["grouped_linear"](x=x, w=w, out=got)
+    close(got, exact(x, w))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "count", "inner", "k"), [("fp8", 37, 128, 256), ("nvfp4", 34, 48, 112)])
 def test_the_shared_expert(ops, kind, count, inner, k):
     w13, w2, x = matrix(kind, 1, 2 * inner, k), matrix(kind, 1, k, inner), tokens(count, 1, k)[:, 0]
@@ -81,8 +94,8 @@ def test_what_it_does_not_serve(ops):
     assert set(ops) == set(kernel.OPS)
     x, out = tokens(3, 1, 128)[:, 0], torch.zeros(3, 64, dtype=torch.bfloat16, device=DEVICE)
     plain = Linear("plain", torch.zeros(64, 128, dtype=torch.bfloat16, device=DEVICE))
-    narrow = matrix("fp8", 1, 64, 128).select(0)
-    for given, w, to in ((x, plain, out), (x.float(), narrow, out), (x, narrow, out), (x, plain, out.float())):
+    fp8, odd = matrix("fp8", 1, 64, 128).select(0), matrix("fp8", 1, 64, 96).select(0)
+    for given, w, to in ((x, plain, out), (x.float(), fp8, out), (x[:, :96].clone(), odd, out), (x, fp8, out.float())):
         assert ops["linear"](x=given, w=w, out=to) is NotImplemented
     assert not bool(out.any())
     with pytest.raises(ValueError, match="out must be"):
@@ -92,9 +105,10 @@ def test_what_it_does_not_serve(ops):
 
 
 def test_in_the_model_of_a_gpu():
-    fp8, narrow, _, grouped = ({"kind": kind, "count": t, "groups": g, "n": n, "k": k} for kind, t, g, n, k in SHAPES)
-    calls = [("test_products", one | {"quantise": True}) for one in (fp8, narrow, grouped)]
+    fp8, fewer, _, grouped = ({"kind": kind, "count": t, "groups": g, "n": n, "k": k} for kind, t, g, n, k in SHAPES)
+    calls = [("test_products", one | {"quantise": True}) for one in (fp8, fewer, grouped)]
     calls.append(("test_products", grouped | {"quantise": False}))
+    calls += [("test_activations_far_from_their_input_scale", {"by": by}) for by in (1e-30, 1e-9, 1e20)]
     for kind, count, inner, k in (("fp8", 5, 128, 128), ("nvfp4", 34, 48, 112)):
         calls.append(("test_the_shared_expert", {"kind": kind, "count": count, "inner": inner, "k": k}))
     in_model.run(__name__, [*calls, ("test_what_it_does_not_serve", {})])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,7 +91,7 @@ def test_weights_move_as_far_as_is_exact(scales, most, want):
 def test_small_matrices_do_not_move_and_share_their_scales():
     w = made(torch.ones(5, 64, dtype=torch.uint8), torch.full((5, 4), 0.5))
     assert GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))[:2] == (0, 0)
-    assert GEMV.prepare(w).state.calls[0].sfa.data_ptr() == w.scale.data_ptr()
+    assert GEMV.prepare(w).state.sfa.data_ptr() == w.scale.data_ptr()
 
 
 def wide_range(n: int = 40, k: int = 640) -> Linear:
@@ -169,7 +168,7 @@ def test_grouped_linear_has_a_group_for_each_l():
     for group in range(3):
         want, bound = exact(x[:, group], w.select(group))
         assert bool(((got[:, group].double() - want).abs() <= bound).all()), group
-    assert GEMV.prepare(w).state.calls[0].a.shape == (70, 96, 3)
+    assert GEMV.prepare(w).state.a.shape == (70, 96, 3)
 
 
 def test_slices_of_wider_tensors_go_in_and_out():
@@ -191,20 +190,22 @@ def test_a_token_does_not_depend_on_its_neighbours_or_on_earlier_calls():
     assert torch.equal(product(x, w, run), together)
 
 
-def test_matrices_share_their_buffers_and_not_their_results(model):
+def test_every_matrix_of_the_model_is_prepared(model):
     fitted = GEMV.fit(load.variant("nvfp4_gemv", "cpu_portable"), model["nvfp4"], ("linear", "grouped_linear"))
-    run, by_shape = fitted.functions["linear"], {}
-    matrices = list(run.__self__.matrices.values())
+    matrices = list(fitted.functions["linear"].__self__.matrices.values())
     assert fitted.report[0].startswith(f"nvfp4_gemv/cpu_portable: {len(matrices)} of {len(matrices)} NVFP4 matrices, ")
-    for one in matrices:
-        shape = (one.matrices[0].k, one.state.products.shape[1])
-        assert by_shape.setdefault(shape, one.state.vectors) is one.state.vectors
-    first, second = (m for m in matrices if m.name in ("layers.0.attn.wq_a", "layers.1.attn.wq_a"))
-    assert first.state.products is second.state.products
-    x = inputs(2, SMALL.hidden_size)
-    alone = [product(x, m.matrices[0], run) for m in (first, second, first)]
-    assert torch.equal(alone[0], alone[2]) and not torch.equal(alone[0], alone[1])
     assert GEMV.fit(None, model["released"], ("linear",)).refused == {"linear": "no NVFP4 linears in released"}
+
+
+class Seen:
+    """In the place of a variant, keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def custom_kernel(self, data):
+        self.calls.append(data)
+        data.c.zero_()
 
 
 @pytest.mark.parametrize("scale_of_input", [1.0, 3.0, 0.02])
@@ -216,11 +217,10 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
     shift = GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))[1]
     assert 1 <= shift <= 3
     x = inputs(2, 4096) * scale_of_input * torch.logspace(-4, 0, 256).repeat_interleave(16)
-    run = dataclasses.replace(calls(w), variant=SimpleNamespace(custom_kernel=lambda data: data.c.zero_()))
-    product(x, w, run.linear)
+    seen = Seen()
+    product(x, w, dataclasses.replace(calls(w), variant=seen).linear)
     codes, scales = nvfp4.encode(x, w.input_scale)
-    for token in range(2):
-        data = run.matrices[id(w)].state.calls[token]
+    for token, data in enumerate(seen.calls):
         got = data.sfb[0, :, 0].double() * 2.0**shift
         whole = scales[token].double() >= 2.0 ** (shift - 6)
         assert bool(whole.any())
@@ -235,9 +235,10 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
 
 def test_both_copies_of_a_vectors_scales_agree_and_lie_as_the_problem_says():
     w, x = published(40, 192, lead=(3,)), inputs(GEMV.TOKENS, 3, 192)
-    run = calls(w)
-    product(x, w, run.grouped_linear)
-    for data in run.matrices[id(w)].state.calls:
+    seen = Seen()
+    product(x, w, dataclasses.replace(calls(w), variant=seen).grouped_linear)
+    assert len(seen.calls) == GEMV.TOKENS
+    for data in seen.calls:
         assert TASK.unpack(data) == (40, 192, 3)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in (data.b, data.sfb, data.sfb_permuted))
         permuted = nvfp4.permute_scales(data.sfb)
@@ -286,15 +287,14 @@ def test_other_shapes_are_errors(x, out):
 def test_a_call_neither_waits_for_the_device_nor_copies_the_matrix():
     w = published(640, 1024, lead=(2,))
     run = calls(w)
-    assert all(data.a.data_ptr() == w.weight.data_ptr() for data in run.matrices[id(w)].state.calls)
+    assert run.matrices[id(w)].state.a.data_ptr() == w.weight.data_ptr()
     x, out = inputs(2, 2, 1024), torch.empty(2, 2, 640)
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as seen:
         run.grouped_linear(x, w, out)
     names = {event.name for event in seen.function_events}
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select"}
     assert {"aten::mul", "aten::copy_"} < names and not names & waits
-    largest = max(event.cpu_memory_usage for event in seen.function_events)
-    assert x.nbytes <= largest <= 4 * x.nbytes < w.scale.nbytes
+    assert max(event.cpu_memory_usage for event in seen.function_events) < w.weight.nbytes
 
 
 # ---------------------------------------------------------------- with a GPU

@@ -12,7 +12,7 @@ KERNELS = {
     "argmax": 1,
     "cache_rows": 4,
     "copies": 6,
-    "dense": 6,
+    "dense": 3,
     "experts": 2,
     "fmha": 6,
     "indexer": 4,
@@ -20,7 +20,6 @@ KERNELS = {
     "norm": 3,
     "router": 4,
     "start": 4,
-    "vectors": 4,
 }
 
 

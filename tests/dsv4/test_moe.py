@@ -252,16 +252,6 @@ def test_only_what_is_named_is_prepared(model):
     assert line.startswith("moe_gemm/torch_grouped: 4 of 4 layers of shared experts, ")
 
 
-def test_a_winner_without_a_plain_product_fills_the_other_ops(winners, model):
-    winners('TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    return data.outputs.out.fill_(3)\n')
-    chosen = ops.choose("moe_gemm=winner", "cpu", model)
-    assert "linear: reference (not moe_gemm/only: it has no prepare_linear and linear)" in chosen.report
-    ffn, x = model.layers[0].ffn, inputs(17, SMALL.hidden_size)
-    out = torch.empty_like(x)
-    chosen.ops.shared(x=x, w13=ffn.shared_w13, w2=ffn.shared_w2, limit=TASK.LIMIT, out=out)
-    assert bool((out == 3).all())
-
-
 @pytest.mark.parametrize(
     ("fmt", "change", "experts_", "shared"),
     [
@@ -387,7 +377,7 @@ class Together:
 def test_a_kernel_may_have_routed_experts_and_the_shared_one(activation):
     x, ids, gates, w13, w2, limit = call(4, 8, 2, 64, 128, activation)
     _, _, _, *shared, _ = call(9, 1, 1, 64, 128, activation)
-    both = MOE.make_calls(Together, [MOE.prepare(Together, w13, w2, None, tuple(shared))], [])
+    both = MOE.make_calls(Together, [MOE.prepare(Together, w13, w2, None, tuple(shared))])
     arguments = x, ids, gates, w13, w2, *shared, limit
     found = run(both.all_experts, arguments)
     want = run(experts.all_experts, arguments, torch.float32)

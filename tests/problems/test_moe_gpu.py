@@ -1,4 +1,4 @@
-"""moe_gemm's kernels on a GPU beyond the cases: ids that are no experts, long calls in parts, dense linears."""
+"""moe_gemm's kernels on a GPU beyond the cases: ids that are no experts, long calls in parts."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from problems.common import load, nvfp4
+from problems.common import load
 
 FOLDER = load.PROBLEMS / "moe_gemm"
 task = load.module(FOLDER, "task")
@@ -100,20 +100,3 @@ def test_few_experts_with_many_tokens_are_right(tokens, topk, experts, hidden, i
     data = made(tokens, "bf16", topk=topk, experts=experts, hidden=hidden, inner=inner)
     result = reference.compare(data, reference.ref_kernel(data), call("sm90_grouped", data))
     assert result.ok, result.message
-
-
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 64, 64), (17, 192, 448), (64, 4096, 1088), (300, 448, 7168)])
-def test_linear_is_the_product(tokens, n, k, quantised):
-    module = variant("sm90_grouped")
-    gen = torch.Generator("cuda").manual_seed(tokens)
-    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=gen, device="cuda")
-    scales = torch.rand(n, k // 16, generator=gen, device="cuda").mul_(6).sub_(4).exp2_().to(torch.float8_e4m3fn)
-    x = torch.randn(tokens, k, generator=gen, device="cuda").bfloat16()
-    g = torch.tensor(0.7, device="cuda")
-    in_scale = torch.tensor(4 / (6 * 448), device="cuda") if quantised else None
-    out = torch.full((tokens, n), torch.nan, dtype=torch.bfloat16, device="cuda")
-    module.linear(module.prepare_linear(packed, scales, g, in_scale), x, out)
-    taken = reference.quantised_as(x.float(), in_scale) if quantised else x.double()
-    want = taken @ nvfp4.dequantise(packed, scales, torch.float64).T * 0.7
-    assert (out.double() - want).norm() <= 2e-3 * want.norm()

@@ -5,7 +5,8 @@ the host, for any number of tokens a sequence. `Planner.recorded` takes them fro
 so that a graph can replay it. Neither waits for the device. The lists themselves are one kernel's work (cache/plan.py).
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -86,29 +87,27 @@ class Planner:
         self._ones = torch.ones_like(length)
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], Members] = {}
 
-    def put(self, values: list[int]) -> torch.Tensor:
-        """int64 on the device, without waiting for it."""
-        if self.device.type == "cpu":
-            return torch.tensor(values, dtype=torch.int64)
-        pinned = torch.tensor(values, dtype=torch.int64, pin_memory=True)
-        return pinned.to(self.device, non_blocking=True)
+    def put(self, values: Iterable[int]) -> torch.Tensor:
+        """int64 on the device, without waiting for it; one value or more."""
+        held = torch.frombuffer(array("q", values), dtype=torch.int64)
+        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
 
     def planned(
         self,
         sequences: tuple[int, ...],
-        tokens: torch.Tensor | list[int],
+        tokens: torch.Tensor | array,
         counts: Sequence[int],
         lengths: Sequence[int],
         stamps: tuple[int, ...],
     ) -> Batch:
         """Plan counts[b] new tokens of sequences[b], which has lengths[b] already, and blocks for all of them.
 
-        tokens: int64 (N,) on the device, or a list, which is copied there with the indices.
+        tokens: int64 (N,) on the device, or an array of the host, which is copied there with the indices.
         """
         who = self._members(sequences, tuple(counts))
-        position = [p for n, count in zip(lengths, counts, strict=True) for p in range(n, n + count)]
+        position = chain.from_iterable(range(n, n + count) for n, count in zip(lengths, counts, strict=True))
         bound = max(n + count for n, count in zip(lengths, counts, strict=True))
-        lists = [position, [] if isinstance(tokens, torch.Tensor) else tokens]
+        lists = [array("q", position), array("q") if isinstance(tokens, torch.Tensor) else tokens]
         lists += [_ends(ratio, who.segments, lengths) for ratio in self.ratios]
         where, listed, *emit = self._put_all(lists)
         every = tokens if isinstance(tokens, torch.Tensor) else listed
@@ -166,12 +165,12 @@ class Planner:
         segments = tuple((end - n, n, number) for end, n, number in zip(ends, counts, sequences, strict=True))
         owner = [row for row, count in enumerate(counts) for _ in range(count)]
         sequence = [sequences[row] for row in owner]
-        on = self._put_all([list(sequences), list(counts), sequence, owner, [end - 1 for end in ends]])
+        on = self._put_all([sequences, counts, sequence, owner, [end - 1 for end in ends]])
         return Members(sequences, segments, *on)
 
-    def _put_all(self, lists: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    def _put_all(self, lists: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
         """Each list on the device, in one transfer."""
-        packed = self.put(list(chain.from_iterable(lists)))
+        packed = self.put(sum((array("q", values) for values in lists), array("q")))
         return packed.split_with_sizes([len(values) for values in lists])
 
 

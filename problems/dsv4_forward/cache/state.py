@@ -155,8 +155,8 @@ class State:
                 raise ValueError(f"a plan takes 1 to {self.chunk} tokens of a sequence, got {count} for {sequence}")
         return self._plan(tuple(counts), list(counts.values()), self._join(list(tokens.values())))
 
-    def checked(self, tokens: Mapping[int, Tokens]) -> dict[int, torch.Tensor | list[int]]:
-        """Return the tokens of some sequences (sequence -> tokens) as plan() takes them, lists as Python integers.
+    def checked(self, tokens: Mapping[int, Tokens]) -> dict[int, torch.Tensor | array]:
+        """Return the tokens of some sequences (sequence -> tokens) as plan() takes them, lists as arrays of int64.
 
         ValueError: no sequence or a closed one; ids that are not of the vocabulary (token_ids.checked).
         """
@@ -295,8 +295,7 @@ class State:
     def _host(self, what: str, tokens: Tokens) -> array:
         """The token ids as a host array; waits for the device if they are there. ValueError: they are none."""
         listed = tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens
-        found = checked(what, listed, self.layout.config.vocab_size)
-        return array("q", found.tolist() if isinstance(found, torch.Tensor) else found)
+        return array("q", checked(what, listed, self.layout.config.vocab_size))
 
     def _stamped(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self._stamps[sequence] for sequence in sequences)
@@ -320,7 +319,7 @@ class State:
         written = self.written[sequence]
         return length >= self.anchor[sequence] and all(max(0, first) >= written - size for first, size in needs)
 
-    def _plan(self, sequences: tuple[int, ...], counts: list[int], tokens: torch.Tensor | list[int]) -> Batch:
+    def _plan(self, sequences: tuple[int, ...], counts: list[int], tokens: torch.Tensor | array) -> Batch:
         wanted = dict(zip(sequences, counts, strict=True))
         self.reserve(wanted)
         lengths = [self.lengths[sequence] for sequence in sequences]
@@ -328,10 +327,10 @@ class State:
             self.written[sequence] = max(self.written[sequence], self.lengths[sequence] + count)
         return self.planner.planned(sequences, tokens, counts, lengths, self._stamped(sequences))
 
-    def _join(self, parts: list[Tokens]) -> torch.Tensor | list[int]:
-        """A list if all are of the host, else int64 (N,) on the device."""
+    def _join(self, parts: list[torch.Tensor | array]) -> torch.Tensor | array:
+        """An array if all are of the host, else int64 (N,) on the device."""
         if not any(isinstance(part, torch.Tensor) for part in parts):
-            return [token for part in parts for token in part]
+            return sum(parts, array("q"))
         tensors = [part if isinstance(part, torch.Tensor) else torch.tensor(part) for part in parts]
         return torch.cat([part.to(self.length.device, non_blocking=True) for part in tensors])
 

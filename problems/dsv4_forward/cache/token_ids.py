@@ -11,8 +11,8 @@ import torch
 Tokens = Sequence[int] | torch.Tensor
 
 
-def checked(what: str, tokens: Tokens, vocab: int) -> torch.Tensor | list[int]:
-    """Return `tokens`, a list of the host as Python integers; what: names them in messages.
+def checked(what: str, tokens: Tokens, vocab: int) -> torch.Tensor | array:
+    """Return `tokens`, a list of the host as an array of int64; what: names them in messages.
 
     ValueError: one is no integer, or not in 0 .. vocab - 1; a tensor that is not int64 and 1-D.
     """
@@ -20,12 +20,12 @@ def checked(what: str, tokens: Tokens, vocab: int) -> torch.Tensor | list[int]:
         check_tensor(what, tokens, vocab)
         return tokens
     try:
-        found = array("q", tokens)
+        found = tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{what} must be integers from 0 to {vocab - 1}, got {_first_bad(tokens, vocab)}") from error
-    if found and not 0 <= min(found) <= max(found) < vocab:
-        raise ValueError(f"{what} must be integers from 0 to {vocab - 1}, got {_first_bad(found, vocab)}")
-    return found.tolist()
+    if found:
+        check_tensor(what, torch.frombuffer(found, dtype=torch.int64), vocab)
+    return found
 
 
 def check_tensor(what: str, tokens: torch.Tensor, vocab: int, count: int | None = None) -> None:

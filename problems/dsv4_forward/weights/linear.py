@@ -9,6 +9,7 @@ ue8m0 is uint8 or float8_e8m0fnu. Leading axes (...): experts or groups.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -70,6 +71,23 @@ class Linear:
         values = nvfp4.decode(self.weight).unflatten(-1, (-1, nvfp4.BLOCK))
         values = values.mul_(fp8.decode_e4m3(self.scale).unsqueeze(-1)).flatten(-2)
         return values.mul_(self.scale_2[..., None, None]).to(dtype)
+
+    @cached_property
+    def bf16(self) -> torch.Tensor:
+        """weight * scale, (..., n, k) in bf16, which holds them exactly where the kind is fp8 or nvfp4. Kept."""
+        whole = self if self.scale_2 is None else replace(self, scale_2=torch.ones_like(self.scale_2))
+        return whole.dequantise(torch.bfloat16)
+
+    @cached_property
+    def factors(self) -> tuple[float, ...]:
+        """Of each of the matrices: scale_2, times input_scale if inputs are quantised; 1 for a kind without. Kept.
+
+        Waits for the device at the first call.
+        """
+        count = self.weight[..., 0, 0].numel()
+        if self.scale_2 is None:
+            return (1.0,) * count
+        return tuple((self.scale_2 * self.input_scale if self.quantise_input else self.scale_2).reshape(-1).tolist())
 
     def select(self, i: int | torch.Tensor) -> "Linear":
         """i: int, or an int64 tensor (M, ...) -> the matrices i of the first leading axis: views for an int, else

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     } else {
         sort<NT>(p, smem + p.stages * STAGE_BYTES - sorting_bytes(p), groups, slots, routing, words, warp, lane);
     }
-    if (warp == SORTER && !p.linear && !(guesses && found == n)) share(words[32]);
+    if (warp == SORTER && !(guesses && found == n)) share(words[32]);
     Tokens<C1, NT, FP8> tokens;  // of the first product
     if constexpr (LONE)          // for the shared expert, which comes first, while the others are sorted
         if (multiplies_lone && p.shared) tokens.quantise(half, held, lane);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
 
     const int units1 = p.hidden / units::COLUMNS, units2 = p.inner / units::COLUMNS;  // of a unit row
     const int rows1 = p.inner / 16, rows2 = p.hidden / units::ROWS;                   // unit rows of an expert
-    const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
+    const int batches = batches_of<BATCHED<NT>>(count);
     int stage = 0, parity = 0;
 
     constexpr int PRODUCER_REGISTERS = 64,
@@ -317,7 +317,6 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     }
 
     // ---- second product ----
-    const __nv_bfloat16* rows = p.linear ? p.x : p.v;
     const bool single = EARLY && p.tokens == 1;
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
@@ -325,16 +324,16 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
         if (!single)
             for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
         Tokens<C2, NT, FP8> tokens;
-        int batch = 0, due = p.linear ? -1 : 0;  // the next batch to wait for, and its first group
+        int batch = 0, due = 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
-            if (BATCHED<NT> ? group != due : group || p.linear) return;
+            if (BATCHED<NT> ? group != due : group) return;
             wait(ready + 8 * batch, 0);
             if (BATCHED<NT>) due = ++batch < batches ? batch_begin(count, batches, batch) : -1;
         };
         if (count) {
             await(0);
             const Group g = groups[0];
-            tokens.aim(rows, p.inner, 1, warp, g, slots, lane);
+            tokens.aim(p.v, p.inner, 1, warp, g, slots, lane);
 #pragma unroll
             for (int c = 0; c < C2; ++c)
                 if (c < mine2) tokens.take(c, NT > 1 && g.count() > 8);
@@ -344,7 +343,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
             if constexpr (FP8) tokens.round(units2, warp, both);
             await(i + 1);
-            tokens.aim(rows, p.inner, 1, warp, coming, slots, lane);
+            tokens.aim(p.v, p.inner, 1, warp, coming, slots, lane);
             clear();
             const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
             if (both)
@@ -372,19 +371,18 @@ cudaError_t launch(const Problem& p, int blocks, int bytes, bool early) {
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
     const dim3 grid(blocks), block(NUM_THREADS);
-    if (p.linear) return programmatic::launch(kernel, grid, block, bytes, p);
     if (early) return programmatic::launch_resident(kernel, grid, block, bytes, p);
     return programmatic::launch_cooperative(kernel, grid, block, bytes, p);
 }
 
 // tiles: 8 tokens each, of a group; 1 or 2. rows: room for the slots' rows of x, where they are quantised. fp8: x and v
-// are rounded to e4m3; not quantised, not linear. early: whether the first kernel may begin before the one ahead has
+// are rounded to e4m3; not quantised. early: whether the first kernel may begin before the one ahead has
 // ended. -> a cudaError_t; cudaErrorInvalidValue for what does not fit.
 inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bool fp8, bool early) {
     const int n = p.tokens * p.topk;
     if (n > 0xFFFF || p.hidden % 64 || p.inner % 64 || tiles < 1 || tiles > 2) return cudaErrorInvalidValue;
-    if (fp8 && (p.linear || p.quantised)) return cudaErrorInvalidValue;
-    const int first = p.linear ? 1 : (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
+    if (fp8 && p.quantised) return cudaErrorInvalidValue;
+    const int first = (p.hidden + 64 * WARPS - 1) / (64 * WARPS);
     const int second = (p.inner + 64 * WARPS - 1) / (64 * WARPS);
     const bool short_rows = first <= 4 && second <= 2;
     p.groups = n < p.experts + n / (8 * tiles) ? n : p.experts + n / (8 * tiles);
@@ -394,11 +392,11 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
     if (p.stages > 6) p.stages = 6;
     if (p.stages < 2 || sorting_bytes(p) > p.stages * STAGE_BYTES) return cudaErrorInvalidValue;
     const int bytes = Layout(p, tiles).bytes;
-    p.lone = p.quantised && !p.linear && p.tokens == 1 && p.groups <= 32 && tiles == 1 && short_rows;
+    p.lone = p.quantised && p.tokens == 1 && p.groups <= 32 && tiles == 1 && short_rows;
     if (p.quantised && !p.lone) {
-        const int width = p.linear ? p.inner : p.hidden, all = n * (width / 16);
+        const int all = n * (p.hidden / 16);
         if (const cudaError_t code =
-                programmatic::launch_early(quantise_rows, (all + 127) / 128, 128, 0, early, p, rows, width))
+                programmatic::launch_early(quantise_rows, (all + 127) / 128, 128, 0, early, p, rows))
             return code;
         p.x = rows;
     }

@@ -64,7 +64,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
         }
         return all;
     };
-    const int batches = p.linear ? 0 : batches_of<BATCHED<NT>>(count);
+    const int batches = batches_of<BATCHED<NT>>(count);
     // What the sums of the two products have to be multiplied by. Here, so that no copy waits for it.
     float2* factors = reinterpret_cast<float2*>(smem + at.factors);
     float* largest = reinterpret_cast<float*>(smem + at.largest);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
 #pragma unroll 1
     for (int i = 32 * q + lane; i < count; i += EPILOGUE_THREADS) {
         const int e = groups[i].expert;
-        factors[i].x = p.linear ? 0 : p.g13[e] * (p.quantised ? p.in13[e] : 1.f) * units::REST;
+        factors[i].x = p.g13[e] * (p.quantised ? p.in13[e] : 1.f) * units::REST;
         factors[i].y = p.g2[e] * (p.quantised ? p.in2[e] : 1.f) * units::REST;
     }
     epilogue_sync();

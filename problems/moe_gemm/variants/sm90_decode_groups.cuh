@@ -33,7 +33,7 @@ struct Problem {
     unsigned long long* arrived;
     int tokens, topk, experts, hidden, inner;
     int stages, groups;       // of the ring; room for groups
-    bool quantised, linear;   // linear: only the second product, of x (T, I) by w2
+    bool quantised;
     bool lone;                // one token, x as it came: each block quantises it for the groups that it works on
     bool shared;              // the last expert has all tokens
     uint32_t nothing;         // 0, which the compiler does not know
@@ -67,28 +67,25 @@ __device__ __forceinline__ int routed_place(const Problem& p, int slot) {  // of
 
 __device__ __forceinline__ int expert_of(const Problem& p, int slot) {  // or one that sorts last and is none
     if (is_shared(p, slot)) return p.experts - 1;
-    const int e = p.linear ? 0 : p.ids[routed_place(p, slot)];
+    const int e = p.ids[routed_place(p, slot)];
     return e < 0 || e >= p.experts - int(p.shared) ? 0x7FFFFFFF : e;
 }
 __device__ __forceinline__ float routing_of(const Problem& p, int slot) {
-    return p.linear || is_shared(p, slot) ? 1.f : p.routing[routed_place(p, slot)];
+    return is_shared(p, slot) ? 1.f : p.routing[routed_place(p, slot)];
 }
 
-// Up to 32 slots: one warp, a slot a lane. Not linear, unless of one slot's expert. -> how many groups
+// Up to 32 slots: one warp, a slot a lane. -> how many groups
 template <int NT>
 __device__ __forceinline__ int sort_few(const Problem& p, Group* groups, uint16_t* slots, float* routing,
                                         uint32_t* words, int lane) {
     const int n = p.tokens * p.topk;
-    int e = lane < n ? 0 : 0x7FFFFFFF;
+    const int token = p.tokens > 1 ? lane / p.topk : 0;
+    const bool shared = p.shared && lane - token * p.topk == p.topk - 1, routed = lane < n && !shared;
+    const int place_in_ids = p.shared ? lane - token : lane, none = p.experts - int(p.shared);
+    int e = shared && lane < n ? none : 0x7FFFFFFF;
     float mine = 1;
-    if (!p.linear) {  // id and weight are asked for together
-        const int token = p.tokens > 1 ? lane / p.topk : 0;
-        const bool shared = p.shared && lane - token * p.topk == p.topk - 1, routed = lane < n && !shared;
-        const int place = p.shared ? lane - token : lane, none = p.experts - int(p.shared);
-        e = shared && lane < n ? none : 0x7FFFFFFF;
-        if (routed) e = p.ids[place], mine = p.routing[place];
-        if (routed && (e < 0 || e >= none)) e = 0x7FFFFFFF;
-    }
+    if (routed) e = p.ids[place_in_ids], mine = p.routing[place_in_ids];  // asked for together
+    if (routed && (e < 0 || e >= none)) e = 0x7FFFFFFF;
     const unsigned same = __match_any_sync(~0u, e);
     const bool leads = e != 0x7FFFFFFF && lane == __ffs(same) - 1;
     const int tokens = __popc(same), parts = leads ? (tokens + 8 * NT - 1) / (8 * NT) : 0;

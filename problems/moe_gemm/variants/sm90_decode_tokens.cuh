@@ -109,9 +109,10 @@ __device__ __forceinline__ float largest_of(const uint32_t (&words)[4]) {
     return most;
 }
 
-// p.x (T, width) -> to (T k, width): each slot's row as its expert's input scale quantises it; zeros for an id that is
+// p.x (T, H) -> to (T k, H): each slot's row as its expert's input scale quantises it; zeros for an id that is
 // no expert. Every thread makes 16 values.
-__global__ void quantise_rows(const Problem p, __nv_bfloat16* to, int width) {
+__global__ void quantise_rows(const Problem p, __nv_bfloat16* to) {
+    const int width = p.hidden;
     programmatic::trigger();
     programmatic::wait();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, blocks = width / 16;
@@ -127,7 +128,7 @@ __global__ void quantise_rows(const Problem p, __nv_bfloat16* to, int width) {
             words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
         }
         const float most = fmaxf(largest_of(words[0]), largest_of(words[1]));
-        const InputScale by((p.linear ? p.in2 : p.in13)[e]);
+        const InputScale by(p.in13[e]);
         quantise_words(words[0], most, by), quantise_words(words[1], most, by);
     }
     uint4* out = reinterpret_cast<uint4*>(to + static_cast<int64_t>(slot) * width) + 2 * block;

@@ -23,15 +23,7 @@ int decode_experts(const uint8_t* w13, const float* g13, const float* in13, cons
                    __nv_bfloat16* v, __nv_bfloat16* rows, unsigned long long* arrived, int tokens, int topk, int experts, int hidden,
                    int inner, int form, int shared, int tiles, int blocks, int early) {
     return decode::run({w13, w2, g13, g2, in13, in2, x, ids, routing, out, v, arrived, tokens, topk, experts, hidden,
-                        inner, 0, 0, form == 1, false, false, shared != 0, 0}, tiles, blocks, rows, form == 2, early);
-}
-
-// x (tokens, columns) by units of (rows, columns) -> out (tokens, rows). room: as large as x, where it is quantised.
-int decode_linear(const uint8_t* weight, const float* g, const float* in, const __nv_bfloat16* x, __nv_bfloat16* out,
-                  __nv_bfloat16* room, int tokens, int rows, int columns, int quantised, int tiles, int blocks) {
-    return decode::run({nullptr, weight, nullptr, g, nullptr, in, x, nullptr, nullptr, out, nullptr, nullptr, tokens, 1,
-                        1, rows, columns, 0, 0, quantised != 0, true, false, false, 0}, tiles, blocks, room, false,
-                       false);
+                        inner, 0, 0, form == 1, false, shared != 0, 0}, tiles, blocks, rows, form == 2, early);
 }
 
 // Bytes that prefill_experts needs, in KiB.

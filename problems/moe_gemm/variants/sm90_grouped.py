@@ -40,14 +40,6 @@ class State(NamedTuple):
     activation: str
 
 
-class LinearState(NamedTuple):
-    """What prepare_linear keeps."""
-
-    weight: torch.Tensor  # uint8 (1, n / 32, k / 64, 1152)
-    g: torch.Tensor  # fp32 ()
-    in_scale: torch.Tensor | None  # fp32 ()
-
-
 def compile_for(target: str) -> list[build.Artefact]:
     """Compile for `target`, without a GPU."""
     return [build.cuda(SOURCE, target)]
@@ -212,47 +204,6 @@ def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> No
     sizes = (*sizes, FORMS.index(state.activation)) if many else sizes
     run = artefact.function(f"{kernel}_experts", *[c_void_p] * (4 + len(others)), *[c_int] * len(sizes))
     build.check(run(w13, state.g13.data_ptr(), w2, state.g2.data_ptr(), *others, *sizes), f"{kernel}_experts")
-
-
-def prepare_linear(
-    packed: torch.Tensor, scales: torch.Tensor, g: torch.Tensor, in_scale: torch.Tensor | None
-) -> LinearState:
-    """Of a dense NVFP4 matrix: packed uint8 (n, k / 2), scales e4m3 (n, k / 16), g fp32 (); with in_scale, fp32 (),
-    inputs are quantised. ValueError: n or k no multiple of 64, or k over 8192.
-    """
-    if packed.shape[0] % 64 or packed.shape[1] % 32:
-        raise ValueError(f"packed must be (n, k / 2) with n and k in multiples of 64, got {tuple(packed.shape)}")
-    _check_columns(2 * packed.shape[1])
-    weight = _units(False, (packed[None], scales[None]))
-    return LinearState(weight, g.clone(), None if in_scale is None else in_scale.clone())
-
-
-def linear(state: LinearState, x: torch.Tensor, out: torch.Tensor) -> None:
-    """out, bf16 (T, n), = x @ W^T for x bf16 (T, k), contiguous. ValueError: shapes; RuntimeError: the launch."""
-    n, k = 32 * state.weight.shape[1], 64 * state.weight.shape[2]
-    for name, tensor, width in (("x", x, k), ("out", out, n)):
-        if tensor.dtype != torch.bfloat16 or tensor.shape != (len(x), width) or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be bf16 ({len(x)}, {width}), contiguous, got {tensor.dtype} {tensor.shape}")
-    run = build.cuda(SOURCE, load.device_target(x.device)).function("decode_linear", *[c_void_p] * 6, *[c_int] * 6)
-    quantised = state.in_scale is not None
-    room = torch.empty(min(len(x), MOST_TOKENS) if quantised else 0, k, dtype=torch.bfloat16, device=x.device)
-    for first in range(0, len(x), MOST_TOKENS):
-        count = min(MOST_TOKENS, len(x) - first)
-        code = run(
-            state.weight.data_ptr(),
-            state.g.data_ptr(),
-            state.in_scale.data_ptr() if quantised else None,
-            x[first].data_ptr(),
-            out[first].data_ptr(),
-            room.data_ptr(),
-            count,
-            n,
-            k,
-            quantised,
-            2 if k <= 2048 else 1,
-            _blocks(x.device),
-        )
-        build.check(code, "decode_linear")
 
 
 def _units(interleaved: bool, *parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """torch_grouped: tokens in tiles of one expert, weights decoded and multiplied in torch. The baseline of the ratios."""
 
-from typing import NamedTuple
-
 import torch
 from task import LIMIT, Weights, input_t, output_t, unpack
 
@@ -10,15 +8,6 @@ from problems.common import nvfp4
 TARGETS = ("cpu", "sm90", "sm100")
 MOST_SLOTS = 128  # of a tile
 AT_ONCE = 64  # tiles, each with its expert's weights in fp32: 4.3 GB for V4-Flash
-
-
-class Matrix(NamedTuple):
-    """One plain matrix, as prepare_linear got it."""
-
-    packed: torch.Tensor
-    scales: torch.Tensor
-    g: torch.Tensor
-    in_scale: torch.Tensor | None
 
 
 def decoded(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -78,35 +67,3 @@ def custom_kernel(data: input_t) -> output_t:
     for j in range(1, sizes.topk):
         sums.add_(parts[:, j])
     return out.copy_(sums)
-
-
-def prepare_linear(
-    packed: torch.Tensor, scales: torch.Tensor, g: torch.Tensor, in_scale: torch.Tensor | None
-) -> Matrix:
-    """One NVFP4 matrix, for `linear`; copies nothing. packed: uint8 (n, k / 2); scales: e4m3 (n, k / 16); g: fp32 ();
-    in_scale: fp32 (), or None: inputs stay as they are. ValueError, naming the tensor, where one is not that.
-    """
-    n, k = packed.shape[0], 2 * packed.shape[-1]
-    for name, tensor, dtype, shape in (
-        ("packed", packed, torch.uint8, (n, k // 2)),
-        ("scales", scales, torch.float8_e4m3fn, (n, k // nvfp4.BLOCK)),
-        ("g", g, torch.float32, ()),
-        ("in_scale", in_scale, torch.float32, ()),
-    ):
-        if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
-            raise ValueError(f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
-    if n % 64 or k % 64:
-        raise ValueError(f"packed must have n and k in multiples of 64, got n={n} k={k}")
-    return Matrix(packed, scales, g, in_scale)
-
-
-def linear(matrix: Matrix, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x w^T into out, rounded once, and return it. x: bf16 (T, k); out: bf16 (T, n)."""
-    n, k = matrix.packed.shape[0], 2 * matrix.packed.shape[1]
-    for name, tensor, shape in (("x", x, (len(x), k)), ("out", out, (len(x), n))):
-        if tensor.dtype != torch.bfloat16 or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be bf16 {shape}, contiguous, got {tensor.dtype} {tuple(tensor.shape)}")
-    values = x.float()
-    if matrix.in_scale is not None:
-        values = nvfp4.round_trip(values, matrix.in_scale.expand(len(x)))
-    return out.copy_((values @ decoded(matrix.packed, matrix.scales).T).mul_(matrix.g))

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels.fmha import Attention as kernel
+from problems.dsv4_forward.kernels import fmha
 from problems.dsv4_forward.torch_ops import rope
 from tests.dsv4 import in_model
+
+kernel = fmha.Attention
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -154,7 +156,7 @@ def test_what_does_not_fit_at_once_is_done_in_parts(ops, monkeypatch):
     arguments = made((5, 3, 64, 40, 5), BF16, BF16)
     (got, lse), (want, total) = outputs(arguments["q"]), outputs(arguments["q"])
     ops["fmha"](**arguments, out=want, lse=total)
-    monkeypatch.setattr(kernel, "ROOM", 2 * 3 * 3 * 66)
+    monkeypatch.setattr(fmha, "ROOM", 2 * 3 * 3 * 66)
     ops["fmha"](**arguments, out=got, lse=lse)
     assert torch.equal(got, want) and torch.equal(lse, total)
 

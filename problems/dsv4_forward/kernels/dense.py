@@ -42,8 +42,7 @@ class Dense(Own):
         expect("x", x, x.dtype, (tokens, groups, w.k))
         expect("out", out, out.dtype, (tokens, groups, w.n))
         if tokens:
-            values, matrices = self._values(x, w), w.bf16.view(-1, w.n, w.k)
-            linear.scaled(values.transpose(0, 1), matrices, w.factors, out.transpose(0, 1))
+            linear.scaled(self._values(x, w).transpose(0, 1), w, out.transpose(0, 1))
         return None
 
     def shared(self, x: torch.Tensor, w13: Linear, w2: Linear, limit: float, out: torch.Tensor) -> object:
@@ -58,7 +57,7 @@ class Dense(Own):
         values = self._values(x.unsqueeze(1), w13)
         sums = linear.batched(values.transpose(0, 1), w13.bf16.view(1, w13.n, w13.k))
         between = torch.empty(len(x), 1, w2.k, dtype=x.dtype, device=x.device)
-        code = self._gate(sums.data_ptr(), between.data_ptr(), len(x), w2.k, w13.factors[0], limit)
+        code = self._gate(sums.data_ptr(), between.data_ptr(), len(x), w2.k, w13.factor, limit)
         build.check(code, "gate of an expert")
         return self.grouped_linear(between, w2, out.unsqueeze(1))
 

@@ -80,23 +80,20 @@ def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.float(), weight.float().mT)
 
 
-def scaled(x: torch.Tensor, weight: torch.Tensor, factors: Sequence[float], out: torch.Tensor) -> None:
-    """Write out[g] = factors[g] * x[g] @ weight[g]^T, bf16 (G, N, n) of any strides but the last, which is 1.
+def scaled(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
+    """Write out[g] = factors[g] * x[g] @ bf16[g]^T, with these of w; bf16 (G, N, n), of any strides but the last, 1.
 
-    x, weight: as batched. Sums and their products with factors are fp32, rounded once.
+    x: bf16 (G, N, k). Sums and their products with factors are fp32, rounded once.
     """
-    if not x.is_cuda:
-        out.copy_(batched(x, weight) * torch.tensor(factors).view(-1, 1, 1))
+    weight = w.bf16.view(-1, w.n, w.k)
+    if w.factor is None or not x.is_cuda:
+        torch.mul(batched(x, weight), w.factors.view(-1, 1, 1), out=out)
         return
     options = torch.backends.cuda.matmul
     before = options.allow_bf16_reduced_precision_reduction
     options.allow_bf16_reduced_precision_reduction = False  # else parts of a sum are rounded too
     try:
-        if len(set(factors)) == 1:
-            torch.baddbmm(out, x, weight.mT, beta=0, alpha=factors[0], out=out)
-        else:
-            for one, a, b, factor in zip(out, x, weight, factors, strict=True):
-                torch.addmm(one, a, b.T, beta=0, alpha=factor, out=one)
+        torch.baddbmm(out, x, weight.mT, beta=0, alpha=w.factor, out=out)
     finally:
         options.allow_bf16_reduced_precision_reduction = before
 

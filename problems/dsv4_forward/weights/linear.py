@@ -79,15 +79,19 @@ class Linear:
         return whole.dequantise(torch.bfloat16)
 
     @cached_property
-    def factors(self) -> tuple[float, ...]:
-        """Of each of the matrices: scale_2, times input_scale if inputs are quantised; 1 for a kind without. Kept.
-
-        Waits for the device at the first call.
+    def factors(self) -> torch.Tensor:
+        """Of each of the matrices: scale_2, times input_scale if inputs are quantised; 1 for a kind without. fp32 (G,).
+        Kept.
         """
-        count = self.weight[..., 0, 0].numel()
         if self.scale_2 is None:
-            return (1.0,) * count
-        return tuple((self.scale_2 * self.input_scale if self.quantise_input else self.scale_2).reshape(-1).tolist())
+            return torch.ones(self.weight[..., 0, 0].numel(), device=self.weight.device)
+        return (self.scale_2 * self.input_scale if self.quantise_input else self.scale_2).reshape(-1)
+
+    @cached_property
+    def factor(self) -> float | None:
+        """The one that all factors are, None if they differ. Kept; waits for the device at the first call."""
+        found = set(self.factors.tolist())
+        return found.pop() if len(found) == 1 else None
 
     def select(self, i: int | torch.Tensor) -> "Linear":
         """i: int, or an int64 tensor (M, ...) -> the matrices i of the first leading axis: views for an int, else

@@ -143,7 +143,7 @@ class Runner:
         """Map a call's memory, and let the submission prepare its weights. Return the arguments of the call."""
         for old in self.mapped:
             old.close()
-        self.weights, self.opened, sizes = None, message, message["sizes"]
+        self.weights, self.arguments, self.opened, sizes = None, (), message, message["sizes"]
         parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
         self.mapped = [recorder.Mapped(parts, message["address"])]
         objects.define(message["definitions"])

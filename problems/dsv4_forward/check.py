@@ -42,8 +42,8 @@ from problems.common import load
 from problems.dsv4_forward import ops
 from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
+from problems.dsv4_forward.generate.decoding import Steps
 from problems.dsv4_forward.generate.sampler import Sampler
-from problems.dsv4_forward.generate.steps import Steps
 from problems.dsv4_forward.model import Model, feed, no_memory
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame

@@ -17,11 +17,10 @@ from rich.console import Console
 
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.checkpoint import checkpoint
-from problems.dsv4_forward.generate import decoding, generate, steps
-from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits, Told, decode
+from problems.dsv4_forward.generate import decoding, generate
+from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits, Steps, Told, decode
 from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
-from problems.dsv4_forward.generate.steps import Steps
 from problems.dsv4_forward.generate.text import Tokenizer, end_tokens
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.weights import tree
@@ -242,7 +241,7 @@ def test_what_cannot_run_is_refused_before_anything_does(model):
 def test_recorded_steps_give_the_tokens_of_steps_launched_one_by_one(monkeypatch):
     """Over bounds that are reached, and prompts of which one ends first."""
     record, graphs, found = Steps._record, [], []
-    monkeypatch.setattr(steps, "AHEAD", 5)
+    monkeypatch.setattr(decoding, "AHEAD", 5)
     monkeypatch.setattr(Steps, "_record", lambda self: graphs.append(record(self)) or graphs[-1])
     weights = tree.random(CFG, "nvfp4", seed=2, device="cuda")
     for replayed in (True, False):

@@ -88,12 +88,6 @@ def test_weights_move_as_far_as_is_exact(scales, most, want):
     assert GEMV.exact_shift(torch.tensor(scales).to(torch.float8_e4m3fn), most) == want
 
 
-def test_small_matrices_do_not_move_and_share_their_scales():
-    w = made(torch.ones(5, 64, dtype=torch.uint8), torch.full((5, 4), 0.5))
-    assert GEMV.measure(w.weight.unsqueeze(0), w.scale.unsqueeze(0))[:2] == (0, 0)
-    assert GEMV.prepare(w).state.sfa.data_ptr() == w.scale.data_ptr()
-
-
 def wide_range(n: int = 40, k: int = 640) -> Linear:
     """Scales from 2^-9 to 448: no power of two leaves them exactly."""
     gen = torch.Generator().manual_seed(4)
@@ -181,15 +175,6 @@ def test_slices_of_wider_tensors_go_in_and_out():
     assert bool(out[..., :10].isnan().all()) and bool(out[..., 80:].isnan().all())
 
 
-def test_a_token_does_not_depend_on_its_neighbours_or_on_earlier_calls():
-    w, x = published(45, 320, lead=(2,)), inputs(6, 2, 320)
-    run = calls(w).grouped_linear
-    together = product(x, w, run)
-    for token in (5, 0, 3):
-        assert torch.equal(product(x[token : token + 1], w, run), together[token : token + 1])
-    assert torch.equal(product(x, w, run), together)
-
-
 def test_every_matrix_of_the_model_is_prepared(model):
     fitted = GEMV.fit(load.variant("nvfp4_gemv", "cpu_portable"), model["nvfp4"], ("linear", "grouped_linear"))
     matrices = list(fitted.functions["linear"].__self__.matrices.values())
@@ -244,15 +229,6 @@ def test_both_copies_of_a_vectors_scales_agree_and_lie_as_the_problem_says():
         permuted = nvfp4.permute_scales(data.sfb)
         assert torch.equal(data.sfb_permuted[0, 0, 0].view(torch.uint8), permuted[0, 0, 0].view(torch.uint8))
         assert torch.equal(data.sfa_permuted.view(torch.uint8), nvfp4.permute_scales(data.sfa).view(torch.uint8))
-
-
-@pytest.mark.parametrize("variant", ["torch_dequant", "cpu_avx2", "cpu_avx512"])
-def test_variants_that_this_cpu_has_agree(variant):
-    if load.missing_cpu_flags(FOLDER / f"variants/{variant}.py"):
-        pytest.skip(f"this CPU has no {variant}")
-    w, x = published(130, 448), inputs(2, 448)
-    want, bound = exact(x, w)
-    assert bool(((product(x, w, calls(w, variant=variant).linear).double() - want).abs() <= bound).all())
 
 
 def test_other_kinds_and_many_tokens_are_left(model):

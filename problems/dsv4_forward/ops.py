@@ -18,7 +18,6 @@ from problems.dsv4_forward.kernels.copies import Copies
 from problems.dsv4_forward.kernels.dense import Dense
 from problems.dsv4_forward.kernels.experts import Experts
 from problems.dsv4_forward.kernels.fmha import Attention
-from problems.dsv4_forward.kernels.indexer import Indexer
 from problems.dsv4_forward.kernels.matmuls import Matmuls
 from problems.dsv4_forward.kernels.norm import Norm
 from problems.dsv4_forward.kernels.router import Router
@@ -77,9 +76,9 @@ REFERENCE = Ops(
 NAMES = tuple(field.name for field in fields(Ops))
 FUSED = ("mhc_site", "two_linears", "norm_linears", "all_experts")
 OWN = "dsv4_forward"  # kernels of this folder, of the first of KERNELS that has the op
-KERNELS = (Start, Copies, Norm, Matmuls, Dense, LayerRows, Indexer, Router, Attention, Experts)
+KERNELS = (Start, Copies, Norm, Matmuls, Dense, LayerRows, Router, Attention, Experts)
 # The problems whose winners compute an op, in order. linear_decode takes up to 32 tokens; OWN multiplies any number by
-# FP8 and NVFP4 matrices, attends and chooses where pages are plain, and has experts in bf16.
+# FP8 and NVFP4 matrices, attends where pages are plain, and has experts in bf16.
 WINNERS: dict[str, tuple[str, ...]] = {
     "start": (OWN,),
     "embed": (OWN,),
@@ -93,7 +92,7 @@ WINNERS: dict[str, tuple[str, ...]] = {
     "two_linears": ("linear_decode",),
     "norm_linears": ("linear_decode",),
     "layer_rows": (OWN,),
-    "choose": ("indexer", OWN),
+    "choose": ("indexer",),
     "fmha": ("fmha_decode", OWN),
     "route": (OWN,),
     "experts": ("moe_gemm", OWN),

@@ -50,7 +50,7 @@ CASES = (
         {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context}
         for batch, context in ((1, LONGER), (1, LONGEST), (8, LONGEST))
     ]
-    + [  # the indexer's steps as a kernel each; to be compared with the same case without `kernels`
+    + [  # the indexer in torch; to be compared with the same case without `kernels`
         {"config": "flash-4l256e", "format": "nvfp4", "batch": batch, "context": context, "kernels": "choose=reference"}
         for context in (LONG, LONGER, LONGEST)
         for batch in (1, 8)

@@ -15,7 +15,6 @@ KERNELS = {
     "dense": 3,
     "experts": 2,
     "fmha": 6,
-    "indexer": 4,
     "matmuls": 7,
     "norm": 3,
     "router": 4,

@@ -62,6 +62,11 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def addresses(**tensors: torch.Tensor | None) -> dict[str, int | None]:
+    """Return where each lies, by name; None for none."""
+    return {name: pointer(tensor) for name, tensor in tensors.items()}
+
+
 def fields(pointers: str, numbers: str) -> list[tuple[str, type]]:
     """Return the fields of a struct that has these pointers, then these ints."""
     return [(name, c_void_p) for name in pointers.split()] + [(name, c_int) for name in numbers.split()]

@@ -231,18 +231,31 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
     }
 }
 
+}  // namespace
+
+// As in copies.py, with what is null where a launcher has none of it. bf16, *_bf16: 1 for bf16, 0 for fp32.
+struct Call {
+    const void *copies, *first, *second;
+    const float *fn, *base, *scale;
+    float *sums, *post, *comb;
+    void* out;
+    int tokens, d, bf16, first_bf16, second_bf16, iterations;
+    float norm_eps, eps;
+};
+
+namespace {
+
 template <typename T>
-int read_copies(const void* copies, const float* fn, const float* base, const float* scale, float* sums, void* out,
-                float* post, float* comb, int tokens, int d, float norm_eps, float eps, int iterations) {
-    const int width = HC_MULT * d, parts = (width + PART - 1) / PART;
-    const Mix mix = {copies, fn, sums, tokens, width, parts};
-    const int tiles = (tokens + BLOCK_M - 1) / BLOCK_M, groups = max(1, min(tiles, MANY_BLOCKS / parts));
+int read_copies(const Call& c) {
+    const int width = HC_MULT * c.d, parts = (width + PART - 1) / PART;
+    const Mix mix = {c.copies, c.fn, c.sums, c.tokens, width, parts};
+    const int tiles = (c.tokens + BLOCK_M - 1) / BLOCK_M, groups = max(1, min(tiles, MANY_BLOCKS / parts));
     const int failed = programmatic::launch(mix_kernel<T>, dim3(parts, groups), dim3(THREADS), 0, mix);
     if (failed) return failed;
-    const Collapse<T> to = {static_cast<const T*>(copies), sums, base, scale, static_cast<T*>(out), post, comb,
-                            parts, d, iterations, norm_eps, eps};
-    const int columns = (d + THREADS - 1) / THREADS, each = max(1, MANY_BLOCKS / tokens);
-    return programmatic::launch(collapse_kernel<T>, dim3(tokens, 1 + min(columns, each)), dim3(THREADS), 0, to);
+    const Collapse<T> to = {static_cast<const T*>(c.copies), c.sums, c.base, c.scale, static_cast<T*>(c.out), c.post,
+                            c.comb, parts, c.d, c.iterations, c.norm_eps, c.eps};
+    const int columns = (c.d + THREADS - 1) / THREADS, each = max(1, MANY_BLOCKS / c.tokens);
+    return programmatic::launch(collapse_kernel<T>, dim3(c.tokens, 1 + min(columns, each)), dim3(THREADS), 0, to);
 }
 
 // ---------------------------------------------------------------- writing
@@ -281,25 +294,17 @@ __global__ void spread_kernel(const Addend first, const Addend second, const T* 
 }
 
 template <typename T>
-int spread(const Addend& first, const Addend& second, const void* copies, const float* post, const float* comb,
-               void* out, int tokens, int d) {
-    return programmatic::launch(spread_kernel<T>, dim3(tokens, (d + THREADS - 1) / THREADS), dim3(THREADS), 0, first,
-                                second, static_cast<const T*>(copies), post, comb, static_cast<T*>(out), d);
+int spread(const Call& c) {
+    const Addend first = {c.first, c.first_bf16}, second = {c.second, c.second_bf16};
+    return programmatic::launch(spread_kernel<T>, dim3(c.tokens, (c.d + THREADS - 1) / THREADS), dim3(THREADS), 0, first,
+                                second, static_cast<const T*>(c.copies), static_cast<const float*>(c.post),
+                                static_cast<const float*>(c.comb), static_cast<T*>(c.out), c.d);
 }
 
 }  // namespace
 
-// bf16, *_bf16: 1 for bf16, 0 for fp32. sums: fp32 (tokens, parts, ROWS + 1), parts = ceil(4 d / PART). second may be null.
-extern "C" int launch_mix_copies(const void* copies, const float* fn, const float* base, const float* scale,
-                                 float* sums, void* out, float* post, float* comb, int tokens, int d, float norm_eps,
-                                 float eps, int iterations, int bf16) {
-    return (bf16 ? read_copies<__nv_bfloat16> : read_copies<float>)(copies, fn, base, scale, sums, out, post, comb,
-                                                                    tokens, d, norm_eps, eps, iterations);
-}
+// sums: fp32 (tokens, parts, ROWS + 1), parts = ceil(4 d / PART).
+extern "C" int launch_mix_copies(const Call* c) { return (c->bf16 ? read_copies<__nv_bfloat16> : read_copies<float>)(*c); }
 
-extern "C" int launch_spread(const void* first, const void* second, const void* copies, const float* post,
-                                 const float* comb, void* out, int tokens, int d, int first_bf16, int second_bf16,
-                                 int copies_bf16) {
-    return (copies_bf16 ? spread<__nv_bfloat16> : spread<float>)(
-        Addend{first, first_bf16}, Addend{second, second_bf16}, copies, post, comb, out, tokens, d);
-}
+// post and comb are read; second may be null.
+extern "C" int launch_spread(const Call* c) { return (c->bf16 ? spread<__nv_bfloat16> : spread<float>)(*c); }

@@ -4,18 +4,29 @@ The mixing matrix is read once for a block of tokens, and before the kernel ahea
 write it. The interfaces and formulas are those of torch_ops/mhc.py.
 """
 
-from ctypes import c_float, c_int, c_void_p
+from ctypes import POINTER, Structure, c_float
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import Own, expect, is_bf16, pointer
+from problems.dsv4_forward.kernels.arguments import Own, addresses, expect, fields, is_bf16
 from problems.dsv4_forward.weights.config import Config
 
 HC_MULT = 4
 PART = 512  # columns that a block sums over, as in the source
 FP32 = torch.float32
+
+
+class _Call(Structure):
+    """copies.cu's Call."""
+
+    _fields_ = [
+        *fields(
+            "copies first second fn base scale sums post comb out", "tokens d bf16 first_bf16 second_bf16 iterations"
+        ),
+        *((name, c_float) for name in ("norm_eps", "eps")),
+    ]
 
 
 class Copies(Own):
@@ -27,8 +38,9 @@ class Copies(Own):
     OPS = ("mhc_pre", "mhc_post")
 
     def __init__(self, built: build.Artefact) -> None:
-        self._mix = built.function("launch_mix_copies", *[c_void_p] * 8, c_int, c_int, c_float, c_float, c_int, c_int)
-        self._spread = built.function("launch_spread", *[c_void_p] * 6, *[c_int] * 5)
+        self._mix, self._spread = (
+            built.function(name, POINTER(_Call)) for name in ("launch_mix_copies", "launch_spread")
+        )
 
     def mhc_pre(
         self,
@@ -57,9 +69,11 @@ class Copies(Own):
             expect(name, tensor, dtype, shape)
         if tokens:
             sums = torch.empty(tokens, -(-n * d // PART), cfg.hc_rows + 1, dtype=FP32, device=copies.device)
-            pointers = (tensor.data_ptr() for tensor in (copies, fn, base, scale, sums, out, post, comb))
-            code = self._mix(*pointers, tokens, d, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters, bf16)
-            build.check(code, "mhc_pre")
+            given = {"copies": copies, "fn": fn, "base": base, "scale": scale, "sums": sums}
+            sizes = {"tokens": tokens, "d": d, "bf16": bf16, "iterations": cfg.hc_sinkhorn_iters}
+            tensors = addresses(**given, post=post, comb=comb, out=out)
+            call = _Call(**tensors, **sizes, norm_eps=cfg.rms_norm_eps, eps=cfg.hc_eps)
+            build.check(self._mix(call), "mhc_pre")
         return None
 
     def mhc_post(
@@ -75,7 +89,7 @@ class Copies(Own):
         bf16, (tokens, n, d) = is_bf16("copies", copies), copies.shape
         if n != HC_MULT:
             return NotImplemented
-        addends = is_bf16("y", y), 0 if second is None else is_bf16("second", second)
+        first_bf16, second_bf16 = is_bf16("y", y), 0 if second is None else is_bf16("second", second)
         for name, tensor, dtype, shape in (
             ("y", y, y.dtype, (tokens, d)),
             *([] if second is None else [("second", second, second.dtype, (tokens, d))]),
@@ -86,6 +100,8 @@ class Copies(Own):
         ):
             expect(name, tensor, dtype, shape)
         if tokens:
-            pointers = (pointer(tensor) for tensor in (y, second, copies, post, comb, out))
-            build.check(self._spread(*pointers, tokens, d, *addends, bf16), "mhc_post")
+            tensors = addresses(copies=copies, first=y, second=second, post=post, comb=comb, out=out)
+            sizes = {"tokens": tokens, "d": d, "bf16": bf16}
+            call = _Call(**tensors, **sizes, first_bf16=first_bf16, second_bf16=second_bf16)
+            build.check(self._spread(call), "mhc_post")
         return None

@@ -247,15 +247,23 @@ int parts_of(int blocks, int pairs) {
 // x: bf16 (tokens, hidden); w13: bf16 (experts, 2 inner, hidden); w2: bf16 (experts, hidden, inner); ids, gates: (tokens,
 // chosen), at most MOST_PAIRS; between: bf16 (tokens * chosen, inner); out: (tokens, hidden). hidden and inner are
 // multiples of 8, and x, w13, w2 and between begin at multiples of 16 bytes.
-extern "C" int launch_experts(const void* x, const int* ids, const float* gates, const void* w13, const void* w2,
-                              void* between, void* out, int tokens, int chosen, int experts, int hidden, int inner,
-                              int bf16, float limit) {
-    const Call gated = {static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(w13), ids, gates,
-                        between, tokens, chosen, experts, inner, hidden, 1, limit};
-    const Call summed = {static_cast<const __nv_bfloat16*>(between), static_cast<const __nv_bfloat16*>(w2), ids,
-                         nullptr, out, tokens, chosen, experts, hidden, inner, bf16, limit};
-    const int blocks = (inner + ROWS - 1) / ROWS;
-    const dim3 grid(blocks, parts_of(blocks, tokens * chosen));
+struct Experts {  // as in experts.py
+    const __nv_bfloat16* x;
+    const int* ids;
+    const float* gates;
+    const __nv_bfloat16 *w13, *w2;
+    void *between, *out;
+    int tokens, chosen, experts, hidden, inner, bf16;
+    float limit;
+};
+
+extern "C" int launch_experts(const Experts* e) {
+    const Call gated = {e->x, e->w13, e->ids, e->gates, e->between, e->tokens, e->chosen, e->experts, e->inner,
+                        e->hidden, 1, e->limit};
+    const Call summed = {static_cast<const __nv_bfloat16*>(e->between), e->w2, e->ids, nullptr, e->out, e->tokens,
+                         e->chosen, e->experts, e->hidden, e->inner, e->bf16, e->limit};
+    const int blocks = (e->inner + ROWS - 1) / ROWS;
+    const dim3 grid(blocks, parts_of(blocks, e->tokens * e->chosen));
     if (const int code = programmatic::launch(gated_kernel, grid, dim3(THREADS), 0, gated)) return code;
-    return programmatic::launch(summed_kernel, dim3((hidden + ROWS - 1) / ROWS), dim3(THREADS), 0, summed);
+    return programmatic::launch(summed_kernel, dim3((e->hidden + ROWS - 1) / ROWS), dim3(THREADS), 0, summed);
 }

@@ -5,16 +5,25 @@ the others. Weights are read as they lie in memory: no launch just ahead may wri
 an expert that does not exist adds nothing. The interface and formulas are those of torch_ops/experts.py.
 """
 
-from ctypes import c_float, c_int, c_void_p
+from ctypes import POINTER, Structure, c_float
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import KINDS, Own
+from problems.dsv4_forward.kernels.arguments import KINDS, Own, addresses, fields
 from problems.dsv4_forward.weights.linear import Linear
 
 MOST_PAIRS = 256  # of a token and one of its experts, as in the source: 42 tokens of Flash
+
+
+class _Experts(Structure):
+    """experts.cu's Experts."""
+
+    _fields_ = [
+        *fields("x ids gates w13 w2 between out", "tokens chosen experts hidden inner bf16"),
+        ("limit", c_float),
+    ]
 
 
 class Experts(Own):
@@ -24,7 +33,7 @@ class Experts(Own):
     OPS = ("experts",)
 
     def __init__(self, built: build.Artefact) -> None:
-        self._experts = built.function("launch_experts", *[c_void_p] * 7, *[c_int] * 6, c_float)
+        self._experts = built.function("launch_experts", POINTER(_Experts))
 
     def experts(
         self,
@@ -40,9 +49,11 @@ class Experts(Own):
         if not serves(x, ids, weights, w13, w2, out):
             return NotImplemented
         between = torch.empty(ids.numel(), w2.k, dtype=x.dtype, device=x.device)
-        given = (tensor.data_ptr() for tensor in (x, ids, weights, w13.weight, w2.weight, between, out))
-        sizes = *ids.shape, len(w13.weight), w13.k, w2.k, KINDS.index(out.dtype)
-        build.check(self._experts(*given, *sizes, limit), "experts")
+        (tokens, chosen), experts = ids.shape, len(w13.weight)
+        tensors = addresses(x=x, ids=ids, gates=weights, w13=w13.weight, w2=w2.weight, between=between, out=out)
+        sizes = {"tokens": tokens, "chosen": chosen, "experts": experts, "hidden": w13.k, "inner": w2.k}
+        call = _Experts(**tensors, **sizes, bf16=KINDS.index(out.dtype), limit=limit)
+        build.check(self._experts(call), "experts")
         return None
 
 

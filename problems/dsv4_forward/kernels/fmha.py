@@ -11,7 +11,7 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.pages import Pages
-from problems.dsv4_forward.kernels.arguments import KINDS, Own, fields
+from problems.dsv4_forward.kernels.arguments import KINDS, Own, addresses, fields
 
 MOST_TOKENS = 32
 MOST_WIDTH, ENTRIES = 512, 32  # as in the source
@@ -65,25 +65,12 @@ class Attention(Own):
         parts = torch.empty(step * floats, dtype=torch.float32, device=q.device)
         kinds = KINDS.index(q.dtype), KINDS.index(window.data.dtype)
         for first in range(0, queries, step):
-
-            def at(tensor: torch.Tensor, first: int = first) -> int:
-                return tensor[first:].data_ptr()
-
-            given = _Attention(
-                q=at(q),
-                window=_List(window.data.data_ptr(), at(window_index), lengths[0]),
-                cache=_List() if cache is None else _List(cache.data.data_ptr(), at(index), lengths[1]),
-                sink=sink.data_ptr(),
-                cosine=at(cos),
-                sine=at(sin),
-                parts=parts.data_ptr(),
-                out=at(out),
-                lse=at(lse),
-                heads=heads,
-                width=width,
-                half=cos.shape[1],
-                scale=scale,
-            )
+            rows = {"q": q, "cosine": cos, "sine": sin, "out": out, "lse": lse}
+            tensors = addresses(**{name: tensor[first:] for name, tensor in rows.items()}, sink=sink, parts=parts)
+            given = _Attention(**tensors, heads=heads, width=width, half=cos.shape[1], scale=scale)
+            given.window = _List(window.data.data_ptr(), window_index[first:].data_ptr(), lengths[0])
+            if cache is not None and index is not None:
+                given.cache = _List(cache.data.data_ptr(), index[first:].data_ptr(), lengths[1])
             build.check(self._fmha(given, min(step, queries - first), *kinds), "fmha")
         return None
 

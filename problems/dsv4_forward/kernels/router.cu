@@ -246,10 +246,22 @@ int route(const Route& r) {
 }  // namespace
 
 // What follows the matmul, for any number of tokens. vocab: rows of the table.
-extern "C" int launch_choose(const float* logits, const float* bias, const long long* table, const long long* tokens,
-                            int* ids, float* weights, int vocab, int count, int experts, int chosen, float factor) {
-    const size_t shared = (2 * experts + chosen) * sizeof(float);
-    choose_kernel<<<count, LANES, shared>>>(logits, bias, table, tokens, ids, weights, vocab, experts, chosen, factor);
+// As in router.py.
+struct Call {
+    const __nv_bfloat16 *u, *weight;
+    const float *logits, *bias;
+    const long long *table, *tokens;
+    int* ids;
+    float* weights;
+    void* exchange;
+    int vocab, count, experts, hidden, chosen;
+    float factor;
+};
+
+extern "C" int launch_choose(const Call* c) {
+    const size_t shared = (2 * c->experts + c->chosen) * sizeof(float);
+    choose_kernel<<<c->count, LANES, shared>>>(c->logits, c->bias, c->table, c->tokens, c->ids, c->weights, c->vocab,
+                                               c->experts, c->chosen, c->factor);
     return cudaGetLastError();
 }
 
@@ -258,11 +270,9 @@ extern "C" int route_words() { return sizeof(State) / 8 + PARTS * few::MOST_TOKE
 
 // All, for up to few::MOST_TOKENS tokens and FEW_EXPERTS experts. u and weight begin at multiples of 16 bytes, and hidden is a
 // multiple of 8. exchange: route_words words, of one launch at a time.
-extern "C" int launch_route(const void* u, const void* weight, const float* bias, const long long* table,
-                            const long long* tokens, int* ids, float* weights, void* exchange, int vocab, int count,
-                            int experts, int hidden, int chosen, float factor) {
-    const Route r = {static_cast<const __nv_bfloat16*>(u), static_cast<const __nv_bfloat16*>(weight), bias, table,
-                     tokens, ids, weights, static_cast<State*>(exchange),
-                     static_cast<uint64_t*>(exchange) + sizeof(State) / 8, vocab, count, experts, hidden, chosen, factor};
-    return (count <= few::TILE ? route<1> : count <= 2 * few::TILE ? route<2> : route<4>)(r);
+extern "C" int launch_route(const Call* c) {
+    uint64_t* words = static_cast<uint64_t*>(c->exchange);
+    const Route r = {c->u, c->weight, c->bias, c->table, c->tokens, c->ids, c->weights, reinterpret_cast<State*>(words),
+                     words + sizeof(State) / 8, c->vocab, c->count, c->experts, c->hidden, c->chosen, c->factor};
+    return (c->count <= few::TILE ? route<1> : c->count <= 2 * few::TILE ? route<2> : route<4>)(r);
 }

@@ -4,19 +4,28 @@ In torch these are 12 launches. The one launch reads the router's matrix before 
 just ahead may write it. The interface and formulas are those of torch_ops/router.py.
 """
 
-from ctypes import c_float, c_int, c_void_p
+from ctypes import POINTER, Structure, c_float
 from pathlib import Path
 
 import torch
 
 from problems.common import build
-from problems.dsv4_forward.kernels.arguments import Own, expect, pointer
+from problems.dsv4_forward.kernels.arguments import Own, addresses, expect, fields
 from problems.dsv4_forward.torch_ops import linear
 from problems.dsv4_forward.weights.config import Config
 
 MOST_CHOSEN = 32  # one a lane
 MOST_EXPERTS = 1024  # 32 a lane, whose choices are the bits of a word
 FEW_TOKENS, FEW_EXPERTS = 32, 384  # that one launch takes, as in the source
+
+
+class _Call(Structure):
+    """router.cu's Call."""
+
+    _fields_ = [
+        *fields("u weight logits bias table tokens ids weights exchange", "vocab count experts hidden chosen"),
+        ("factor", c_float),
+    ]
 
 
 class Router(Own):
@@ -26,8 +35,7 @@ class Router(Own):
     OPS = ("route",)
 
     def __init__(self, built: build.Artefact) -> None:
-        self._choose = built.function("launch_choose", *[c_void_p] * 6, *[c_int] * 4, c_float)
-        self._route = built.function("launch_route", *[c_void_p] * 8, *[c_int] * 5, c_float)
+        self._choose, self._route = (built.function(name, POINTER(_Call)) for name in ("launch_choose", "launch_route"))
         self._words = built.function("route_words")
         self._exchanges: dict[torch.device, torch.Tensor] = {}  # kept: tags grow from launch to launch
 
@@ -61,25 +69,18 @@ class Router(Own):
             raise ValueError(f"u and weight must be (N, d) and (E, d), got {tuple(u.shape)} and {tuple(weight.shape)}")
         if not len(u):
             return None
-        given = pointer(bias), pointer(table)
-        written = (tensor.data_ptr() for tensor in (tokens, out_ids, out_weights))
+        tensors = addresses(bias=bias, table=table, tokens=tokens, ids=out_ids, weights=out_weights)
+        sizes = {"count": len(u), "experts": experts, "hidden": u.shape[1], "chosen": chosen}
         vocab = 0 if table is None else len(table)
+        call = _Call(**tensors, **sizes, vocab=vocab, factor=cfg.routed_scaling_factor)
         if len(u) <= FEW_TOKENS and experts <= FEW_EXPERTS and _loads_whole(u) and _loads_whole(weight):
-            sizes = vocab, len(u), experts, u.shape[1], chosen
-            code = self._route(
-                u.data_ptr(),
-                weight.data_ptr(),
-                *given,
-                *written,
-                self._exchange(u.device).data_ptr(),
-                *sizes,
-                cfg.routed_scaling_factor,
-            )
+            call.u, call.weight, call.exchange = (t.data_ptr() for t in (u, weight, self._exchange(u.device)))
+            code = self._route(call)
         else:
             logits = torch.empty(len(u), experts, dtype=torch.float32, device=u.device)
             linear.matmul(u, weight, logits)
-            sizes = vocab, len(u), experts, chosen
-            code = self._choose(logits.data_ptr(), *given, *written, *sizes, cfg.routed_scaling_factor)
+            call.logits = logits.data_ptr()
+            code = self._choose(call)
         build.check(code, "route")
         return None
 

@@ -10,7 +10,7 @@ import torch
 
 from problems.common import build
 from problems.dsv4_forward.cache.plan import Plan
-from problems.dsv4_forward.kernels.arguments import Own, expect, fields, is_bf16, pointer
+from problems.dsv4_forward.kernels.arguments import Own, addresses, expect, fields, is_bf16
 from problems.dsv4_forward.weights.config import CSA, HCA
 
 RATIOS = (CSA, HCA)
@@ -95,36 +95,17 @@ def made_plan(given: Plan, numbers: torch.Tensor, lists: torch.Tensor) -> _Plan:
     width, blocks = given.table.shape[1], out.rows.shape[1]
     if blocks > width:
         raise ValueError(f"bound must be at most {width} blocks of tokens, got {given.bound} tokens")
-    made = _Plan(
-        given.length.data_ptr(),
-        pointer(given.position),
-        given.sequence.data_ptr(),
-        given.sequence_ids.data_ptr(),
-        given.table.data_ptr(),
-        out.position.data_ptr(),
-        out.window_target.data_ptr(),
-        out.window_index.data_ptr(),
-        out.rows.data_ptr(),
-        count,
-        len(given.sequence_ids),
-        blocks,
-        width,
-        given.ring,
-        given.unread,
-    )
+    ids, places = given.sequence_ids, {"window_target": out.window_target, "window_index": out.window_index}
+    read = addresses(length=given.length, given=given.position, sequence=given.sequence, table=given.table)
+    written = addresses(sequence_ids=ids, position=out.position, rows=out.rows, **places)
+    sizes = {"tokens": count, "sequences": len(ids), "blocks": blocks, "width": width}
+    made = _Plan(**read, **written, **sizes, ring=given.ring, unread=given.unread)
     for place, (ratio, index) in enumerate(zip(RATIOS, (out.csa_index, out.hca_index), strict=True)):
         if ratio in given.emit:
             emit = given.emit[ratio]
             expect("emit", emit, long, (min(len(emit), count),))
-            made.of[place] = _Entries(
-                emit.data_ptr(),
-                out.target[ratio].data_ptr(),
-                out.visible[ratio].data_ptr(),
-                pointer(index),
-                ratio,
-                len(emit),
-                given.entries[ratio],
-            )
+            tensors = addresses(emit=emit, target=out.target[ratio], visible=out.visible[ratio], index=index)
+            made.of[place] = _Entries(**tensors, ratio=ratio, emitted=len(emit), entries=given.entries[ratio])
     return made
 
 

@@ -57,7 +57,7 @@ CASES = {  # what is checked where nothing is named
 }
 PROMPTS = (600, 37)  # tokens, each in one pass: past the window, blocks of 128, and what kernels for few tokens take
 WIDE = (40, 65)  # sequences that get a token each: more than kernels for few tokens take
-STEPS = 8  # greedy tokens of each sequence
+STEPS = 6  # greedy tokens of each sequence
 LONG = 1024  # tokens that the longest random context is about to reach, or as many as an indexer chooses a half of
 LATE = "late "  # ahead of a layer's name: behind random contexts
 FACTOR = 1.5

@@ -35,6 +35,7 @@ def installed() -> driver.Driver:
     """The model in place of CUDA, with references that compute as on a CPU."""
     model = driver.install(TARGET)
     torch.Tensor.is_cuda = property(lambda tensor: False)  # ty: ignore[invalid-assignment]
+    torch.use_deterministic_algorithms(True)  # then memory that nothing has written is NaN
     return model
 
 

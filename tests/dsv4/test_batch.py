@@ -33,6 +33,25 @@ def test_indices_of_ragged_batches(chunk, ring):
     check_counts(state)
 
 
+def test_batches_of_equal_sums_are_told_apart():
+    state = make(64)
+    a, b = opened(state, 0, 0)
+    for n in (3, 5):
+        check_indices(state, state.plan({a: [1] * n, b: [1] * (8 - n)}), state.ring)
+
+
+def test_a_sequence_can_go_back_as_far_after_replayed_steps_as_after_planned_ones():
+    floors = []
+    for static in (True, False):
+        state = make(1)
+        (a,) = opened(state, 128)
+        for _ in range(200):
+            state.reserve({a: 1})
+            state.commit(state.step((a,), torch.tensor([1]), static=static))
+        floors.append(state.floor(a))
+    assert floors[0] == floors[1] > 128 + 1
+
+
 def test_tokens_arrive_in_order_whatever_they_come_in():
     state = make()
     a, b = opened(state, 3, 130)

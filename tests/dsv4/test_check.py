@@ -291,6 +291,23 @@ def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, ca
     assert any(" fmha: " in fault for fault in faults({"fmha": _holes_read}))
 
 
+def test_the_check_asks_for_edges_and_fails_by_a_layer(capsys, monkeypatch):
+    """late() runs with edges; a layer past its budget fails the check."""
+    monkeypatch.setattr(check, "PROMPTS", (9, 5))
+    monkeypatch.setattr(check, "WIDE", (2,))
+    late, asked = check.Case.late, []
+
+    def seen(self, table, probe):
+        asked.append(probe.edges)
+        late(self, table, probe)
+
+    monkeypatch.setattr(check.Case, "late", seen)
+    past = check.Layer("layers.1", 1.0, 1.0, 0.5, 0.1, 0.0, 1.0, 1.0)
+    monkeypatch.setattr(check, "_layers", lambda *passes: [past])
+    assert not check.check(check.make("tiny", "fp32", "cpu", steps=1), "reference", "cpu")
+    assert asked == [True] and "FAULT: alone: copies after layers.1 are off" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fmt", ["fp32", pytest.param("released", marks=pytest.mark.slow)])
 def test_the_reference_is_right(fmt, capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (70, 9))
@@ -359,5 +376,9 @@ def test_errors_are_measured_by_row():
     assert trace._apart(got, want)[0] == float("inf")
     assert trace._apart(want, got)[0] == float("inf")
     assert trace._apart(torch.full((2, 3), torch.inf), torch.full((2, 3), torch.inf))[0] == 0.0
+    worst = trace.Worst("layer", "op", 1.0)
+    worst.take(float("nan"), 1.0, "out")
+    assert not worst.ok
+    assert bool(trace._fresh(want, want.dtype).isnan().all()) and int(trace._fresh(want, torch.int32).max()) < 0
     tiny = torch.cat([want, torch.full((1, 64), 1e-9)])
     assert trace._apart(torch.cat([want, torch.zeros(1, 64)]), tiny)[0] < 1e-3, "rows of nothing do not count"

@@ -1,6 +1,7 @@
 """kernels/dense.cu on a GPU, and in the model of one, against torch_ops/linear.py and experts.py in fp64."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -102,6 +103,13 @@ def test_what_it_does_not_serve(ops):
         ops["linear"](x=x, w=matrix("nvfp4", 1, 60, 128).select(0), out=out)
     with pytest.raises(ValueError, match="twice as many rows"):
         ops["shared"](x=x, w13=matrix("nvfp4", 1, 64, 128), w2=matrix("nvfp4", 1, 64, 64), limit=1.0, out=out)
+
+
+def test_only_equal_factors_are_one(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cpu")
+    assert matrix("nvfp4", 4, 36, 80).factor is None
+    alone, w = matrix("nvfp4", 1, 36, 80), matrix("fp8", 2, 128, 128)
+    assert alone.factor == float(alone.scale_2 * alone.input_scale) and w.factor == 1
 
 
 def test_in_the_model_of_a_gpu():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from problems.common import fp8, nvfp4
-from problems.dsv4_forward.weights import formats
+from problems.dsv4_forward.weights import formats, packing
 from tests.support.formats import LARGEST_FP32, MXFP4
 
 
@@ -210,3 +210,8 @@ def test_hadamard_refuses(d: int) -> None:
 def test_nothing_waits_for_a_device() -> None:
     """Tensors without data: whatever reads a value on the host raises."""
     assert formats.hadamard(torch.empty(3, 128, device="meta")).shape == (3, 128)
+
+
+def test_a_matrix_of_zeros_has_a_scale():
+    packed = packing.pack(torch.zeros(4, 32), "nvfp4", torch.bfloat16)
+    assert float(packed["scale_2"]) > 0 and not bool(nvfp4.decode(packed["weight"]).any())

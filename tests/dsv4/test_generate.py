@@ -170,6 +170,19 @@ def test_tokens_are_read_while_the_next_pass_is_computed(model, monkeypatch):
     assert state.pool.free == 2 and state.lengths == [0, 0]
 
 
+def test_each_token_is_drawn_for_its_own_place(model):
+    places = []
+
+    class Seen(Sampler):
+        def sample(self, logits, sequence, position):
+            places.append(position.tolist())
+            return super().sample(logits, sequence, position)
+
+    state = State(CFG, "fp32", sequences=2, blocks=2)
+    list(decode(model, state, [[1, 2, 3], [4]], Limits(3), Seen()))
+    assert places == [[3, 1], [4, 2], [5, 3]]
+
+
 def test_the_decoded_tokens_time_is_that_of_their_passes(model, capsys, monkeypatch):
     clock, forward, passes = 0.0, Model.forward, 0
 

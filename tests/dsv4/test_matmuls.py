@@ -72,10 +72,10 @@ def test_what_it_does_not_serve_is_torchs(ops):
         ops["matmuls"](x[:, :64], [weight], outputs(3, (16,)))
 
 
-SIZES = [(1, 2, 72), (9, 3, 3080), (5, 3, 72), (20, 3, 264), (32, 3, 1032)]  # tokens, layer, columns
+SIZES = [(1, 2, 72), (9, 3, 3080), (5, 3, 72), (17, 3, 8), (20, 3, 264), (32, 3, 1032)]  # tokens, layer, columns
 
 
-@pytest.mark.parametrize("sizes", first([SIZES[2:3], SIZES[:2] + SIZES[3:]]), ids=["short", "long"])
+@pytest.mark.parametrize("sizes", first([SIZES[2:4], SIZES[:2] + SIZES[4:]]), ids=["short", "long"])
 def test_in_the_model_of_a_gpu(sizes):
     calls = [
         ("test_all_matrices_of_the_same_tokens", {"tokens": tokens, "layer": layer, "columns": columns})

@@ -67,6 +67,8 @@ def test_only_models_of_the_problems_numbers_are_served():
     for change, said in (
         ({"hc_mult": 2}, "hc_mult must be 4, is 2"),
         ({"hc_eps": 1e-5}, "hc_eps must be 1e-06, is 1e-05"),
+        ({"hc_sinkhorn_iters": 19}, "hc_sinkhorn_iters must be 20, is 19"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06, is 1e-05"),
         ({"hidden_size": 200}, "hidden_size must be a multiple of 64, is 200"),
     ):
         assert in_model.unserved(SimpleNamespace(**{**vars(CFG), **change})) == said

@@ -111,6 +111,7 @@ def test_an_fp32_output_gets_what_the_kernel_rounds():
         (lambda a, b: (matrix(2, 128, 80), matrix(2, 80, 64)), "H and I must be multiples of 64, are 80 and 64"),
         (lambda a, b: (dataclasses.replace(a, scale=a.scale.mT.contiguous().mT), b), "w13 are not contiguous"),
         (lambda a, b: (a, dataclasses.replace(b, weight=moved(b.weight))), "w2 do not start at a multiple of 64 bytes"),
+        (lambda a, b: (a, dataclasses.replace(b, scale=moved(b.scale))), "w2 do not start at a multiple of 64 bytes"),
     ],
 )
 def test_weights_that_the_problem_has_not_are_left_and_named(change, reason, model):

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import types
 
 import pytest
 import torch
 
+from problems.dsv4_forward import layers, ops
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model, feed
-from problems.dsv4_forward.weights.config import CSA
+from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.weights.config import CSA, FORMATS, PLAIN, TINY
 from tests.dsv4 import oracle
 from tests.dsv4.oracle import CONFIGS
 
@@ -98,10 +101,11 @@ def test_cached_transformers_agree_as_well(name):
     assert worst(name, run(name, (120, *[1] * 20))) <= TOLERANCE  # past the window and the first entry of HCA
 
 
-def test_feed_splits_a_prompt_by_the_chunk():
+@pytest.mark.parametrize("table", [ops.REFERENCE, dataclasses.replace(ops.REFERENCE, all_experts=ops.apart)])
+def test_feed_splits_a_prompt_by_the_chunk(table):
     state = state_for("tiny", chunk=50)
     sequence, _ = state.open()
-    got = feed(Model(oracle.weights_of("tiny")), state, {sequence: ids("tiny").tolist()})
+    got = feed(Model(oracle.weights_of("tiny"), table), state, {sequence: ids("tiny").tolist()})
     assert float((got[0] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
     assert state.lengths[sequence] == LONGEST
 
@@ -204,3 +208,13 @@ def test_the_indexer_selects_within_the_test():
     """Without more entries than top-k nothing would be scored."""
     for cfg in CONFIGS.values():
         assert CSA in cfg.ratios and 2 * cfg.index_topk < LONGEST // CSA
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_index_queries_are_quantised_where_keys_are(fmt):
+    assert Model(tree.random(TINY, fmt, seed=1))._context(None).quantised_index == (fmt not in PLAIN)
+
+
+def test_neighbours_with_as_many_new_tokens_are_one_group():
+    batch = types.SimpleNamespace(segments=((0, 1, 0), (1, 1, 1), (2, 5, 2)))
+    assert layers._groups(batch) == [(0, 2, 0, 2, 1), (2, 7, 2, 1, 5)]

@@ -79,6 +79,16 @@ def test_route(ops, tokens, experts, chosen, hidden, dtype):
 
 
 @pytest.mark.gpu
+def test_the_last_of_many_experts_may_be_the_best(ops):
+    u, weight = torch.ones(1, 8, device=DEVICE, dtype=BF16), torch.ones(264, 8, device=DEVICE, dtype=BF16)
+    weight[263] = 2
+    ids, gates = outputs(1, 2)
+    bias, tokens = torch.zeros(264, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    ops["route"](u, weight, bias, None, tokens, config(264, 2), ids, gates)
+    assert ids.tolist() == [[263, 0]]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_of_equal_scores_the_lower_expert_is_chosen(ops, dtype):
     cfg, (ids, gates) = config(40, 4), outputs(2, 4)
@@ -118,6 +128,7 @@ B16 = {"dtype": BF16}
     [
         [("test_route", {"tokens": 9, "experts": 13, "chosen": 3, "hidden": 3112, **B16})],
         [
+            ("test_the_last_of_many_experts_may_be_the_best", {}),
             ("test_of_equal_scores_the_lower_expert_is_chosen", B16),
             ("test_of_equal_scores_the_lower_expert_is_chosen", {"dtype": torch.float32}),
             ("test_beside_the_table_nothing_is_read", B16),

@@ -58,6 +58,7 @@ def mhc(tokens, hidden, addends):
 
 
 QUICK = [
+    ("mhc_site", "sm90_columns", "sm90", [mhc(9, 64, "bf16")]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3)]),
 ]

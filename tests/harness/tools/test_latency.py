@@ -66,8 +66,8 @@ def test_what_is_measured_becomes_a_record(monkeypatch, tmp_path, judged, record
 
 
 def test_cases_are_the_problems_and_chosen_by_their_words():
-    assert len(latency.cases(MODEL, None)) == 33
-    assert [one["format"] for one in latency.cases(MODEL, "new=2048")] == ["nvfp4", "nvfp4_experts"]
+    assert len(latency.cases(MODEL, None)) == 40
+    assert [one["format"] for one in latency.cases(MODEL, "new=2048")] == ["nvfp4", "nvfp4_experts", "released"]
     assert len(latency.cases(MODEL, "kernels=choose=reference")) == 6
     (one,) = latency.cases(MODEL, "config=tiny-k format=nvfp4 batch=8")
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}

@@ -21,7 +21,7 @@ PARTS = {
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15841),
     "tests of attacks": (("tests/exploits",), 9846),
-    "other tests": (("tests",), 20300),
+    "other tests": (("tests",), 20320),
     "docs": (("docs",), 2153),
     "tools": (("tools",), 603),
     "root": (("",), 306),

@@ -33,6 +33,7 @@ OTHER = dataclasses.replace(
     routed_scaling_factor=2.5,
     vocab_size=383,
     rope_original=128,
+    rms_norm_eps=1e-3,
 )
 WIDE = dataclasses.replace(
     TINY,

@@ -629,6 +629,7 @@ def test_what_a_config_rightly_says_of_quantisation_is_loaded(saved, tmp_path, f
         ("released", FP8 | {"modules_to_not_convert": ["layers.1.attn.wkv"]}, "but layers.1.attn.wkv.weight is FP8"),
         ("released", FP8 | {"ignored_layers": ["model.layers.2.mlp.experts"]}, "layers.2.ffn.experts.0.w1.weight is"),
         ("released", FP8 | {"ignore": ["re:.*indexer.*"]}, "but layers.2.attn.indexer.wq_b.weight is FP8"),
+        ("nvfp4_experts", NVIDIA | {"ignore": ["*.attn.*", "layers.[1].ffn.experts.0.w?"]}, "ignore has 'layers.[1]"),
         ("nvfp4_experts", NVIDIA | {"ignore": ["*.attn.*", "layers.1.*"]}, "ignore has 'layers.1.*', by which it is "),
         ("nvfp4_experts", NVIDIA | {"quantized_layers": {"mtp.0.ffn.experts": {"quant_algo": "NVFP4"}}}, "mtp.0.ffn.e"),
         ("nvfp4_experts", FP8 | {"quant_method": "modelopt"}, "'modelopt', which has no fmt, scale_fmt, activation_"),

@@ -148,6 +148,7 @@ MODEL = [
     ),
     ("test_mixing_the_copies", {"tokens": 18, "d": 132, "iterations": 2, "dtype": FP32}),
     ("test_mixing_the_copies", {"tokens": 18, "d": 300, "iterations": 3, "dtype": BF16}),
+    ("test_mixing_the_copies", {"tokens": 264, "d": 512, "iterations": 1, "dtype": BF16}),
 ]
 
 

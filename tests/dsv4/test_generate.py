@@ -503,3 +503,14 @@ def test_end_tokens_are_those_of_the_generation(copy):
     assert end_tokens(path, 512) == {3, 4}
     (path / "generation_config.json").write_text('{"eos_token_id": 1}')
     assert end_tokens(path, 512) == {1}
+
+
+def test_what_others_draw_does_not_depend_on_who_has_ended(model):
+    def told(end):
+        state = State(CFG, "fp32", sequences=3, blocks=3)
+        got = list(decode(model, state, [[1, 2, 3], [4], [5, 6]], Limits(9, end), Sampler(1.0, seed=5)))
+        return [[one.token for one in got if one.prompt == p and one.token is not None] for p in range(3)]
+
+    free = told(frozenset())
+    last = next(token for token in free[1] if token not in free[0] + free[2])
+    assert told(frozenset({last}))[::2] == free[::2]

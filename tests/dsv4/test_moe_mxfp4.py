@@ -108,6 +108,11 @@ def test_the_models_weights_are_kept_exactly_and_as_they_are(size):
     assert torch.equal(before[0], w13.scale) and torch.equal(before[1], w2.weight)
 
 
+def test_scales_of_the_first_experts_count_where_they_are_converted_in_parts():
+    *_, w13, w2, _ = call(1, MOE.CONVERTED + 3, 1, 128, 64)
+    assert "are NaN or not within" in MOE.prepare(Rounding, scaled(w13, 0, 255), w2).reason
+
+
 @pytest.mark.parametrize("largest", [17, 254])
 def test_the_ends_of_the_scales_are_kept_too(largest):
     *_, w13, w2, _ = call(1, 2, 1, 64, 64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import operators, ops
+from problems.dsv4_forward import operators, ops, prepared
 from problems.dsv4_forward.weights import tree
 from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
 
@@ -67,7 +67,14 @@ def test_winners_in_formats_without_nvfp4_linears(model, fmt):
         assert chosen.ops.experts is ops.REFERENCE.experts
 
 
+def test_an_output_that_a_kernel_cannot_write_gets_room_elsewhere():
+    whole = torch.zeros(65, dtype=torch.bfloat16)
+    assert prepared.room_for(whole, 64) is whole and prepared.room_for(whole[1:], 64).data_ptr() % 64 == 0
+
+
 def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
+    without = ops.choose("winners,linear_decode=reference", "cpu", model["bf16"]).names
+    assert without["linear"] == "reference" != without["mhc_site"]
     with pytest.raises(ValueError, match="--kernels moe_gemm=torch_grouped: experts: swiglu_limit must be 10, is 1"):
         ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
     of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names

@@ -73,6 +73,7 @@ def test_route(ops, tokens, experts, chosen, hidden, dtype):
         router.route(u, weight, bias, hashed, numbers, cfg, *want)
         assert torch.equal(got[0], want[0])  # best first; draws are not that near one another
         assert torch.allclose(got[1], want[1], rtol=2e-5, atol=1e-7)
+        assert all(int(held[0]) >> 32 == 0 for held in ops["route"].__self__._exchanges.values())
         if dtype == BF16 and tokens <= module.FEW_TOKENS and experts <= module.FEW_EXPERTS and hidden % 8 == 0:
             ops["route"](u[-1:].clone(), weight, bias, hashed, numbers[-1:].clone(), cfg, *one)  # a token by itself
             assert all(torch.equal(a, b[-1:]) for a, b in zip(one, got, strict=True))

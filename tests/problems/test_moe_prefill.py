@@ -86,7 +86,7 @@ def called(data: Any, prepare: str) -> torch.Tensor:
 
 
 def check_nvfp4(case: tuple) -> None:
-    """Sums in another order put few codes on the other side of a rounding: what is left is that of the output."""
+    """Sums in another order change few codes; the rest of the error is the rounding of the output."""
     data = made(case, "nvfp4")
     data.weights.in_scale13.div_(case[7])
     data.weights.in_scale2.div_(case[7])

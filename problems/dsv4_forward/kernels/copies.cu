@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(THREADS) collapse_kernel(const Collapse<T> to)
 
 }  // namespace
 
-// As in copies.py, with what is null where a launcher has none of it. bf16, *_bf16: 1 for bf16, 0 for fp32.
+// As in copies.py; pointers that a launcher does not use are null. bf16, *_bf16: 1 for bf16, 0 for fp32.
 struct Call {
     const void *copies, *first, *second;
     const float *fn, *base, *scale;

@@ -245,8 +245,7 @@ int route(const Route& r) {
 
 }  // namespace
 
-// What follows the matmul, for any number of tokens. vocab: rows of the table.
-// As in router.py.
+// As in router.py. vocab: rows of the table. launch_choose uses no u, weight, exchange, launch_route no logits.
 struct Call {
     const __nv_bfloat16 *u, *weight;
     const float *logits, *bias;
@@ -258,6 +257,7 @@ struct Call {
     float factor;
 };
 
+// What follows the matmul, for any number of tokens.
 extern "C" int launch_choose(const Call* c) {
     const size_t shared = (2 * c->experts + c->chosen) * sizeof(float);
     choose_kernel<<<c->count, LANES, shared>>>(c->logits, c->bias, c->table, c->tokens, c->ids, c->weights, c->vocab,

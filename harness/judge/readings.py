@@ -74,8 +74,8 @@ class Timing:
     failure: Outcome | None = None
 
     @property
-    def self_timed(self) -> bool:
-        return any(o.self_timed for group in self.outcomes for o in group)
+    def self_timed(self) -> str:
+        return next((o.self_timed for group in self.outcomes for o in group if o.self_timed), "")
 
     @property
     def samples(self) -> list[list[float]]:

@@ -253,7 +253,9 @@ class Replays:
         for one in self.played.values():
             recording = one.recordings.get(number)
             lost = recording and recording.self_timed and not recording.failure and one.handle.process is None
-            if recording is None or lost:  # its runner was, by another call
+            if lost:  # its runner was, by another call: a new one maps what others are recorded of
+                self._record([one], [number])
+            elif recording is None:
                 self._record([one], self._wave[self._wave.index(number) :])
         self._weigh(number)
         for one in self.played.values():
@@ -461,7 +463,7 @@ class Replays:
         request = {"op": "time", "baseline": handle.baseline, "flush": FLUSH_BYTES}
         reply = process.ask(replies.SelfTimed, request, limit_s)
         found = session.verdict(recording.name, 0, reply.claims, handle.baseline)
-        found.us, found.bytes, found.self_timed = reply.us, session.present.bytes, True
+        found.us, found.bytes, found.self_timed = reply.us, session.present.bytes, recording.self_timed
         return found
 
     def _release(self, recording: Recording) -> None:

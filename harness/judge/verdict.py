@@ -271,7 +271,7 @@ class Recorder:
             "seeds": readings.seeds,
             **readings.state._asdict(),
             "error": timing.worst_error,
-            "clock": self.clock(timing.self_timed) | {"warnings": self.warnings_of(time)},
+            "clock": self.clock(bool(timing.self_timed)) | {"warnings": self.warnings_of(time)},
             "ranking_by": judged.ranking_by,
             "attempt": judged.attempt,
             "audit": judged.audit,
@@ -302,7 +302,7 @@ class Recorder:
         """Return the limits of the times of a case, in words."""
         timing, resolution_us, warnings = time.timing, time.readings.resolution_us, list(self.warnings)
         if timing.self_timed:
-            warnings.append("self-timed: not protected against forging")
+            warnings.append(f"self-timed: not protected against forging ({timing.self_timed})")
         if self.device == "cuda" and environment.gpu_state().clocks_mhz is None:
             warnings.append("no NVML: clocks and throttle reasons unknown")
         if busy := int(sum(timing.flat("busy"))):

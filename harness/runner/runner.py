@@ -144,6 +144,7 @@ class Runner:
         for old in self.mapped:
             old.close()
         self.weights, self.arguments, self.opened, sizes = None, (), message, message["sizes"]
+        self.trim({}, [])  # frees what was prepared for another call, also where it refers to itself
         parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
         self.mapped = [recorder.Mapped(parts, message["address"])]
         objects.define(message["definitions"])

@@ -224,7 +224,7 @@ def test_no_runner_lives_when_a_case_is_judged(world):
             assert sum(event.startswith("record ") for event in world.events) == 6, "all of a wave are recorded first"
     found = outcomes(world, handles, 3)
     assert {name: statuses(of) for name, of in found.items()} == {"a": ["PASSED"] * 3, "b": ["PASSED"] * 3}
-    assert [(o.us, o.host_us, o.self_timed) for o in found["a"]] == [(5.0, 12.0, False)] * 3
+    assert [(o.us, o.host_us, o.self_timed) for o in found["a"]] == [(5.0, 12.0, "")] * 3
     judged = [event for event in world.events if event.startswith("verdict a 0")]
     assert judged[-2:] == ["verdict a 0 0 in the runner", "verdict a 0 1 played"], "on other contents, in other memory"
 
@@ -277,8 +277,8 @@ def test_a_baseline_that_waits_is_timed_in_its_runner_which_stays(world):
             assert world.living == {"base"}
     assert not world.living
     found = outcomes(world, handles, 3)
-    assert [(o.status, o.us, o.host_us, o.self_timed) for o in found["base"]] == [("PASSED", 7.0, None, True)] * 3
-    assert not any(o.self_timed for o in found["a"]) and world.events.count("start base") == 2
+    assert [(o.us, o.host_us) for o in found["base"]] == [(7.0, None)] * 3 and world.events.count("start base") == 2
+    assert [o.self_timed for o in found["base"]] == [*["base.py:3: it waits"] * 2, BRANCHES["unrecorded"]]
 
 
 def test_a_call_that_fails_in_its_runner_costs_one_case(world):
@@ -286,13 +286,14 @@ def test_a_call_that_fails_in_its_runner_costs_one_case(world):
     world.timed = [{"us": 7.0}, Died("TIMEOUT", "no answer"), {"us": 8.0}]
     found = outcomes(world, submissions("base", baseline=True), 3)["base"]
     assert statuses(found) == ["PASSED", "TIMEOUT", "PASSED"] and world.events.count("start base") == 2
+    world.replies["base", 2] = Died("RUNTIME_ERROR", "out of memory")  # which ends the runner of the others, too
+    assert statuses(outcomes(world, submissions("base", baseline=True), 3)["base"])[:2] == ["PASSED"] * 2
 
 
 def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its_runner(world):
-    world.layout = {"ours": False, "differs": True}
-    assert [o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]] == [True, True]
-    world.layout = {"ours": False}
-    assert [o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]] == [False, False]
+    for differs in (True, False):
+        world.layout = {"ours": False, "differs": differs}
+        assert {"differ" in o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]} == {differs}
 
 
 def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):

@@ -165,7 +165,7 @@ def _routes(groups: int, tokens: int, block: int) -> dict[str, torch.Tensor]:
     return {
         "sorted_ids": sorted_ids.flatten(),
         "expert_ids": torch.arange(groups, dtype=torch.int32).repeat_interleave(blocks),
-        "num_tokens_padded": torch.tensor(groups * blocks * block, dtype=torch.int32),
+        "num_tokens_padded": torch.full((), groups * blocks * block, dtype=torch.int32),
     }
 
 

@@ -58,6 +58,7 @@ def into(data: Data) -> None:
 @functools.cache
 def _compiled() -> Callable[[Data], None]:
     torch._inductor.config.compile_threads = 1  # no processes that outlive the call
+    torch._inductor.config.emulate_precision_casts = True  # the copies that are mixed are the rounded ones
     torch._dynamo.config.recompile_limit = SHAPES
     return torch.compile(into, dynamic=False, fullgraph=True)
 

@@ -105,7 +105,8 @@ def setup(data: input_t) -> State:
     """
     prepared: Prepared = data.weights
     tokens, topk = unpack_call(data.inputs, data.outputs, prepared.hidden)
-    validate(data.inputs, prepared.experts)  # the package reads weights where the ids say
+    if not torch.cuda.is_current_stream_capturing():  # a recorded call waits for nothing
+        validate(data.inputs, prepared.experts)  # the package reads weights where the ids say
     ids, slots = data.inputs.topk_ids.flatten(), tokens * topk
     with torch.device(ids.device), torch.cuda.device(ids.device):
         up = _gemm(prepared.up, ids, prepared.experts, topk)
@@ -167,20 +168,23 @@ def _gemm(layer: HummingLayer, ids: torch.Tensor, experts: int, topk: int) -> Ge
 
 def _routes(ids: torch.Tensor, experts: int, block: int) -> dict[str, torch.Tensor]:
     """Tables of the indexed GEMM. sorted_ids: slots by expert, ascending, each expert's padded to whole blocks with
-    len(ids), no slot's number; expert_ids: of each block; num_tokens_padded: length of sorted_ids.
+    len(ids), no slot's number; expert_ids: of each block; num_tokens_padded: how much of sorted_ids counts, which has
+    room for any ids, since a recorded call cannot ask how many blocks there are.
     """
+    most = len(ids) // block + min(len(ids), experts)
     order = ids.argsort(stable=True)
-    counts = torch.bincount(ids, minlength=experts)
+    counts = torch.zeros(experts, dtype=torch.int64).index_add_(0, ids.long(), torch.ones(len(ids), dtype=torch.int64))
     blocks = (counts + block - 1) // block
+    ends = blocks.cumsum(0)
     # How far an expert's slots move: by the padding of those before it.
-    moved = (blocks * block).cumsum(0) - blocks * block - (counts.cumsum(0) - counts)
+    moved = (ends - blocks) * block - (counts.cumsum(0) - counts)
     places = torch.arange(len(ids)) + moved[ids[order].long()]
-    sorted_ids = torch.full((int(blocks.sum()) * block,), len(ids), dtype=torch.int32)
+    sorted_ids = torch.full((most * block,), len(ids), dtype=torch.int32)
     sorted_ids[places] = order.int()
     return {
         "sorted_ids": sorted_ids,
-        "expert_ids": torch.arange(experts, dtype=torch.int32).repeat_interleave(blocks),
-        "num_tokens_padded": torch.tensor(len(sorted_ids), dtype=torch.int32),
+        "expert_ids": torch.searchsorted(ends, torch.arange(most), right=True, out_int32=True).clamp_(max=experts - 1),
+        "num_tokens_padded": (ends[-1] * block).int(),
     }
 
 

@@ -115,16 +115,18 @@ def _board(
     for one in counted:
         if not ranking.is_repeat(one["variant"]):
             by_variant.setdefault(one["variant"], []).append(one)
-    rows, times, other_clock = [], [], set[str]()
+    rows, times, other_clock = [], [], set[tuple[str, str]]()
     for variant, its in by_variant.items():
         row, its_times, shown = _row(its, base, cases, ranking_by, promoted.get(variant), known)
         row["attempts"] = ranking.attempt(records, variant)
         row["source"] = provenance.worst(map(known.state, shown)) if known else ""
         if (variant, row["run_id"]) in superseded:
             row["notes"].append("timed twice, the second time to confirm it; only that counts")
-        by = {ranking.clock(one) for one in shown if one["kind"] == "benchmark"} - {clock}
-        if by:
-            other_clock.add(variant)
+        others = [one for one in shown if one["kind"] == "benchmark" and ranking.clock(one) != clock]
+        by, other_clock = (
+            set(map(ranking.clock, others)),
+            other_clock | {(variant, case_label(one["case"])) for one in others},
+        )
         if by and row["base"]:
             row["notes"].append(f"not ranked, timed by another clock: {', '.join(sorted(by))}")
         row["place"] = _place(row, list(promoted), apart=bool(by))
@@ -287,14 +289,16 @@ def _time(row: dict, case: str, record: dict | None) -> dict:
     return time | {"median_us": median, "lo_us": lo, "hi_us": hi, "roofline_share": time["roofline_us"] / median}
 
 
-def _against_baselines(standing: pd.DataFrame, times: pd.DataFrame, other_clock: set[str]) -> None:
+def _against_baselines(standing: pd.DataFrame, times: pd.DataFrame, other_clock: set[tuple[str, str]]) -> None:
     """Fill baseline_ratio for the base run: in times, by case, the fastest baseline's time / this time; in standing the
-    geomean of these, over the baseline_cases that a baseline serves, of variants that have a time in every case. Of
-    baselines that the board's clock timed: not of those in other_clock.
+    geomean of these, over the baseline_cases that a baseline serves, of variants that have a time in every case. Times
+    of baselines count that the board's clock took: not those of (variant, case) in other_clock.
     """
     standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
-    right = set(standing.loc[standing.base & (standing.status == "PASSED"), "variant"]) - other_clock
-    baselines = times[times.base & times.baseline & times.variant.isin(right)].groupby("case")["median_us"].min()
+    right = standing.loc[standing.base & (standing.status == "PASSED"), "variant"]
+    same_clock = ~pd.MultiIndex.from_frame(times[["variant", "case"]]).isin(other_clock)
+    counted = times[times.base & times.baseline & times.variant.isin(right) & same_clock]
+    baselines = counted.groupby("case")["median_us"].min()
     times["baseline_ratio"] = (times.case.map(baselines).astype(float) / times.median_us).where(times.base)
     logs = times.baseline_ratio[times.base].astype(float).map(math.log).groupby(times.variant)
     whole = standing.base & standing.geomean_us.notna()

@@ -69,10 +69,10 @@ def test_what_another_clock_timed_has_no_rank():
     found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.0, **other))
     assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2] and unranked(rows(found)["c"])
     assert rows(found)["c"].notes == ["not ranked, timed by another clock: another clock"]
-    records = full("a", 1.1) + full("p", 0.9, baseline=True, **other)
-    found = rows(one(records))["a"]
-    assert found["rank"] == 1 and math.isnan(found["baseline_ratio"]), "a baseline neither chooses the clock nor counts"
-    assert rows(one(records + full("q", 2.2, baseline=True)))["a"]["baseline_ratio"] == pytest.approx(2.0)
+    partly = full("q", 2.2, baseline=True)
+    partly[-1] |= other
+    found = rows(one(full("a", 1.1) + full("p", 0.9, baseline=True, **other) + partly))["a"]
+    assert found["rank"] == 1 and found.baseline_ratio == pytest.approx(2.0) and found.baseline_cases == len(CASES) - 1
 
 
 def test_a_confirmation_by_another_clock_does_not_lead():

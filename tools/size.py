@@ -10,13 +10,13 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h", ".c", ".md", ".html", ".js", ".css", ".sh", ".toml", ".yml"}
-GENERATED = {"leaderboard/README.md", "docs/exploits.md"}
+GENERATED = ("leaderboard/README.md", "docs/exploits.md", "problems/*/task.yml")
 # Part -> (its folders and files, limit in lines). A file belongs to the part that names the longest path above it.
 PARTS = {
     "harness": (("harness",), 15000),
     "leaderboard": (("leaderboard",), 3300),
     "problems/common": (("problems/common",), 3500),
-    "problems, without the model": (("problems",), 34030),
+    "problems, without the model": (("problems",), 33591),
     "problems/dsv4_forward": (("problems/dsv4_forward",), 14000),
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15841),
@@ -46,7 +46,7 @@ def lines(paths: list[str]) -> dict[str, int]:
     """Return the lines of each part."""
     found = dict.fromkeys(PARTS, 0)
     for path in paths:
-        if PurePosixPath(path).suffix in SUFFIXES and path not in GENERATED:
+        if PurePosixPath(path).suffix in SUFFIXES and not any(map(PurePosixPath(path).match, GENERATED)):
             found[part_of(path)] += (ROOT / path).read_bytes().count(b"\n")
     return found
 

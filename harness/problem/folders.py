@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import numbers
 import traceback
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from harness.results import text
 from problems.common import build, load, terminal
 
 TARGETS = ("cpu", "sm90", "sm100")
+DRAWN = 16  # test cases that only one run has
 _TASKS = ("task.py", "task.yml")  # of which a problem folder has one
 _NAMED = 5  # problem folders in a message
 
@@ -114,6 +116,11 @@ class Problem:
     def timed(self, target: str) -> tuple[Case, ...]:
         """Return the cases that submissions for `target` are timed on."""
         return self.benchmarks.get(target, self.benchmarks["cpu" if target == "cpu" else "cuda"])
+
+    def drawn(self, seed: int) -> tuple[Case, ...]:
+        """Return test cases that `seed` draws; none where task.py has no axes to draw from."""
+        task = load.module(self.folder, "task") if self.ours else None
+        return _cases(self.folder, task.tests(seed)[:DRAWN]) if hasattr(task, "tests") else ()
 
     def submissions(self) -> list[Submission]:
         """Return every file in variants/, by name."""
@@ -254,6 +261,19 @@ def _count(folder: Path, method: Any) -> Any:
     return said
 
 
+def _cases(folder: Path, specs: list) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
+            spec.seed,
+            _count(folder, spec.bytes_moved),
+            _count(folder, spec.flops) if hasattr(spec, "flops") else None,
+            _count(folder, spec.weight_bytes) if hasattr(spec, "weight_bytes") else 0,
+        )
+        for spec in specs
+    )
+
+
 def find(name: str) -> Problem:
     """The problem of that name in problems/, or the problem folder at that path. UsageError: neither, or malformed."""
     folder = place(name)
@@ -263,19 +283,7 @@ def find(name: str) -> Problem:
         for literal in said:
             _names(folder / "task.py", said, literal)
         task = load.module(folder, "task")
-
-        def cases(specs: list) -> tuple[Case, ...]:
-            return tuple(
-                Case(
-                    {k: v for k, v in dataclasses.asdict(spec).items() if k != "seed"},
-                    spec.seed,
-                    _count(folder, spec.bytes_moved),
-                    _count(folder, spec.flops) if hasattr(spec, "flops") else None,
-                    _count(folder, spec.weight_bytes) if hasattr(spec, "weight_bytes") else 0,
-                )
-                for spec in specs
-            )
-
+        cases = functools.partial(_cases, folder)
         benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}
         if hasattr(task, "BENCHMARKS_SM100"):
             benchmarks["sm100"] = cases(task.BENCHMARKS_SM100)

@@ -13,7 +13,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
 OLDEST = (3, 11)  # of Python
-NEEDED = ("torch", "rich", "yaml", "pydantic", "pandas", "matplotlib")  # imports; nothing works without them
+NEEDED = ("torch", "allpairspy", "rich", "yaml", "pydantic", "pandas", "matplotlib")  # nothing works without them
 
 
 def enter(command: str) -> None:

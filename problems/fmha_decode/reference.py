@@ -15,6 +15,7 @@ from task import (
     SCALE,
     Data,
     input_t,
+    kinds,
     output_t,
     unpack,
 )
@@ -48,8 +49,6 @@ def generate_input(
     """Gaussian queries and entries, so that scores have a standard deviation of 1; sinks about as large as the whole
     rest of the denominator. Pages of all sequences are shuffled together. What no list names is random bytes. Besides:
 
-    ragged      lengths of each sequence its own, garbage behind them, holes in front; a first tile of only holes
-    empty       the same, but sequences without any entry, with none in the window, and a query of only holes
     maxima      scores of some heads 40 to 44 higher, of the others as much lower, so that one's maximum leaves nothing
                 of the other; all rise or fall by up to 10 along the entries
     magnitudes  groups of 2^-20 to 2, some of them only subnormal codes, some with the least scales there are
@@ -57,7 +56,15 @@ def generate_input(
     sinks       -inf, 0, 40, 80, and around 0
     drowned     every second sink 200, beside which nothing is left of the result
     duplicates  lists drawn from a quarter as many entries
+
+    Of lengths, with garbage behind them and holes in front:
+    ragged      lengths of each sequence its own; a first tile of only holes
+    empty       the same, but sequences without any entry, with none in the window, and a query of only holes
+    none        no sequence has any entry
+    neighbours  two neighbouring sequences have none
+    first       all have all, but the first query of each has only holes
     """
+    content, lengths_of = kinds(content)
     gen = torch.Generator(device).manual_seed(seed)
     ring = -(-(window + queries - 1) // page_window) * page_window
     lists = _ring(batch, queries, window, ring, gen), _chosen(batch, queries, compressed, pool, order, gen)
@@ -66,8 +73,8 @@ def generate_input(
     if content == "duplicates":
         lists = tuple(part % max(1, part.shape[2] // 4) for part in lists)
     lengths = torch.full((batch,), window), torch.full((batch,), compressed)
-    if content in ("ragged", "empty"):
-        lengths = _lengths(batch, window, compressed, content == "empty", gen)
+    if lengths_of:
+        lengths = _lengths(batch, window, compressed, lengths_of, gen)
     q = torch.randn(batch, queries, heads, HEAD_DIM, generator=gen, device=device)
     sink = torch.randn(heads, generator=gen, device=device)
     if content == "maxima":
@@ -83,7 +90,7 @@ def generate_input(
     for entries, length, per_page, size in zip(
         lists, lengths, (page_window, page_compressed), (ring, max(pool, 1)), strict=True
     ):
-        caches += _cache(entries, length.to(device), per_page, -(-size // per_page), content, gen)
+        caches += _cache(entries, length.to(device), per_page, -(-size // per_page), content, lengths_of, gen)
     nan = torch.full((batch, queries, heads, HEAD_DIM), torch.nan, dtype=torch.bfloat16, device=device)
     return Data(q.bfloat16(), *caches, sink, nan, nan[..., 0].float().contiguous())
 
@@ -107,15 +114,23 @@ def _permutation(shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
 
 
 def _lengths(
-    batch: int, window: int, compressed: int, empty: bool, gen: torch.Generator
+    batch: int, window: int, compressed: int, kind: str, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two int64 (B,) on the CPU: from a random one on, the first sequence is full and the second has one entry of the
-    window only, or with `empty` none at all; the third, with `empty`, none of the window.
+    """Two int64 (B,) on the CPU: as many entries of the window and of the compressed as `kind` of LENGTHS says; what
+    follows below stands from a random sequence on.
     """
+    shorter = window // 2 + 1, -(-compressed // 3)
+    less, none, every = (window - 1, max(compressed - 1, 0)), (0, 0), (window, compressed)
+    pattern = {
+        "ragged": (every, (1, 0), shorter, less),
+        "empty": (every, none, (0, shorter[1]), less),
+        "none": (none,),
+        "neighbours": (none, none, every, less),
+        "first": (every,),
+    }[kind]
     first = int(torch.randint(batch, (), generator=gen, device=gen.device))
-    kind = (torch.arange(batch) - first) % batch % 4
-    some = torch.tensor([window, 0 if empty else 1, 0 if empty else window // 2 + 1, window - 1])
-    return some.clamp(min=0)[kind], torch.tensor([compressed, 0, -(-compressed // 3), max(compressed - 1, 0)])[kind]
+    chosen = [pattern[(i - first) % batch % len(pattern)] for i in range(batch)]
+    return torch.tensor([n for n, _ in chosen]), torch.tensor([n for _, n in chosen])
 
 
 def _maxima(q: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
@@ -141,7 +156,13 @@ def _put(sink: torch.Tensor, values: tuple[float | None, ...]) -> None:
 
 
 def _cache(
-    entries: torch.Tensor, length: torch.Tensor, per_page: int, pages_each: int, content: str, gen: torch.Generator
+    entries: torch.Tensor,
+    length: torch.Tensor,
+    per_page: int,
+    pages_each: int,
+    content: str,
+    lengths: str,
+    gen: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """entries: int64 (B, S, n), positions within the sequence; length: int64 (B,); pages_each: of a sequence
     -> pages, indices and lengths as in Data. One page more than needed is there, and belongs to no sequence.
@@ -153,8 +174,8 @@ def _cache(
     first = torch.arange(batch, device=device).view(-1, 1, 1) * pages_each
     index = table[first + entries // per_page] * per_page + entries % per_page
     counts = torch.arange(n, device=device) < length.view(-1, 1, 1)
-    if content in ("ragged", "empty"):
-        index = _holes(index, length, content == "empty", gen)
+    if lengths:
+        index = _holes(index, length, lengths, gen)
         garbage = torch.randint(-(2**31), 2**31, index.shape, generator=gen, device=device)
         index = torch.where(counts, index, garbage)
     named = torch.zeros(count * per_page, dtype=torch.bool, device=device)
@@ -168,9 +189,9 @@ def _cache(
     return pages, index.int(), length.int()
 
 
-def _holes(index: torch.Tensor, length: torch.Tensor, empty: bool, gen: torch.Generator) -> torch.Tensor:
+def _holes(index: torch.Tensor, length: torch.Tensor, lengths: str, gen: torch.Generator) -> torch.Tensor:
     """index with holes: some anywhere but in the last place that counts; of the first query of every full sequence all
-    of a first tile of 64, where more follow; with `empty` of the last query of every sequence all.
+    of a first tile of 64, where more follow; of "empty" all of each sequence's last query, of "first" of its first.
     """
     batch, queries, n = index.shape
     hole = torch.rand(index.shape, generator=gen, device=index.device) < HOLES
@@ -179,8 +200,8 @@ def _holes(index: torch.Tensor, length: torch.Tensor, empty: bool, gen: torch.Ge
         hole[full, 0, :64] = True
     place = torch.arange(n, device=index.device)
     hole &= place != length.view(-1, 1, 1) - 1
-    if empty:
-        hole[:, -1] = True
+    if lengths in ("empty", "first"):
+        hole[:, -1 if lengths == "empty" else 0] = True
     return index.masked_fill(hole, -1)
 
 
@@ -198,7 +219,7 @@ def _values(where: torch.Tensor, content: str, gen: torch.Generator) -> tuple[to
     if content == "maxima":
         x[:, NOPE], x[:, NOPE + 1], x[:, NOPE + 2] = 1, where, where - 1
     elif content == "cancelling":
-        x[1::2] = -x[::2]  # the cases name all entries, so that neighbours in memory are neighbours in the sequence
+        x[1::2] = -x[: len(x) // 2 * 2 : 2]  # where all entries are named, neighbours of the sequence
     return *fp8.quantise_groups(x[:, :NOPE], kv_pages.GROUP), x[:, NOPE:].bfloat16()
 
 

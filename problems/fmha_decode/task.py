@@ -4,10 +4,12 @@ Every head of a query attends to the same entries, 512 values that are key and v
 denominator. Out come the attention's result and the logarithm of its denominator without the sink.
 """
 
+import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from allpairspy import AllPairs
 
 HEAD_DIM = 512  # values of an entry, of a query and of an output: NOPE and then ROPE of them
 NOPE = 448  # e4m3, a scale for each 64 of them
@@ -77,7 +79,17 @@ OPAQUE = (
 )
 PRECISION = "bf16"  # of probabilities and dequantised entries
 
-CONTENTS = ("plain", "ragged", "empty", "maxima", "magnitudes", "cancelling", "sinks", "drowned", "duplicates")
+CONTENTS = ("plain", "maxima", "magnitudes", "cancelling", "sinks", "drowned", "duplicates")
+ORDERS = ("random", "sequential")
+LENGTHS = ("ragged", "empty", "none", "neighbours", "first")  # of lists
+
+
+def kinds(content: str) -> tuple[str, str]:
+    """Return which of CONTENTS and of LENGTHS a case has, "" for none. ValueError: `content` names something else."""
+    values, _, lengths = (f"plain-{content}" if content in LENGTHS else content).partition("-")
+    if values not in CONTENTS or lengths not in ("", *LENGTHS):
+        raise ValueError(f"content must be of {CONTENTS}, of {LENGTHS}, or of both, got {content!r}")
+    return values, lengths
 
 
 @dataclass(frozen=True)
@@ -91,12 +103,13 @@ class Case:
     page_compressed: int
     pool: int  # compressed entries of each sequence, in pages shuffled over all sequences
     order: str  # of the lists: "random", distinct entries in no order, or "sequential", 0 to nc - 1 and the ring's
-    content: str  # one of CONTENTS, as reference.generate_input describes them
+    content: str  # of CONTENTS, of LENGTHS, or "sinks-ragged", say; reference.generate_input describes them
     seed: int
 
     def __post_init__(self) -> None:
-        if self.content not in CONTENTS or self.order not in ("random", "sequential"):
-            raise ValueError(f"content must be of {CONTENTS}, order random or sequential, got {self}")
+        kinds(self.content)
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be random or sequential, got {self}")
         if self.window < 1 or not 0 <= self.compressed <= self.pool:
             raise ValueError(f"window must be 1 or more and compressed at most the pool, got {self}")
 
@@ -122,35 +135,50 @@ def _cases(*rows: tuple, seed: int) -> list[Case]:
     return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
 
 
-# B, S, H all different where there are several. List lengths around tiles of 64; every page size of the benchmarks and
-# those that dsv4_forward's blocks of 128 tokens give (128 with 32 and with 1).
+# Any two levels of two axes meet in a test. Lists around tiles of 64; every page size of the benchmarks and those that
+# dsv4_forward's blocks of 128 tokens give (128 with 32 and with 1).
+AXES = (
+    (1, 2, 3, 8),  # B
+    (1, 2, 3),  # S
+    (8, 16, 20, 32, 64, 128),  # H
+    (1, 33, 64, 65),  # nw
+    ((0, 4), (1, 4), (33, 80), (64, 64), (65, 66)),  # nc and pool
+    ((64, 64), (64, 2), (128, 32), (128, 1), (2, 32), (1, 128)),  # P
+    ORDERS,
+    CONTENTS,
+    ("", *LENGTHS),
+)
+
+
+def tests(seed: int) -> list[Case]:
+    """Return test cases. Another seed gives others."""
+    rng = random.Random(seed)
+    rows = AllPairs([rng.sample(levels, len(levels)) for levels in AXES])
+    return _cases(
+        *(
+            (b, s, h, window, n[0], *p, n[1], order, f"{values}-{lengths}".strip("-"))
+            for b, s, h, window, n, p, order, values, lengths in rows
+        ),
+        seed=seed,
+    )
+
+
+# Besides: longer lists.
 TESTS = _cases(
-    (1, 1, 8, 1, 0, 64, 64, 4, "random", "plain"),
-    (7, 1, 8, 63, 0, 64, 2, 4, "random", "ragged"),
-    (3, 1, 20, 64, 0, 32, 64, 4, "random", "plain"),
-    (3, 2, 8, 64, 1, 128, 1, 4, "random", "plain"),
-    (1, 4, 64, 64, 63, 64, 64, 256, "random", "plain"),
-    (7, 3, 8, 32, 33, 2, 32, 128, "random", "ragged"),
-    (3, 2, 64, 128, 512, 64, 64, 600, "random", "ragged"),
     (3, 4, 8, 128, 70, 128, 32, 100, "random", "empty"),
-    (7, 2, 64, 64, 64, 64, 64, 64, "random", "empty"),
+    (3, 1, 20, 64, 0, 32, 64, 4, "random", "plain"),
     (1, 3, 64, 128, 129, 64, 64, 160, "random", "maxima"),
-    (3, 1, 128, 128, 256, 64, 2, 256, "sequential", "maxima"),
-    (1, 2, 64, 128, 192, 64, 64, 256, "random", "magnitudes"),
-    (3, 1, 8, 100, 65, 32, 128, 128, "random", "magnitudes"),
-    (1, 1, 128, 128, 128, 64, 64, 128, "random", "cancelling"),
-    (3, 1, 64, 128, 64, 64, 64, 128, "random", "sinks"),
-    (1, 2, 8, 64, 64, 64, 64, 128, "random", "drowned"),
-    (3, 2, 64, 128, 130, 1, 128, 200, "random", "duplicates"),
+    (1, 1, 16, 64, 511, 64, 64, 511, "sequential", "maxima"),
+    (3, 2, 64, 128, 512, 64, 64, 600, "random", "ragged"),
     (1, 1, 64, 128, 512, 64, 64, 1024, "random", "plain"),
     (3, 1, 128, 128, 1024, 64, 64, 1088, "random", "ragged"),
     (1, 1, 128, 128, 1024, 128, 32, 1024, "random", "sinks"),
+    (1, 1, 128, 128, 128, 64, 64, 128, "random", "cancelling"),
     (1, 1, 64, 128, 8192, 64, 2, 8192, "sequential", "plain"),
     (3, 1, 16, 128, 512, 64, 64, 600, "random", "ragged"),
-    (1, 2, 32, 128, 256, 64, 2, 256, "sequential", "maxima"),
-    (1, 1, 16, 128, 1024, 64, 2, 1024, "sequential", "sinks"),
     seed=1000,
 )
+TESTS += tests(2000)
 
 
 def _csa(heads: int, compressed: int, batches: tuple[int, ...], queries: int = 1) -> list[tuple]:

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 import torch
-from task import DIM, DOT_BITS, RATIO, SCORE_RTOL, SUM_BITS, Data, Sizes, dequantise, input_t, output_t, unpack
+from task import DIM, DOT_BITS, RATIO, SCORE_RTOL, SUM_BITS, Data, Sizes, dequantise, input_t, kinds, output_t, unpack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from problems.common import check, fp8, index_pages, nvfp4
 
 TILE = {"cpu": 2**23, "cuda": 2**27}  # products of heads and entries held at a time, in fp64
 PROTOTYPES = 7  # different keys of a sequence in "ties"
-TIGHT = ("near", "ties", "magnitudes", "rising")  # contents whose tables have no block more than entries
 WHOLE = ("exact", "dense", "near", "sparse", "ties", "zeros", "outlier")  # contents of small whole numbers
+TIGHT = ("near", "ties", "magnitudes", "rising")  # contents whose tables have no block more than entries
 
 
 # ---------------------------------------------------------------- inputs
@@ -34,8 +34,6 @@ def generate_input(
     sees is random bytes, and the table behind it random numbers. A table has a block more than a query sees, but in
     TIGHT contents. Besides:
 
-    ragged      each sequence sees another number of entries: all, none, 1, k - 1, k, k + 1; each query 3 more than the
-                one before
     spread      groups of a key up to 2^14 apart, some of them zero; fp8: any scales
     magnitudes  the same; each sequence at one end of the magnitudes that queries, weights and keys may have
     exact       small whole numbers, whose scores are exact in fp32
@@ -47,12 +45,18 @@ def generate_input(
     negative    all weights below 0
     outlier     exact, a few scores 2^12 times as large as the others, of either sign
     rising      scores that rise with the entry; falling: that fall. Sequences have their first page in common
+
+    Of lengths, where each query sees 3 entries more than the one before:
+    ragged      each sequence sees another number of entries: all, none, 1, k - 1, k, k + 1
+    none        no sequence sees any; one: every second sequence sees one, the others none
+    neighbours  two neighbouring sequences see none, the next one entry, the next all
     """
+    content, lengths = kinds(content)
     gen = torch.Generator(device).manual_seed(seed)
     blocks = -(-entries // per_page) + (content not in TIGHT)
     sizes = Sizes(batch, queries, heads, topk, blocks, per_page, kind)
     q, weights = _query(sizes, content, gen)
-    visible = _visible(sizes, entries, content, gen)
+    visible = _visible(sizes, entries, lengths, gen)
     pages, last = batch * sizes.blocks + 1, visible.amax(1, keepdim=True)
     named = torch.randperm(pages, generator=gen, device=device)[: pages - 1].view(batch, sizes.blocks)
     keys = _garbage((pages, index_pages.page_bytes(per_page, kind)), gen)
@@ -60,7 +64,7 @@ def generate_input(
     place = named[:, entry // per_page] * per_page + entry % per_page
     index_pages.write(keys, place[entry < last], *_keys(last.flatten().tolist(), kind, content, gen))
     if content in ("rising", "falling"):
-        named[:, 0] = named[0, 0]  # of the others nobody sees what they have written
+        named[:, 0] = named[last.argmax(), 0]  # of the others nobody sees what they have written
     blocks = -(-last // per_page)
     garbage = torch.randint(-(2**31), 2**31, named.shape, generator=gen, device=device)
     table = torch.where(torch.arange(sizes.blocks, device=device) < blocks, named, garbage)
@@ -99,13 +103,16 @@ def _whole_query(shape: tuple[int, ...], content: str, gen: torch.Generator) -> 
     return q.abs() if content in ("zeros", "dense") else q, weights
 
 
-def _visible(sizes: Sizes, entries: int, content: str, gen: torch.Generator) -> torch.Tensor:
-    """int64 (B, S). The sequence's tokens fill its last entry and, of some, up to 3 places of the next."""
+def _visible(sizes: Sizes, entries: int, lengths: str, gen: torch.Generator) -> torch.Tensor:
+    """int64 (B, S). Without `lengths` tokens fill a sequence's last entry and, of some, up to 3 places of the next."""
     behind = torch.arange(sizes.queries - 1, -1, -1, device=gen.device)  # queries behind each
-    if content == "ragged":
-        k = sizes.topk
-        choice = torch.tensor([entries, 0, k + 1, k, 1, k - 1], device=gen.device).clamp(max=entries)
+    k = sizes.topk
+    every = {"ragged": [entries, 0, k + 1, k, 1, k - 1], "none": [0], "one": [1, 0], "neighbours": [entries, 0, 0, 1]}
+    if lengths:
+        choice = torch.tensor(every[lengths], device=gen.device).clamp(max=entries)
         first = torch.randint(len(choice), (), generator=gen, device=gen.device)
+        if lengths in ("one", "neighbours"):  # so that a few sequences have what the name says
+            first = first % 2 if sizes.batch > 2 else len(choice) // 2 - 1
         last = choice[(first + torch.arange(sizes.batch, device=gen.device)) % len(choice)]
         return (last.unsqueeze(1) - 3 * behind).clamp(min=0)
     more = torch.randint(RATIO, (sizes.batch, 1), generator=gen, device=gen.device)

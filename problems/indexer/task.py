@@ -4,10 +4,12 @@ One key of 128 values an entry is shared by all index heads. Out come the places
 attention takes them. Scores are needed by nothing else.
 """
 
+import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from allpairspy import AllPairs
 
 from problems.common import fp8, index_pages, nvfp4
 
@@ -61,22 +63,17 @@ OUTPUTS = ("out",)  # allocated and poisoned by the judge
 OPAQUE = ("keys", "table", "visible")
 PRECISION = "e4m3"  # of queries and keys, which have no more bits
 
-CONTENTS = (
-    "plain",
-    "ragged",
-    "magnitudes",
-    "spread",
-    "exact",
-    "dense",
-    "near",
-    "sparse",
-    "ties",
-    "zeros",
-    "negative",
-    "outlier",
-    "rising",
-    "falling",
-)
+CONTENTS = ("plain", "magnitudes", "spread", "exact", "dense", "near", "sparse")
+CONTENTS += ("ties", "zeros", "negative", "outlier", "rising", "falling")
+LENGTHS = ("ragged", "none", "one", "neighbours")  # of what sequences see
+
+
+def kinds(content: str) -> tuple[str, str]:
+    """Return which of CONTENTS and of LENGTHS a case has, "" for none. ValueError: `content` names something else."""
+    values, _, lengths = (f"plain-{content}" if content in LENGTHS else content).partition("-")
+    if values not in CONTENTS or lengths not in ("", *LENGTHS):
+        raise ValueError(f"content must be of {CONTENTS}, of {LENGTHS}, or of both, got {content!r}")
+    return values, lengths
 
 
 @dataclass(frozen=True)
@@ -88,12 +85,13 @@ class Case:
     topk: int  # k
     kind: str  # format of the keys, "mxfp4" or "fp8"
     per_page: int  # P
-    content: str  # one of CONTENTS, as reference.generate_input describes them
+    content: str  # of CONTENTS, of LENGTHS, or "ties-ragged", say; reference.generate_input describes them
     seed: int
 
     def __post_init__(self) -> None:
-        if self.content not in CONTENTS or self.kind not in index_pages.CODES or self.heads not in HEADS:
-            raise ValueError(f"content must be of {CONTENTS}, kind mxfp4 or fp8, heads of {HEADS}, got {self}")
+        kinds(self.content)
+        if self.kind not in index_pages.CODES or self.heads not in HEADS:
+            raise ValueError(f"kind must be mxfp4 or fp8, heads of {HEADS}, got {self}")
         index_pages.form(index_pages.page_bytes(self.per_page, self.kind))
 
     def seen(self) -> list[int]:
@@ -122,43 +120,45 @@ def _cases(*rows: tuple, seed: int) -> list[Case]:
     return [Case(*row, seed=seed + i) for i, row in enumerate(rows)]
 
 
-# Entries around tiles of 16 to 128 and pages, around k, and prime; B, S, H all different where there are several. k of
-# one, more than the table has room for, odd, powers of two and the most. More places than 16 bits name.
+# Any two levels of two axes meet in a test. Entries around tiles of 16 to 128 and pages, around k, and prime; k of one,
+# more than there are entries, odd, powers of two and the most.
+AXES = (
+    (1, 2, 3, 6, 8),  # B
+    (1, 2, 3),  # S
+    HEADS,
+    (("mxfp4", 16), ("mxfp4", 32), ("mxfp4", 64), ("fp8", 16), ("fp8", 32), ("fp8", 64)),  # P
+    ((40, 1), (24, 96), (131, 32), (257, 64), (520, 512), (611, 129)),  # entries and k
+    CONTENTS,
+    ("", *LENGTHS),
+)
+
+
+def tests(seed: int) -> list[Case]:
+    """Return test cases. Another seed gives others."""
+    rng = random.Random(seed)
+    rows = AllPairs([rng.sample(levels, len(levels)) for levels in AXES])
+    return _cases(
+        *((b, s, h, *n, *p, f"{values}-{seen}".strip("-")) for b, s, h, p, n, values, seen in rows), seed=seed
+    )
+
+
+# Besides: larger ones, more queries, other pages, and more places than 16 bits name.
 TESTS = _cases(
-    (1, 1, 64, 40, 1, "mxfp4", 16, "plain"),
-    (1, 1, 64, 24, 96, "mxfp4", 32, "plain"),
-    (3, 1, 64, 131, 16, "mxfp4", 32, "ragged"),
-    (2, 3, 32, 129, 32, "mxfp4", 16, "exact"),
-    (5, 1, 64, 257, 64, "mxfp4", 32, "ties"),
-    (2, 1, 64, 1024, 512, "mxfp4", 32, "near"),
-    (3, 2, 64, 521, 512, "mxfp4", 32, "ragged"),
-    (1, 1, 64, 513, 512, "mxfp4", 64, "ties"),
-    (2, 1, 64, 700, 512, "mxfp4", 32, "zeros"),
-    (2, 1, 32, 300, 37, "mxfp4", 64, "negative"),
-    (1, 2, 64, 1100, 64, "mxfp4", 32, "outlier"),
-    (2, 1, 64, 608, 128, "mxfp4", 32, "rising"),
-    (2, 1, 64, 600, 129, "mxfp4", 256, "falling"),
     (3, 1, 64, 777, 256, "mxfp4", 32, "magnitudes"),
+    (2, 1, 64, 500, 64, "fp8", 32, "magnitudes"),
     (2, 1, 64, 900, 101, "mxfp4", 32, "spread"),
-    (1, 2, 64, 1500, 256, "mxfp4", 32, "near"),
+    (2, 1, 64, 608, 128, "mxfp4", 128, "rising"),
+    (2, 1, 64, 600, 129, "mxfp4", 256, "falling"),
     (1, 75, 64, 18, 8, "mxfp4", 16, "exact"),
     (2, 67, 32, 33, 16, "mxfp4", 32, "plain"),
-    (2, 1, 64, 131, 32, "fp8", 16, "exact"),
-    (3, 2, 64, 321, 64, "fp8", 64, "ragged"),
-    (1, 1, 32, 300, 64, "fp8", 64, "ties"),
-    (2, 1, 64, 500, 64, "fp8", 32, "magnitudes"),
-    (2, 1, 64, 450, 128, "fp8", 64, "sparse"),
-    (2, 1, 64, 650, 128, "mxfp4", 32, "sparse"),
     (1, 1, 64, 1537, 1024, "fp8", 64, "plain"),
     (1, 1, 64, 4099, 1023, "mxfp4", 32, "near"),
     (1, 1, 64, 8192, 512, "mxfp4", 32, "plain"),
-    (2, 1, 64, 2100, 1024, "mxfp4", 64, "ties"),
-    (3, 2, 64, 611, 100, "mxfp4", 128, "dense"),
-    (2, 1, 32, 900, 200, "fp8", 64, "dense"),
     (1, 1, 64, 2600, 2048, "mxfp4", 512, "exact"),
     (1, 1, 32, 70001, 300, "mxfp4", 32, "exact"),
     seed=1000,
 )
+TESTS += tests(2000)
 
 
 def _decode(entries: int, batches: tuple[int, ...], k: int = 512, kind: str = "mxfp4", queries: int = 1) -> list[tuple]:

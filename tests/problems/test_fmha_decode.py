@@ -201,8 +201,8 @@ def test_generated_data_is_what_the_task_says(case):
 
 
 def test_sequential_lists_go_through_the_pool_in_order():
-    case = next(c for c in task.TESTS if c.order == "sequential" and c.batch > 1)
-    data, _ = solved(case)
+    few = {"order": "sequential", "compressed": 40, "pool": 40, "page_compressed": 2}
+    data = reference.generate_input(**{**TINY, **few}, device="cpu")
     index = data.compressed_index[:, 0]
     assert bool((index[:, 1::2] == index[:, ::2] + 1).all())  # slots 0 and 1 of a page of 2
     pages = (index[:, ::2] // 2).flatten()
@@ -240,7 +240,7 @@ def test_contents_hold_what_they_promise():
     for case in task.TESTS:
         data, want = solved(case)
         above = (data.sink - want[1])[torch.isfinite(want[1])]
-        assert case.content == "drowned" or float(above.max()) <= 85
+        assert case.content.startswith("drowned") or bool((above <= 85).all())
     drowned = solved(of_content("drowned"))[1][0].norm(dim=3)
     assert float(drowned[..., ::2].max()) < 1e-70 < float(drowned[..., 1::2].min())
     data, want = solved(of_content("cancelling"))
@@ -275,7 +275,8 @@ def emulated(data: object, sink_inside: bool) -> tuple[torch.Tensor, torch.Tenso
     lse = (top + total.double().log()).squeeze(3)
     if sink_inside:  # the sum may have underflowed
         lse = score.logsumexp(3)
-    return out.bfloat16(), torch.where(score.isneginf().all(3), torch.inf, lse).float()
+    none = score.isneginf().all(3)
+    return out.masked_fill(none.unsqueeze(3), 0).bfloat16(), torch.where(none, torch.inf, lse).float()
 
 
 @pytest.mark.parametrize("case", task.TESTS, ids=named)
@@ -286,7 +287,7 @@ def test_honest_rounding_passes_with_room(case):
             continue
         result = reference.compare(data, want, emulated(data, sink_inside))
         assert result.ok, result.message
-        assert result.rel < 2.6e-3 and result.worst_abs < 0.85 * result.worst_tol, result
+        assert result.rel < 2.7e-3 and result.worst_abs <= 0.9 * result.worst_tol, result
 
 
 def test_a_row_beyond_its_bound_is_refused_and_one_within_is_not():

@@ -162,6 +162,7 @@ def test_replays_are_equal_bit_for_bit(ops):
 MODEL = [
     ("test_experts", {"shape": (2, 1, 3, 8, 8), "out_dtype": FP32}),
     ("test_experts", {"shape": (17, 1, 1, 8, 8), "out_dtype": FP32}),  # more pairs of an expert than a group has
+    ("test_experts", {"shape": (9, 2, 2, 8, 8), "out_dtype": FP32}),  # the same, two experts a token
     ("test_it_is_the_reference_but_for_the_order_of_sums", {"tokens": 3, "hidden": 40, "inner": 16}),
     ("test_an_expert_that_does_not_exist_adds_nothing", {}),
     ("test_what_it_does_not_serve", {}),

@@ -24,7 +24,8 @@ import torch
 folder = load.PROBLEMS / "fmha_decode"
 reference, variant = load.module(folder, "reference"), load.module(folder, "variants/sm90_wgmma")
 kind, shared, window, compressed, heads = sys.argv[1], *map(int, sys.argv[2:6])
-data = reference.generate_input(1, 1, heads, window, compressed, 64, 2, 320, "random", sys.argv[6], 5, "cpu")
+pool, order = (320, "random") if compressed < 320 else (compressed, "sequential")  # in which maxima rise
+data = reference.generate_input(1, 1, heads, window, compressed, 64, 2, pool, order, sys.argv[6], 5, "cpu")
 want = reference.ref_kernel(data)
 variant.MOST_FEW_HEADS, variant.clusters_that_fit = 128, lambda: {1: 1}
 variant.few_heads_for = lambda *_: variant.FewHeads(shared) if kind == "few" else None
@@ -55,6 +56,7 @@ print("right")
         ("48", 3, 37, 191, 64, "maxima"),
         ("48", 8, 37, 91, 64, "empty"),
         ("few", 1, 37, 191, 8, "maxima"),
+        ("few", 1, 1, 511, 16, "maxima"),
         ("few", 3, 37, 191, 20, "ragged"),
         ("few", 7, 37, 291, 16, "plain"),
         ("few", 16, 37, 91, 16, "empty"),

@@ -125,6 +125,7 @@ LONG = [
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
+    ("fmha_decode", "sm90_wgmma", "sm90", [{**fmha(1, 24, 64, 300, "empty"), "pool": 300, "order": "sequential"}]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
 ]
 
@@ -184,7 +185,7 @@ def check(problem, variant, target, cases):
 
 # CUDA C++ for sm100 runs in the model in every run of ptx_model/tests/test_bringup.py too.
 @pytest.mark.parametrize(("problem", "variant", "target", "cases"), first(QUICK), ids=lambda one: str(one)[:12])
-def test_a_variant_for_sm100_is_right_in_the_model(problem, variant, target, cases):
+def test_a_variant_is_right_in_the_model(problem, variant, target, cases):
     check(problem, variant, target, cases)
 
 

@@ -3,10 +3,13 @@
 Names, shapes and layouts are those of GPU MODE's NVFP4 GEMV problem. k is a multiple of 64, m any size from 1.
 """
 
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from allpairspy import AllPairs
 
 
 class Data(NamedTuple):
@@ -56,27 +59,29 @@ _GPU_MODE_SHAPES = (
     (128, 1536, 1),
     (128, 3072, 1),
     (256, 7168, 1),
-    (256, 7168, 1),
     (2432, 4608, 2),
     (384, 7168, 2),
     (512, 512, 2),
     (512, 4096, 2),
     (512, 1536, 2),
 )
-# Smallest debugging case; M odd, prime, 1, past one tile; K of one 64-block, not a multiple of 128, 256 or 512; L odd.
-_EDGE_SHAPES = (
-    (16, 64, 1),
-    (1, 64, 1),
-    (33, 64, 3),
-    (127, 192, 2),
-    (129, 320, 3),
-    (257, 1088, 1),
-    (1031, 832, 5),
-    (7, 16384, 2),
-)
-TESTS = [
-    Case(m, k, l, seed=1000 + i) for i, (m, k, l) in enumerate(_EDGE_SHAPES + _GPU_MODE_SHAPES + _BENCHMARK_SHAPES)
-]
+_EDGE_SHAPES = ((16, 64, 1), (33, 64, 3), (257, 1088, 1), (1031, 832, 5), (7, 16384, 2))
+# Any two levels of two axes meet in a test. M odd, prime, 1, past a tile; K of one 64-block, not a multiple of 128, 256
+# or 512; L odd.
+AXES = ((1, 2, 35, 127, 129), (64, 192, 320, 1024, 1088), (1, 2, 3, 4))
+
+
+def _cases(shapes: Iterable[Sequence[int]], seed: int) -> list[Case]:
+    return [Case(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+
+
+def tests(seed: int) -> list[Case]:
+    """Return test cases. Another seed gives others."""
+    rng = random.Random(seed)
+    return _cases(AllPairs([rng.sample(levels, len(levels)) for levels in AXES]), seed)
+
+
+TESTS = _cases(_EDGE_SHAPES + _GPU_MODE_SHAPES + _BENCHMARK_SHAPES, 1000) + tests(2000)
 BENCHMARKS = [Case(m, k, l, seed=1111) for m, k, l in _BENCHMARK_SHAPES]
 BENCHMARKS_CPU = BENCHMARKS
 

@@ -165,8 +165,8 @@ def tests(seed: int) -> list[Case]:
 
 # Besides: longer lists.
 TESTS = _cases(
-    (3, 4, 8, 128, 70, 128, 32, 100, "random", "empty"),
     (3, 1, 20, 64, 0, 32, 64, 4, "random", "plain"),
+    (3, 4, 8, 128, 70, 128, 32, 100, "random", "empty"),
     (1, 3, 64, 128, 129, 64, 64, 160, "random", "maxima"),
     (1, 1, 16, 64, 511, 64, 64, 511, "sequential", "maxima"),
     (3, 2, 64, 128, 512, 64, 64, 600, "random", "ragged"),

@@ -144,11 +144,11 @@ def tests(seed: int) -> list[Case]:
 
 # Besides: larger ones, more queries, other pages, and more places than 16 bits name.
 TESTS = _cases(
+    (1, 1, 64, 40, 1, "mxfp4", 16, "plain"),
     (3, 1, 64, 777, 256, "mxfp4", 32, "magnitudes"),
     (2, 1, 64, 500, 64, "fp8", 32, "magnitudes"),
     (2, 1, 64, 900, 101, "mxfp4", 32, "spread"),
     (2, 1, 64, 608, 128, "mxfp4", 128, "rising"),
-    (2, 1, 64, 600, 129, "mxfp4", 256, "falling"),
     (1, 75, 64, 18, 8, "mxfp4", 16, "exact"),
     (2, 67, 32, 33, 16, "mxfp4", 32, "plain"),
     (1, 1, 64, 1537, 1024, "fp8", 64, "plain"),

@@ -25,8 +25,7 @@ def clean(text: object, limit: float = LIMIT) -> str:
     newline, a lone surrogate U+FFFD, so it can be written as UTF-8. Of a longer text the middle is left out, with a
     mark: a compiler says what happened first, a traceback last.
     """
-    said = _BREAKS.sub("\n", _COMMANDS.sub("", str(text)))
-    return _cut(_UNUSUAL.sub(_printable, said), limit)
+    return _cut(_UNUSUAL.sub(_printable, _BREAKS.sub("\n", _COMMANDS.sub("", str(text)))), limit)
 
 
 def line(text: object, limit: float = LINE) -> str:
@@ -101,5 +100,4 @@ def _cut(text: str, limit: float) -> str:
     if len(text) <= limit:
         return text
     head, tail = math.ceil(limit * 2 / 3), math.floor(limit / 3)
-    mark = f" ... ({len(text) - head - tail} characters left out) ... "
-    return text[:head] + mark + text[len(text) - tail :]
+    return f"{text[:head]} ... ({len(text) - head - tail} characters left out) ... {text[len(text) - tail :]}"

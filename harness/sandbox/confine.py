@@ -136,8 +136,7 @@ def _drop_bounding(securebits: int = _SECUREBITS) -> None:
 
 def _set_capabilities(held: int, inheritable: int) -> None:
     """held: permitted and in effect. All of the first 32."""
-    header = struct.pack("=Ii", 0x20080522, 0)
-    _call("capset", header, struct.pack("=6I", held, held, inheritable, 0, 0, 0))
+    _call("capset", struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", held, held, inheritable, 0, 0, 0))
 
 
 def _landlock(jail: dict) -> int:

@@ -73,7 +73,7 @@ def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object)
         "file": str(box.file),
         "files": None,
         "compile": False,
-        "records": "",
+        "definitions": {},
     }
     reply, _ = child.request({**start, "records": "", **message}, LIMIT_S)
     assert reply.get("ready"), reply

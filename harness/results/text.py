@@ -82,18 +82,14 @@ def counted(many: int, what: str) -> str:
 
 def us(value: float) -> str:
     """Return a time in us for people: two decimals below 100, one below 1,000, none from there on; "" if not finite."""
-    if not math.isfinite(value):
-        return ""
-    return f"{value:,.{2 if value < 99.995 else 1 if value < 999.95 else 0}f}"
+    return f"{value:,.{2 if value < 99.995 else 1 if value < 999.95 else 0}f}" if math.isfinite(value) else ""
 
 
 def _printable(found: re.Match) -> str:
     char = found[0]
     if char.isprintable():
         return char
-    if "\ud800" <= char <= "\udfff":
-        return "\ufffd"
-    return " " if char.isspace() else ""
+    return "\ufffd" if "\ud800" <= char <= "\udfff" else " " if char.isspace() else ""
 
 
 def _cut(text: str, limit: float) -> str:

@@ -49,10 +49,6 @@ def see_found(spec: dict) -> None:
             raise RefusedError(f"data may hold classes and functions that modules define, got {named}") from None
 
 
-def is_of_reference(kind: type) -> bool:
-    return kind.__module__.startswith("problems.") and kind.__module__.endswith(".reference")
-
-
 def needed(reference: types.ModuleType, spec: dict, hidden: frozenset[str] = frozenset()) -> dict[str, str]:
     """Return the text of a reference, by its module's name, if a specification of data names what it defines, and as
     `reference`, which a submission may import, the classes among that; else {}. hidden: modules that stay here.

@@ -122,7 +122,8 @@ def _opened(value: Any) -> tuple[str, list[tuple[Any, Any]]]:
     bases = [vars(base) for base in kind.__mro__]
     allowed = torch.nn.Module in kind.__mro__ or any("__dataclass_fields__" in base for base in bases)
     held = next((base["__dict__"] for base in bases if "__dict__" in base), None)
-    if isinstance(held, GetSetDescriptorType) and (allowed or objects.is_of_reference(kind)):
+    allowed |= kind.__module__.startswith("problems.") and kind.__module__.endswith(".reference")
+    if isinstance(held, GetSetDescriptorType) and allowed:
         return "object", list(held.__get__(value).items())
     return "", []
 

@@ -80,8 +80,7 @@ class Run(Selection):
 
     def _resume(self) -> None:
         """Reopen the file of the run that goes on, and adopt its options."""
-        where = f"{self.problem.name} on {self.machine}"
-        self.file = resume.chosen(self.files, self.args.resume or "", where)
+        self.file = resume.chosen(self.files, self.args.resume or "", f"{self.problem.name} on {self.machine}")
         self.stack.callback(self.file.close)
         resume.adopt(self.file, self.args)
 

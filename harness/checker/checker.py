@@ -16,6 +16,7 @@ import torch
 
 from harness.checker import foreign, forms, inputs, matmul, memory
 from harness.checker.guards import Guards
+from harness.problem import sources
 from harness.runner import claims, failure, gate, objects, recorder, tree, wire
 from harness.runner.buffers import Buffer, Page, Shared
 from harness.sandbox import process
@@ -45,11 +46,15 @@ class Checker:
         self.ours: bool = start["ours"]  # a folder of ours; else GPU MODE's format
         self.device: str = start["device"]
         if not self.ours:
-            load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
+            files = {name: Path(path) for name, path in start["files"].items()}
+            load.bind(self.folder, helpers := sources.helpers(self.folder.resolve()) | files)
+            self.hidden = frozenset(name[:-3].replace("/", ".") for name in helpers.keys() - files.keys())
         self.task: ModuleType | None = load.from_file(self.folder, self.folder / "task.py") if self.ours else None
         self.reference: ModuleType = load.from_file(self.folder, self.folder / "reference.py")
-        if not self.ours:
-            foreign.see_complete(self.reference)
+        missing = [name for name in objects.JUDGES if not callable(getattr(self.reference, name, None))]
+        if missing and not self.ours:
+            wanted = f"{', '.join(objects.JUDGES)}, found no {', '.join(missing)}"
+            raise failure.RefusedError(f"reference.py must define {wanted}")
         self.split: bool = self.ours and hasattr(self.reference, "generate_weights")
         self.outputs_named: tuple[str, ...] = tuple(getattr(self.task, "OUTPUTS", ()))
         self.inout_named: tuple[str, ...] = tuple(getattr(self.task, "INOUT", ()))
@@ -181,9 +186,19 @@ class Checker:
                 "ours": self.ours,
                 "split": self.split,
                 "values": self.values and self.values["leaf"],
-                "definitions": {} if self.ours else objects.needed(self.reference, self.spec),
+                "definitions": {} if self.ours else objects.needed(self.reference, self.spec, self.hidden),
             },
         }
+
+    def definitions(self, message: dict, _: list[int]) -> dict:
+        """Return what a runner defines for the data of a folder's case, whose present content stays as it is."""
+        data = inputs.of_folder(self.reference, {**message["case"], "seed": message["seed"]})
+        return objects.needed(self.reference, tree.describe(data, tree.Layout()), self.hidden)
+
+    def zeros(self, message: dict, _: list[int]) -> dict:
+        """Make a folder's case the present content. Return whether its check "accepts" an answer of zeros."""
+        self.content(message, _)
+        return {"accepts": foreign.takes_zeros(self.reference, self.pristine)}
 
     def seeds(self, message: dict, _: list[int]) -> dict:
         """Return "bits": how many bits seeds may have (harness/checker/foreign.py)."""
@@ -383,6 +398,9 @@ class Checker:
             ok, said = False, "NaN, where the reference's answer has none: check_implementation does not see it"
         if not ok and (other := forms.unlike(claim, self.answer)):
             said = f"{other}; {said}"
+        pairs = zip(returned, self.captures, strict=True)
+        if odd := [form["dtype"] for form, want in pairs if form["dtype"] not in want["usual"]]:
+            said = "; ".join([f"the reference does not answer in {odd[0]}, its check was asked", *filter(None, [said])])
         return _verdict("PASSED" if ok else "INCORRECT", said)
 
     def _changed(self, runner: str, buffer: Shared, fixed: bool = False) -> str:
@@ -469,7 +487,7 @@ def main(kind: type[Checker] = Checker) -> None:
         except Exception as error:
             said = failure.of_folder(error, Path(start["folder"], "reference.py"))
             if start["device"] == "cpu" and "cuda" in str(error).lower():
-                said = f"the folder needs a GPU, and this run has none: {said}"
+                said = f"the folder needs a GPU, and this run has none: {said.partition(chr(10))[0]}"
             return {"failed": type(error).__name__, "text": said}
 
     wire.serve(socket.socket(fileno=int(sys.argv[1])), answer)

@@ -8,17 +8,11 @@ import numpy
 import torch
 
 from harness.checker import forms, inputs, memory
-from harness.runner import claims, failure, objects, tree
+from harness.runner import claims, failure, tree
 from harness.runner.failure import RefusedError
 
 SEED_BITS = (63, 53, 32, 31, 24)  # what 64 bits, fp64, numpy's seed, C's int and fp32 hold, the largest first
 LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with a case's own
-
-
-def see_complete(reference: ModuleType) -> None:
-    """Raise RefusedError if a function is missing."""
-    if missing := [name for name in objects.JUDGES if not callable(getattr(reference, name, None))]:
-        raise RefusedError(f"reference.py must define {', '.join(objects.JUDGES)}, found no {', '.join(missing)}")
 
 
 def seed_bits(reference: ModuleType, case: dict, seed: int) -> int:
@@ -55,7 +49,7 @@ def see_answer(answer: object, device: str) -> None:
 def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
     """Return whether the folder's check finds an answer right, and why not. RefusedError: it refuses its own too."""
     right, text = _asked(reference, data, answer)
-    if right:
+    if right or _right_in_full(reference, data, answer):
         return True, ""
     claim, parts = claims.told(reference.ref_kernel(tree.clone(data)))
     right_answer = forms.answer(claim, map(tree.clone, parts), forms.classes_of(claim))
@@ -63,6 +57,26 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
     if not right:
         raise RefusedError(f"check_implementation refuses the reference's own answer too: {complaint:.300}")
     return False, text
+
+
+def _right_in_full(reference: ModuleType, data: Any, answer: object) -> bool:
+    """Return whether a check whose reference may use TF32 finds an answer right if it may not: a submission that does
+    without is the more exact one.
+    """
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        before = [one.allow_tf32 for one in switches]
+    except RuntimeError:  # the folder sets them for itself, by torch's newer names
+        return False
+    if not torch.cuda.is_available() or not any(before):
+        return False
+    try:
+        for one in switches:
+            one.allow_tf32 = False
+        return _asked(reference, data, answer)[0]
+    finally:
+        for one, was in zip(switches, before, strict=True):
+            one.allow_tf32 = was
 
 
 def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
@@ -87,9 +101,14 @@ def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]
 
 
 def _is_bool(said: object) -> bool:
-    if isinstance(said, torch.Tensor):
-        return said.numel() == 1
-    return isinstance(said, bool | int | numpy.bool_)
+    return said.numel() == 1 if isinstance(said, torch.Tensor) else isinstance(said, bool | int | numpy.bool_)
+
+
+def takes_zeros(reference: ModuleType, data: Any) -> bool:
+    """Return whether a folder's check accepts zeros for an answer that has others."""
+    claim, parts = claims.told(reference.ref_kernel(tree.clone(data)))
+    zeros = forms.answer(claim, map(torch.zeros_like, parts), forms.classes_of(claim))
+    return any(bool(tree.raw(part).any()) for part in parts) and _asked(reference, data, zeros)[0]
 
 
 def nans(answer: object) -> list[bool]:

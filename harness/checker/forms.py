@@ -17,8 +17,7 @@ def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
     ours: a call returns the tensors that it was given.
     """
     if len(claims) != len(wanted):
-        many = text.counted(len(wanted), "tensor")
-        return f"custom_kernel must return {many}, got {len(claims) or 'none'}"
+        return f"custom_kernel must return {text.counted(len(wanted), 'tensor')}, got {len(claims) or 'none'}"
     for claim, want in zip(claims, wanted, strict=True):
         form, device = f"{want['dtype']} {tuple(want['shape'])}", want["device"]
         if claim["type"] != "Tensor":

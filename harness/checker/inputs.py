@@ -32,8 +32,7 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     numpy.random.seed(case["seed"] % 2**32)
     random.seed(case["seed"])
     signature = inspect.signature(reference.generate_input)
-    parameters = signature.parameters.values()
-    if not any(each.name == "seed" or each.kind is each.VAR_KEYWORD for each in parameters):
+    if not any(each.name == "seed" or each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
         case = {name: value for name, value in case.items() if name != "seed"}
     try:
         signature.bind(**case)

@@ -62,14 +62,18 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
 def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
     """Return the specification of a dense copy of an answer, without a place. A submission may give it in the dtype of
     any of `others` that has its shape: a buffer for it that the problem hands out. Where a reference computes in fp64,
-    or torch gives indices as int64, also in fp32 or int32: the folder's check says what it thinks.
+    or torch gives indices as int64, also in fp32 or int32; of floating point in any, with a note, but on a GPU, where
+    calls share its memory, in none wider than it and fp32: the folder's check says what it thinks.
     """
-    dtypes = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
-    dtypes |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
+    usual = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
+    usual |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
+    widest = max(4, tensor.itemsize) if tensor.is_cuda else 8
+    floats = {one for one in values.BITS if one.itemsize <= widest} if tensor.dtype in values.BITS else set()
+    dtypes = usual | floats
     spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
     most = tensor.numel() * max(dtype.itemsize for dtype in dtypes)
-    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return {**spec, "device": tensor.device.type, "most": most, "dtypes": names}
+    names, few = (sorted(str(dtype).removeprefix("torch.") for dtype in some) for some in (dtypes, usual))
+    return {**spec, "device": tensor.device.type, "most": most, "dtypes": names, "usual": few}
 
 
 def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:

@@ -22,8 +22,7 @@ BITS = {
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as integers of the elements' width, which every operation takes."""
     _see_real(tensor.dtype)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.view(width)
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _see_real(dtype: torch.dtype) -> None:

@@ -15,9 +15,11 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from harness.judge import replies
 from harness.judge.outcome import Audit, Outcome
+from harness.problem import sources
 from harness.problem.folders import Case, Problem, ProblemError, Submission
 from harness.runner import failure, gate
 from harness.sandbox import process, workdir
@@ -29,6 +31,8 @@ LINES = 20  # that are kept of what a submission printed
 PREPARED_FACTOR, PREPARED_SLACK = 1.05, 64 * 2**20  # of the weights' bytes, and bytes: what prepare may keep
 WORK_SLACK = 256 * 2**20  # bytes more on a GPU, where scratch memory that a call uses again counts too
 FIRST_SLACK = 128 * 2**20  # bytes more that the first prepare and call may take, for code, pools of threads, workspaces
+
+_IMPORTS_REFERENCE = re.compile(rb"^\s*(from|import)\s+reference\b", re.MULTILINE)
 
 
 class CheckerLost(ProblemError):
@@ -80,7 +84,7 @@ class CheckerHandle:
         # Threads of its pool that spin for long when their work is done would slow the calls that follow.
         self.child = Child(module, {"GOMP_SPINCOUNT": "1000"})
         flush_bytes = gate.flush_bytes() if device == "cpu" else 0
-        self.child.lend(flush_bytes)
+        self.child.memory_limit += flush_bytes  # for the judge's own work
         files = {name: str(path) for name, path in problem.files.items()}
         start = {"folder": str(problem.folder), "ours": problem.ours, "device": device, "files": files}
         with contextlib.suppress(Died):  # as its first reply says, which the first request waits for
@@ -124,6 +128,14 @@ class CheckerHandle:
             return self._started, []
         self.child.send(message, tuple(fds))
         return self.child.receive(limit_s, watch=watch)
+
+    def definitions(self, submission: Submission) -> dict:
+        """Return what `import reference` finds in a process of the submission: the classes of a folder's data."""
+        case = next(iter((*self.problem.tests, *self.problem.benchmarks["cpu"])), None)
+        files = () if self.problem.ours else (submission.file, *self.problem.files.values())
+        if case is None or not any(_IMPORTS_REFERENCE.search(file.read_bytes()) for file in files):
+            return {}
+        return self.ask({"op": "definitions", "case": case.params, "seed": case.seed})
 
     def see_device(self, lost: str, reason: str) -> None:
         """Raise DeviceError if a GPU does not compute any more, in the checker's context, since `lost` was lost."""
@@ -182,7 +194,7 @@ class RunnerProcess:
         """Return the next reply. Died, Reported: as in `ask`."""
         reply = replies.read(wanted, self.child.receive(limit_s)[0])
         if isinstance(reply, replies.Failed):
-            reply = reply.model_copy(update={"text": _hinted(reply, self.checker.problem)})
+            reply = reply.model_copy(update={"text": _hinted(reply, self.checker.problem, self.workdir)})
         return admitted(reply)
 
     def open(self, content: Content, buffers: int, reads: dict[str, int] | None) -> None:
@@ -321,6 +333,7 @@ class RunnerHandle:
             "folder": str(folder),
             "file": file,
             "files": files,
+            "definitions": checker.definitions(self.submission) if self.submission else {},
             "compile": compile_only,
             "records": self.target if device == "cuda" and self.recorded else "",
         }
@@ -437,16 +450,23 @@ def remarked(report: str, remark: str) -> str:
     return f"{first} ({remark}){newline}{rest}"
 
 
-def _hinted(reply: replies.Failed, problem: Problem) -> str:
-    """Return the text of a failure, whose first line says what to do where a module of the folder was not found."""
+def _hinted(reply: replies.Failed, problem: Problem, box: Workdir | None) -> str:
+    """Return the text of a failure, whose first line says what to do where a module or a file was not found."""
     first, newline, rest = reply.text.partition("\n")
-    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", first)
-    if problem.ours or not missing:
-        return reply.text
-    hint = "no submission sees the reference (rule 6, docs/rules.md)"
-    if missing[1] != "reference":
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)|cannot import name .* from '(reference)'", first)
+    absent = re.search(r"FileNotFoundError: .*: '(.+)'", first)
+    hint = ""
+    if missing and not problem.ours:
         hint = "a module of the folder must be in `files` of task.yml"
-    return f"{first}: {hint}{newline}{rest}"
+        if "reference" in missing.groups():
+            hint = "no submission sees the reference but for classes of its data (rule 6, docs/rules.md)"
+    elif absent and box and Path(box.restore(str(box.file.parent)), box.restore(absent[1])).is_file():
+        endings = ", ".join(sorted(sources.SUFFIXES))
+        hint = (
+            f"beside a submission go sources ({endings}) of its stem or whose names are texts in it, and the headers "
+        )
+        hint += "that these include: open one from the folder of __file__"
+    return f"{first}: {hint}{newline}{rest}" if hint else reply.text
 
 
 def admitted(reply: replies.Wanted | replies.Failed) -> replies.Wanted:

@@ -27,6 +27,8 @@ from harness.results import environment, ranking, record, text
 from harness.results.ranking import Leader
 from harness.results.run_file import RunFile
 
+_SHARED = "device shared with "  # begins the one warning of it, whichever processes come and go
+
 
 def phases_of(device: str) -> ModuleType:
     """Return the module whose run_tests and run_benchmarks serve a device."""
@@ -79,6 +81,9 @@ class Judging:
             stack.callback(self._note_others)
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
             session.progress = stack.enter_context(console.progress(self.events.step))
+            asked = [{"op": "zeros", "case": case.params, "seed": case.seed} for case in (tests or cases)[:2]]
+            if not self.problem.ours and any(session.checker.ask(one)["accepts"] for one in asked):
+                self._warn("this folder's check accepts an answer of zeros")
             if self.args.mode != "benchmark":
                 self._test(session, tests)
             if self.args.mode != "test":
@@ -92,7 +97,9 @@ class Judging:
             for j in (*judged, *self.opponents):
                 handle = self.handles.get(j.submission.name)
                 j.audit = dataclasses.asdict(handle.audit) if handle else None
-                j.remark = session.remark
+                calls = [o for _, o in j.tests] + [o for t in j.times for group in t.timing.outcomes for o in group]
+                odd = [o.reason for o in calls if o.status == "PASSED" and o.reason and not self.problem.ours]
+                j.remark = "; ".join(filter(None, [session.remark, *odd[:1]]))
             self.recorder.warnings += session.notes
 
     def _test(self, session: Session, cases: list[Case]) -> None:
@@ -103,8 +110,7 @@ class Judging:
         def done(handle: RunnerHandle, case: Case, outcome: Outcome) -> None:
             tests = by_name[handle.name].tests
             if self.file and have.test(handle.name, len(tests)) is None:
-                fields = of_outcome(outcome)
-                self.file.write("outcome", submission=handle.name, case=len(tests), outcome=fields)
+                self.file.write("outcome", submission=handle.name, case=len(tests), outcome=of_outcome(outcome))
             tests.append((case, outcome))
             if outcome.status not in ("PASSED", "UNSUPPORTED"):
                 self.failures.add(handle.name, case, outcome)
@@ -114,8 +120,7 @@ class Judging:
         if self.file and self.args.seed is None:  # judge on secret contents too, as what is timed is anyway
             timed = [case.params for case in self.problem.benchmarks.get(self.device, ())]
             twice = tuple(case for case in cases if case.params not in timed)
-        run_tests = phases_of(self.device).run_tests
-        run_tests(session, handles, cases, done, have, twice)
+        phases_of(self.device).run_tests(session, handles, cases, done, have, twice)
         self.failures.close()
         for j in self.judged:
             count = Counter(o.status for _, o in j.tests)
@@ -216,10 +221,14 @@ class Judging:
         if self.device == "cpu":
             return
         try:
-            warnings = [f"device shared with {user}" for user in machine.users(environment.gpu_uuid())]
+            users = machine.users(environment.gpu_uuid())
+            if users and not any(said.startswith(_SHARED) for said in self.recorder.warnings):
+                self._warn(f"{_SHARED}{'; '.join(users)}")
         except RuntimeError as error:
-            warnings = [f"other users of the device unknown: {error}"]
-        for said in warnings:
-            if said not in self.recorder.warnings:
-                console.say(f"warning: {said}")
-                self.recorder.warnings.append(said)
+            self._warn(f"other users of the device unknown: {error}")
+
+    def _warn(self, said: str) -> None:
+        """Print and record a warning, once."""
+        if said not in self.recorder.warnings:
+            console.say(f"warning: {said}")
+            self.recorder.warnings.append(said)

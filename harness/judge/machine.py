@@ -89,8 +89,7 @@ def _of_system(error: OSError) -> str | None:
         if path and (path.parent == folder or folder.is_relative_to(path))
     ]
     # A missing file is a bug of the judge, except in folders that the user chose, or where tempfile finds none.
-    missing = error.errno in (errno.ENOENT, errno.EEXIST) and (helps or path is None)
-    if error.errno in _BUGS and not missing:
+    if error.errno in _BUGS and not (error.errno in (errno.ENOENT, errno.EEXIST) and (helps or path is None)):
         return None
     if error.errno == errno.ENOSPC and path is None:
         there = [folder for folder in (*places, record.RESULTS) if folder.is_dir()]

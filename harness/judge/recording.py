@@ -330,8 +330,7 @@ class Replays:
             PREPARED * case.weight_bytes + SCRATCH_FACTOR * max(0, (case.bytes or 0) - case.weight_bytes)
             for case in self.cases.values()
         )
-        share = (device_bytes - RESERVE_BYTES) // (2 * len(self.played))
-        return min(SCRATCH_BYTES + int(largest), share)
+        return min(SCRATCH_BYTES + int(largest), (device_bytes - RESERVE_BYTES) // (2 * len(self.played)))
 
     def _has_room(self, many: int) -> bool:
         """Return whether the present content has room for as many submissions, each with its memory and a copy of
@@ -340,8 +339,7 @@ class Replays:
         present, weights = self.session.present, self.session.weights_bytes
         need = player.COPIES * (present.parts["inputs"] + present.parts["outputs"]) + int((1 + PREPARED) * weights)
         spare = RESERVE_BYTES + player.COPIES * min(present.moved, READ_BYTES)
-        free = self.session.checker.ask({"op": "memory"})["free"]
-        return bool(free > spare + many * need)
+        return bool(self.session.checker.ask({"op": "memory"})["free"] > spare + many * need)
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
         """Record a submission's call on the present content, of this case, under this number. Return None if its runner

@@ -5,22 +5,12 @@ import functools
 import os
 from collections.abc import Callable
 
-from harness.judge import phases, replies
+from harness.judge import phases, recording, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Benchmark
 from harness.judge.readings import HOST, NOTHING, PRODUCT, Finished
-from harness.judge.recording import (
-    EMPTY,
-    PREPARED,
-    READ_BYTES,
-    READER,
-    RESERVE_BYTES,
-    SCRATCH_BYTES,
-    Player,
-    Recording,
-    Replays,
-)
+from harness.judge.recording import EMPTY, PREPARED, READ_BYTES, READER, RESERVE_BYTES, SCRATCH_BYTES, Player, Replays
 from harness.judge.session import Session, Step
 from harness.player import player
 from harness.problem.folders import Case
@@ -41,7 +31,7 @@ def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: floa
     if handle.process is None:
         return handle.broken or handle.loss
     made, process = Player(handle.target), handle.running
-    one = Recording(handle.runner, 1, session.present)
+    one = recording.Recording(handle.runner, 1, session.present)
     try:
         fds = one.make(session, made, handle.baseline)
         session.checker.ask({"op": "fill", "runner": one.name, "buffer": 0})

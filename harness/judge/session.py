@@ -379,8 +379,7 @@ def cpu_call(
 
 def kind(file: Path, folder: Path | None = None) -> str:
     """Return how `file` is compiled beforehand: by "compile_for", a "call", or ""."""
-    tree = load.parse(file)
-    if sources.defines(tree, "compile_for"):
+    if sources.defines(load.parse(file), "compile_for"):
         return "compile_for"
     files = [path for path in sources.closure(file, folder) if path.suffix == ".py"]
     imported = {name for path in files for _, name in sources.imported(path)}

@@ -1,9 +1,10 @@
 """The linter of problems: what a problem's check lets through that it should not. `python -m harness lint PROBLEM`.
 
 Trivial answers (harness/lint/trivial.py) are put to the problem's own check in its small tests, every file of wrong/
-and every honest variant to the whole judge. Each trivial answer must be refused, each wrong file fail in some case, and
-each variant pass all cases that it serves. Where a trivial answer is right, or passes by the luck of a seed, the linter
-names the case; where it cannot know whether one is right (the order of a set, a sign), it asks: a QUESTION is no hole.
+and every honest variant to the whole judge. Each trivial answer must be refused, each wrong file be INCORRECT in some
+case (a crash shows nothing of the check), each variant pass all cases that it serves, or for another machine compile,
+and task.yml say what task.py says. Where a trivial answer is right, or passes by the luck of a seed, the linter names
+the case; where it cannot know whether one is right (the order of a set, a sign), it asks: a QUESTION is no hole.
 PRECISION, INOUT and OPAQUE of task.py are in docs/adding_a_kernel.md.
 """
 
@@ -16,16 +17,17 @@ from harness.judge.handle import CheckerHandle, RunnerHandle
 from harness.judge.judging import phases_of
 from harness.judge.outcome import Outcome
 from harness.judge.session import Progress, Session, Step
+from harness.judge.verdict import Result
 from harness.lint import trivial
 from harness.lint.trivial import Tried
-from harness.problem.folders import Case, Problem, Submission, submission
+from harness.problem import task_yml
+from harness.problem.folders import Case, Problem, Submission, find, submission
 from harness.results import text
+from harness.tools import modes
 
 AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
 SMALL_BYTES = 2**20  # of a case: trivial answers get these only, wrong files first
 FEW_CASES = 2  # taken for the small ones where all are large
-# Verdicts on what a wrong file did. COMPILE_ERROR and UNSUPPORTED mean that it was not judged.
-CAUGHT = {"INCORRECT", "RULE_BROKEN", "CHEAT_SUSPECTED", "RUNTIME_ERROR", "TIMEOUT", "INVALID_MEASUREMENT"}
 MISMATCH = "mismatch found! custom implementation doesn't match reference: "  # how most reports of a check begin
 REASON = 110  # characters of a reason
 ABOUT = {  # what to know of a candidate that is let through, by a part of its name
@@ -103,13 +105,14 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
             session.progress = progress
             holes += wrong_files(session, target, say)
             holes += variants(session, target, say)
+    if (problem.folder / "task.yml").is_file() and task_yml.is_stale(find(str(problem.folder))):
+        holes.append("task.yml is stale: python -m harness.problem.task_yml writes it")
     say("")
     with console.quiet(False):
         questions = [f"QUESTION {row.name}: {said}" for row in rows if (said := row.question())]
         for line in [*(f"HOLE {hole}" for hole in holes), *questions]:
             say(line)
-        many = text.counted(len(holes), "hole") if holes else "no hole"
-        say(f"{problem.name}: {many} found by the linter")
+        say(f"{problem.name}: {text.counted(len(holes), 'hole') if holes else 'no hole'} found by the linter")
     return not holes
 
 
@@ -169,16 +172,16 @@ def wrong_files(session: Session, target: str, say: Say) -> list[str]:
     for cases in (first, [case for case in problem.tests if case not in first]):
         todo = [one for one in fit if caught[one.name].status == "PASSED"]
         for name, outcomes in _judged(session, target, todo, cases).items() if cases else ():
-            for case, outcome in reversed(list(zip(cases, outcomes, strict=False))):
-                if outcome.status != "PASSED":
-                    caught[name] = replace(outcome, reason=f"{case}: {_line(outcome.reason)}")
+            failed = [(case, one) for case, one in zip(cases, outcomes, strict=False) if one.status != "PASSED"]
+            for case, outcome in sorted(failed, key=lambda pair: pair[1].status != "INCORRECT")[:1]:
+                caught[name] = replace(outcome, reason=f"{case}: {_line(outcome.reason)}")
     say(f"\nwrong/ through the judge: {text.counted(len(files), 'file')}")
     for name, outcome in (caught | others).items():
         say(f"{name:<38} {outcome.status:<15} {outcome.reason}")
     return [
-        f"{name}.py: {'passes every case' if one.status == 'PASSED' else f'was not judged: {one.status}'}"
-        for name, one in caught.items()
-        if one.status not in CAUGHT
+        f"{name}.py: {'passes every case' if one.status == 'PASSED' else f'{one.status} shows nothing of the check'}"
+        for name, one in (caught | others).items()
+        if one.status != "INCORRECT" and not (one.status == "UNSUPPORTED" and name in others)
     ]
 
 
@@ -188,15 +191,20 @@ def variants(session: Session, target: str, say: Say) -> list[str]:
     submissions = honest(problem)
     fit, others = _fit(session, submissions, target)
     say(f"\nhonest variants through the judge: {len(fit)} of {len(submissions)} can run here")
-    holes = [f"{name}: RULE_BROKEN {_line(why.reason)}" for name, why in others.items() if why.status == "RULE_BROKEN"]
+    later = [Result(one, one.targets[0]) for one in submissions if one.name in others and target not in one.targets]
+    modes.compile_only(problem, session.device, later, session.progress)
+    refused = {name: (why.status, why.reason) for name, why in others.items()}
+    refused |= {j.submission.name: (j.status, j.reason) for j in later if j.status}
+    bad = {name: why for name, why in refused.items() if why[0] not in ("UNSUPPORTED", "COMPILED")}
+    holes = [f"{name}: {status} {_line(reason)}" for name, (status, reason) in bad.items()]
     for name, outcomes in _judged(session, target, fit, cases).items():
         left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a baseline says of itself
         bad = [(case, o) for case, o in zip(cases, outcomes, strict=False) if o.status not in ("PASSED", "UNSUPPORTED")]
         said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
         say(f"{name:<32} {len(outcomes) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
         holes += [f"{name}: {said}"] if bad else []
-    for name, refused in others.items():
-        say(f"{name:<32} {refused.status:<15} {_line(refused.reason)}")
+    for name, (status, reason) in refused.items():
+        say(f"{name:<32} {status:<15} {_line(reason)}")
     if not fit:
         holes.append(f"no variant of {problem.name} can run on {target}: nothing shows that the check can be passed")
     return holes

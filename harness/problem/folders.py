@@ -16,7 +16,7 @@ from problems.common import build, load, terminal
 
 TARGETS = ("cpu", "sm90", "sm100")
 DRAWN = 16  # test cases that only one run has
-_TASKS = ("task.py", "task.yml")  # of which a problem folder has one
+_TASKS = ("task.py", "task.yml", "task.yaml")  # of which a problem folder has one
 _NAMED = 5  # problem folders in a message
 
 
@@ -56,8 +56,7 @@ def reading(what: str, named: bool = False) -> Iterator[None]:
 
 def has_words(case: str, words: str) -> bool:
     """Whether a case has all these words, in any order: key=value as a whole, any other word as a part of its text."""
-    whole = case.split()
-    return all(word in whole if "=" in word else word in case for word in words.split())
+    return all(word in case.split() if "=" in word else word in case for word in words.split())
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,8 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
     with reading(file.name, named=True):
         said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
+        if file.resolve() in sources.helpers(problem.folder.resolve()).values():
+            raise UsageError(f"{option}: {file.name} is a module of {problem.name}, whose reference imports it")
         for path in (*sources.files_of(file), *sources.brought(file, problem.folder)):
             if path.suffix == ".py":
                 load.parse(path)
@@ -248,9 +249,12 @@ def is_own(folder: Path) -> bool:
     """Whether a problem folder is one of our format, and not GPU MODE's. UsageError: it is of neither."""
     if (folder / "task.py").is_file() and "OUTPUTS" in load.constants(folder / "task.py", "OUTPUTS"):
         return True
-    if not (folder / "task.yml").is_file():
+    if sources.task_yml(folder).is_file():
+        return False
+    if not (folder / "reference.py").is_file():
         raise UsageError(f"{folder.name}/task.py names no OUTPUTS, and there is no task.yml: no problem folder")
-    return False
+    cases = "`tests: [{size: 128, seed: 1}]` and `benchmarks: [{size: 4096, seed: 2}]`"
+    raise UsageError(f"{folder.name} has no task.yml: write one, with the arguments of generate_input as in {cases}")
 
 
 def _count(folder: Path, method: Any) -> Any:

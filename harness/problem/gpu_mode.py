@@ -56,7 +56,7 @@ class _Task(BaseModel):
 
 def read(folder: Path) -> Problem:
     """Return the problem in `folder`. UsageError: task.yml is missing or malformed (it names the key), or a file is."""
-    file = folder / "task.yml"
+    file = sources.task_yml(folder)
     try:
         given = yaml.safe_load(file.read_text())
         task = _Task.model_validate(given)
@@ -83,7 +83,7 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
     found |= {one.name: folder / (one.source or one.name) for one in listed if "@" not in one.source}
     found = {name: path.resolve() for name, path in found.items() if name not in _UNUSED}
     for name, path in {**found, "reference.py": folder / "reference.py"}.items():
-        where = f"{folder / 'task.yml'}: files: {name} ({path})"
+        where = f"{sources.task_yml(folder)}: files: {name} ({path})"
         if name.partition("/")[0].removesuffix(".py") in _OURS:
             raise UsageError(f"{where} has the name of a package of this judge: rename it")
         if not path.is_file():

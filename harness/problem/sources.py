@@ -45,12 +45,14 @@ def source_hash(file: Path, folder: Path | None = None) -> str:
 
 
 def files_of(file: Path) -> list[Path]:
-    """`file`, the sources beside it that share its stem, and headers that these include, all in its folder or below
-    (see build.closure). ValueError: one of them cannot be read, or there are too many.
+    """`file`, the sources beside it that share its stem or whose name is one of its texts, and headers that these
+    include, all in its folder or below (see build.closure). ValueError: one of them cannot be read, or there are too
+    many. SyntaxError: `file` is not Python.
     """
     file = file.resolve()
-    siblings = [path for path in file.parent.iterdir() if path.name.startswith(f"{file.stem}.")]
-    siblings = sorted(path for path in siblings if path.suffix in SUFFIXES)
+    siblings = [path for path in file.parent.iterdir() if path.suffix in SUFFIXES]
+    named = {node.value for node in ast.walk(load.parse(file)) if siblings and isinstance(node, ast.Constant)}
+    siblings = sorted(path for path in siblings if path.name.startswith(f"{file.stem}.") or path.name in named)
     if odd := [path for path in (file, *siblings) if not str(path).isprintable()]:
         raise ValueError(f"{str(odd[0])!r}: the name of a source must be plain text")
     try:
@@ -98,18 +100,17 @@ def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
     files = [file.resolve() for file in files if file.is_file()]
     if is_composition(folder):  # whose reference is made of the folder's modules
         files += modules(folder / "reference.py", folder)
-    cases = folder / "task.yml"
+    files += helpers(folder.resolve()).values()
+    cases = task_yml(folder)
     whole = {*files, *shared(files), *([cases] if cases.is_file() else [])}
     return content_hash((path.name, content(path, docstrings=False)) for path in sorted(whole))
 
 
 def content(path: Path, docstrings: bool = True) -> bytes:
     """What a source says: of Python its syntax tree, of YAML its data, else its bytes. SyntaxError: no Python."""
-    if path.suffix == ".yml":
+    if path.suffix in (".yml", ".yaml"):
         return json.dumps(yaml.safe_load(build.read(path.resolve())), sort_keys=True, default=str).encode()
-    if path.suffix != ".py":
-        return path.read_bytes()
-    return _syntax(load.parse(path), docstrings)
+    return _syntax(load.parse(path), docstrings) if path.suffix == ".py" else path.read_bytes()
 
 
 @functools.lru_cache(maxsize=512)
@@ -180,6 +181,18 @@ def modules(file: Path, folder: Path) -> list[Path]:
         return [_found(name, folder, f"problems.{folder.name}") for name in names]
 
     return [module for module in _reached([file.resolve()], used) if module != file.resolve()]
+
+
+def helpers(folder: Path) -> dict[str, Path]:
+    """Return the modules beside reference.py that it imports by their own names, at any distance, by their places. No
+    submission sees them. SyntaxError: one is not Python.
+    """
+
+    def used(path: Path) -> list[Path | None]:
+        return [_found(f".{name}", folder, "") for _, name in imported(path)] if path.is_file() else []
+
+    found = [path for path in _reached([folder / "reference.py"], used) if folder in path.parents]
+    return {str(path.relative_to(folder)): path for path in found if path.name != "submission.py"}
 
 
 def _reached(files: Iterable[Path], used: Callable[[Path], Iterable[Path | None]]) -> list[Path]:
@@ -259,6 +272,12 @@ def _in_model(name: str) -> list[Path]:
     """in_model.py of the problem `name`, which says how its variants serve a composition, if it has one."""
     file = load.PROBLEMS / name / "in_model.py"
     return [file] if file.is_file() else []
+
+
+def task_yml(folder: Path) -> Path:
+    """Return the file with the cases of a folder in GPU MODE's format, which may be missing."""
+    other = folder / "task.yaml"
+    return other if other.is_file() and not (folder / "task.yml").is_file() else folder / "task.yml"
 
 
 def qualified(folder: Path) -> str:

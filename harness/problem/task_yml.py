@@ -7,7 +7,6 @@ run our folders as they are, since task.py and reference.py import problems.comm
 import argparse
 import ast
 import sys
-from pathlib import Path
 
 from problems.common import venv
 
@@ -36,22 +35,24 @@ def render(problem: Problem) -> str:
     return head + yaml.safe_dump(spec, sort_keys=False, width=120, default_flow_style=None)
 
 
+def is_stale(problem: Problem) -> bool:
+    """Whether a problem of ours should have another task.yml than it has."""
+    file = problem.folder / "task.yml"
+    return problem.ours and not problem.composition and not (file.is_file() and file.read_text() == render(problem))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write task.yml of every problem.", allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where one is stale")
-    check, stale = parser.parse_args().check, []
-    for name in problem_names():
-        problem = find(name)
-        file: Path = problem.folder / "task.yml"
-        if not problem.ours or problem.composition or (file.is_file() and file.read_text() == render(problem)):
-            continue
-        stale.append(name)
-        if not check:
-            file.write_text(render(problem))
-            print(f"wrote {file}")
+    check, stale = parser.parse_args().check, [one for one in map(find, problem_names()) if is_stale(one)]
     if stale and check:
-        print(f"stale task.yml: {', '.join(stale)}; run .venv/bin/python -m harness.problem.task_yml")
+        print(
+            f"stale task.yml: {', '.join(one.name for one in stale)}; run .venv/bin/python -m harness.problem.task_yml"
+        )
         return 1
+    for one in stale:
+        (one.folder / "task.yml").write_text(render(one))
+        print(f"wrote {one.folder / 'task.yml'}")
     return 0
 
 

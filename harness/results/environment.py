@@ -41,7 +41,7 @@ def describe() -> dict[str, str | None]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cutlass_dsl": _version("nvidia-cutlass-dsl"),
+        "cutlass_dsl": version("nvidia-cutlass-dsl"),
     }
 
 
@@ -56,8 +56,7 @@ def machine(device: str) -> str:
     """Slug of the machine whose results these are: the GPU's name, or "cpu-" and the processor's and its cores."""
     used = gpu.current()
     name = f"cpu {_cpu_name()} {os.cpu_count()}c" if device != "cuda" else used.name if used else "unknown gpu"
-    name = re.sub(r"\(r\)|\(tm\)|processor|cpu @", "", name.lower())
-    return re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
+    return re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\(r\)|\(tm\)|processor|cpu @", "", name.lower())).strip("-")
 
 
 def gpu_uuid() -> str:
@@ -110,7 +109,7 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

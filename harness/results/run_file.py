@@ -26,8 +26,7 @@ class RunFile:
     @classmethod
     def begin(cls, run: dict) -> "RunFile":
         """Return the file of a new run, of which nothing is on disk yet. run: its first line."""
-        path = record.RESULTS / run["machine"] / run["problem"] / f"{run['run_id']}.jsonl"
-        return cls(Contents(path, run))
+        return cls(Contents(record.RESULTS / run["machine"] / run["problem"] / f"{run['run_id']}.jsonl", run))
 
     @classmethod
     def reopen(cls, path: Path, check: Check) -> "RunFile":

@@ -76,8 +76,7 @@ def compare(cases: Sequence[Sequence[Sequence[tuple[float, float]]]], seed: int 
         levels = np.stack([_midmean(drawn_calls) for drawn_calls in resamples], axis=1)  # (RESAMPLES, processes)
         chosen = (processes[:, : len(case)] * len(case)).astype(int)
         # Each draw of a process takes a resample of its own, at random.
-        rows = rng.integers(RESAMPLES, size=chosen.shape)
-        drawn += levels[rows, chosen].mean(axis=1) / len(cases)
+        drawn += levels[rng.integers(RESAMPLES, size=chosen.shape), chosen].mean(axis=1) / len(cases)
 
     if count >= MANY and all(len(case) == count for case in cases):
         return _trimmed(np.mean(mids, axis=0))

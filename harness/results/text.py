@@ -25,8 +25,7 @@ def clean(text: object, limit: float = LIMIT) -> str:
     newline, a lone surrogate U+FFFD, so it can be written as UTF-8. Of a longer text the middle is left out, with a
     mark: a compiler says what happened first, a traceback last.
     """
-    said = _BREAKS.sub("\n", _COMMANDS.sub("", str(text)))
-    return _cut(_UNUSUAL.sub(_printable, said), limit)
+    return _cut(_UNUSUAL.sub(_printable, _BREAKS.sub("\n", _COMMANDS.sub("", str(text)))), limit)
 
 
 def line(text: object, limit: float = LINE) -> str:
@@ -83,23 +82,18 @@ def counted(many: int, what: str) -> str:
 
 def us(value: float) -> str:
     """Return a time in us for people: two decimals below 100, one below 1,000, none from there on; "" if not finite."""
-    if not math.isfinite(value):
-        return ""
-    return f"{value:,.{2 if value < 99.995 else 1 if value < 999.95 else 0}f}"
+    return f"{value:,.{2 if value < 99.995 else 1 if value < 999.95 else 0}f}" if math.isfinite(value) else ""
 
 
 def _printable(found: re.Match) -> str:
     char = found[0]
     if char.isprintable():
         return char
-    if "\ud800" <= char <= "\udfff":
-        return "\ufffd"
-    return " " if char.isspace() else ""
+    return "\ufffd" if "\ud800" <= char <= "\udfff" else " " if char.isspace() else ""
 
 
 def _cut(text: str, limit: float) -> str:
     if len(text) <= limit:
         return text
     head, tail = math.ceil(limit * 2 / 3), math.floor(limit / 3)
-    mark = f" ... ({len(text) - head - tail} characters left out) ... "
-    return text[:head] + mark + text[len(text) - tail :]
+    return f"{text[:head]} ... ({len(text) - head - tail} characters left out) ... {text[len(text) - tail :]}"

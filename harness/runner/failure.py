@@ -14,6 +14,7 @@ from problems.common import build
 TEXT_LIMIT = 16_000  # characters of a traceback or compiler report in a reply, from both ends
 # Of nvcc, "my.cu(12): error: ...", and of g++, "my.cpp:12:5: error: ...".
 _ERROR_LINE = r"^(\S[^\n]*?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error:? ([^\n]+)"
+_EXTENSION = "Error building extension "  # begins what torch.utils.cpp_extension raises, with the compiler's report
 _CALLED = {"hold": "prepare", "compile": "compile_for"}  # by request, the submission's function; else custom_kernel
 
 
@@ -28,6 +29,7 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     # By name too: a submission of another commit has that commit's class.
     kind = type(error)
     compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
+    compiler |= kind is RuntimeError and any(type(one) is str and one.startswith(_EXTENSION) for one in error.args)
     trace = error.__traceback__
     tail = _from(trace, Path(file)) if file else None
     text = str(error) if compiler else "".join(traceback.format_exception(kind, error, tail or trace))

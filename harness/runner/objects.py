@@ -49,41 +49,47 @@ def see_found(spec: dict) -> None:
             raise RefusedError(f"data may hold classes and functions that modules define, got {named}") from None
 
 
-def is_of_reference(kind: type) -> bool:
-    return kind.__module__.startswith("problems.") and kind.__module__.endswith(".reference")
-
-
-def needed(reference: types.ModuleType, spec: dict) -> dict[str, str]:
-    """Return the text of a reference, by its module's name, if a specification of data names its classes; else {}."""
-    if str(spec.get("value")).partition(":")[0] == reference.__name__:
-        return {reference.__name__: _text(reference)}
-    return {name: text for item in spec.get("items", ()) for name, text in needed(reference, item).items()}
+def needed(reference: types.ModuleType, spec: dict, hidden: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Return the text of a reference, by its module's name, if a specification of data names what it defines, and as
+    `reference`, which a submission may import, the classes among that; else {}. hidden: modules that stay here.
+    """
+    names, todo = set[str](), [spec]
+    for node in todo:
+        todo += node.get("items", ())
+        home, _, name = str(node.get("value")).partition(":")
+        names |= {name.partition(".")[0]} if home == reference.__name__ else set()
+    classes = ", ".join(sorted(name for name in names if isinstance(getattr(reference, name, None), type)))
+    public = f"from {reference.__name__} import {classes}" if classes else ""
+    return {reference.__name__: _text(reference, hidden), "reference": public} if names else {}
 
 
 @functools.cache
-def _text(reference: types.ModuleType) -> str:
-    """Return the text of reference.py without the judge's functions. RefusedError: it does not run without them."""
+def _text(reference: types.ModuleType, hidden: frozenset[str]) -> str:
+    """Return the text of reference.py without the judge's part. RefusedError: it does not run without that."""
     parsed = ast.parse(Path(str(reference.__file__)).read_text(encoding="utf-8-sig"))
-    parsed.body = [statement for statement in parsed.body if not _bound(statement) & {*JUDGES}]
+    parsed.body = [statement for statement in parsed.body if not _bound(statement) & {*JUDGES, *hidden}]
     text = ast.unparse(parsed)
     try:
         exec(compile(text, "reference.py", "exec"), vars(types.ModuleType(reference.__name__)))
     except Exception as error:
         raise RefusedError(
             f"data has objects of classes of reference.py, which raises {type(error).__name__}: {error} without "
-            f"{', '.join(JUDGES)}, as a call's process has it: move the classes to task.py"
+            f"{', '.join([*JUDGES, *hidden])}, as a call's process has it: move the classes to task.py"
         ) from error
     return text
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a definition or an assignment binds."""
+    """Return the names that a definition or an assignment binds, or the modules that an import names."""
     targets = [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
-    return {getattr(statement, "name", ""), *targets}
+    modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+    return {getattr(statement, "name", ""), str(getattr(statement, "module", "")), *targets, *modules}
 
 
 def define(texts: dict[str, str]) -> None:
-    """Make these texts the modules of their names in this process."""
+    """Make these texts the modules of their names in this process, but for what it has: a submission imported that."""
     for name, text in texts.items():
+        if sys.modules.get(name):
+            continue
         module = sys.modules[name] = types.ModuleType(name)  # before its classes: dataclasses look their module up
         exec(compile(text, name, "exec"), vars(module))

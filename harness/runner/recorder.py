@@ -135,7 +135,8 @@ def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[
     for node in (*before["nodes"], *exported["nodes"]):
         if "image" in node:
             node["image"] = place[node["image"]]
-    images = [_image(index) for index in exported["images"]]
+    made, size = _library().capture_image, c_size_t()  # which a call sets, ahead of its use
+    images = [ctypes.string_at(made(index, ctypes.byref(size)), size.value) for index in exported["images"]]
     variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
     message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables}
     message["scratch"] = _library().capture_top()
@@ -166,12 +167,6 @@ def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, A
             raise BranchesError("work ran on another stream than the default one")
         raise NotRecordedError(said)
     return json.loads(library.capture_exported()), result
-
-
-def _image(index: int) -> bytes:
-    nbytes = c_size_t()
-    place = _library().capture_image(index, ctypes.byref(nbytes))
-    return ctypes.string_at(place, nbytes.value)
 
 
 def _variables(number: int, index: int, image: bytes) -> list[dict]:

@@ -64,6 +64,7 @@ class Runner:
         if start["file"]:
             if start["files"] is not None:  # a folder in GPU MODE's format
                 load.bind(self.folder, {name: Path(path) for name, path in start["files"].items()})
+                objects.define(start["definitions"])
             if "cpp_extension" in Path(start["file"]).read_text(errors="replace"):
                 from harness.runner import extensions  # it imports setuptools, which takes a third of a second
 
@@ -78,6 +79,8 @@ class Runner:
             kernel = getattr(self.module, "custom_kernel", None)
             if not callable(kernel) and not start["compile"]:
                 other = "" if kernel is None else f": its custom_kernel is {type(kernel).__name__}, no function"
+                if kernel is None and hasattr(self.module, "ModelNew"):
+                    other = ": its ModelNew is KernelBench's, see docs/gpu_mode.md, KernelBench"
                 raise AttributeError(f"it defines no custom_kernel(data), which the judge calls{other}")
 
     def open(self, message: dict, fds: list[int]) -> dict:

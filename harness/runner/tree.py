@@ -122,7 +122,8 @@ def _opened(value: Any) -> tuple[str, list[tuple[Any, Any]]]:
     bases = [vars(base) for base in kind.__mro__]
     allowed = torch.nn.Module in kind.__mro__ or any("__dataclass_fields__" in base for base in bases)
     held = next((base["__dict__"] for base in bases if "__dict__" in base), None)
-    if isinstance(held, GetSetDescriptorType) and (allowed or objects.is_of_reference(kind)):
+    allowed |= kind.__module__.startswith("problems.") and kind.__module__.endswith(".reference")
+    if isinstance(held, GetSetDescriptorType) and allowed:
         return "object", list(held.__get__(value).items())
     return "", []
 
@@ -154,9 +155,7 @@ def build(spec: dict, buffer: torch.Tensor, task: ModuleType | None = None, valu
             return values[spec["at"]] if "at" in spec else spec["value"]
         if spec["type"] == "device":
             return torch.device(spec["value"])
-        if spec["type"] == "class":
-            return objects.find(spec["value"], task)
-        return tensor(spec, buffer)
+        return objects.find(spec["value"], task) if spec["type"] == "class" else tensor(spec, buffer)
 
     return made(spec, leaf, lambda name: objects.find(name, task))
 
@@ -184,15 +183,13 @@ def nodes(spec: dict) -> Iterator[dict]:
 
 def leaves(spec: dict) -> list[dict]:
     """Return the specifications of tensors within `spec`, in order; in an answer also those of unknown objects."""
-    others = (*CONTAINERS, "value", "device", "class")
-    return [node for node in nodes(spec) if node["type"] not in others]
+    return [node for node in nodes(spec) if node["type"] not in (*CONTAINERS, "value", "device", "class")]
 
 
 def within(spec: dict, names: tuple[str, ...]) -> list[int]:
     """Return which leaves of a specification are in these fields of a named tuple, or under these keys of a dict."""
     pairs = zip(spec.get("keys", ()), spec.get("items", ()), strict=False)
-    parts = [part for part, item in pairs for _ in leaves(item)]
-    return [i for i, part in enumerate(parts) if part in names]
+    return [i for i, part in enumerate(part for part, item in pairs for _ in leaves(item)) if part in names]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -85,8 +85,11 @@ def confine(jail: dict, reaper: int) -> None:
     if ruleset is not None:
         _call("syscall", 446, ruleset, ctypes.c_uint(0))
         os.close(ruleset)
-    if jail["filter"]:
-        _install(jail["filter"])
+    if program := jail["filter"]:  # which the kernel asks at each system call from now on
+        buffer = ctypes.create_string_buffer(program, len(program))
+        # struct sock_fprog: the number of instructions, padding, their address.
+        header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+        _call("syscall", 317, ctypes.c_uint(1), ctypes.c_uint(_SPEC_ALLOW), header)
 
 
 def become(uid: int, passing: bool = False) -> None:
@@ -136,8 +139,7 @@ def _drop_bounding(securebits: int = _SECUREBITS) -> None:
 
 def _set_capabilities(held: int, inheritable: int) -> None:
     """held: permitted and in effect. All of the first 32."""
-    header = struct.pack("=Ii", 0x20080522, 0)
-    _call("capset", header, struct.pack("=6I", held, held, inheritable, 0, 0, 0))
+    _call("capset", struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", held, held, inheritable, 0, 0, 0))
 
 
 def _landlock(jail: dict) -> int:
@@ -171,11 +173,3 @@ def _rule(ruleset: int, path: str, rights: int) -> None:
         _call("syscall", 445, ruleset, 1, struct.pack("=Qi", rights, fd), ctypes.c_uint(0))
     finally:
         os.close(fd)
-
-
-def _install(program: bytes) -> None:
-    """Have the kernel ask this BPF program at each system call from now on."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of instructions, padding, their address.
-    header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    _call("syscall", 317, ctypes.c_uint(1), ctypes.c_uint(_SPEC_ALLOW), header)

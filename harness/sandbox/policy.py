@@ -21,6 +21,10 @@ from pathlib import Path
 from harness.sandbox import confine, reaper, syscalls
 
 ROOT = Path(__file__).resolve().parents[2]
+# Variables and the folders in cache/ that they name.
+CACHES = ("KERNEL_BUILD_DIR build", "TRITON_CACHE_DIR triton", "TORCH_EXTENSIONS_DIR torch_extensions")
+CACHES += ("TORCHINDUCTOR_CACHE_DIR inductor", "CUTE_DSL_CACHE_DIR cute_dsl", "XDG_CACHE_HOME xdg")
+CACHES += ("CUDA_CACHE_PATH cuda", "NUMBA_CACHE_DIR numba", "HUMMING_CACHE_DIR humming")
 UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a user or a service
 MEASURES = ("uid", "landlock", "tcp", "scope", "seccomp")  # that not every machine offers
 # Of the checkout.
@@ -93,22 +97,11 @@ class Jail:
         same = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith("CUDA_")}
         library = os.pathsep.join(kept("LD_LIBRARY_PATH"))
         user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
-        cache = {
-            "KERNEL_BUILD_DIR": "build",
-            "TRITON_CACHE_DIR": "triton",
-            "TORCH_EXTENSIONS_DIR": "torch_extensions",
-            "TORCHINDUCTOR_CACHE_DIR": "inductor",
-            "CUTE_DSL_CACHE_DIR": "cute_dsl",
-            "XDG_CACHE_HOME": "xdg",
-            "CUDA_CACHE_PATH": "cuda",
-            "NUMBA_CACHE_DIR": "numba",
-            "HUMMING_CACHE_DIR": "humming",
-        }
         return {
             **same,
             **({"LD_LIBRARY_PATH": library} if library else {}),
             **({"PYTHONUSERBASE": site.getuserbase()} if user_site else {}),
-            **{key: str(self.cache / name) for key, name in cache.items()},
+            **{name: str(self.cache / place) for name, place in map(str.split, CACHES)},
             "PYTHONPATH": os.pathsep.join([str(self.code), *kept("PYTHONPATH")]),
             "HOME": str(self.home),
             "TMPDIR": str(self.tmp),
@@ -229,8 +222,7 @@ def user() -> Iterator[int | None]:
 
 def runtime_folder(name: str) -> Path:
     """Return a folder for this user's locks that no other user can write. SandboxError: another user made it."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = base / f"kernel-locks-{os.geteuid()}"
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"kernel-locks-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

@@ -180,7 +180,7 @@ class Child:
         self._jail = jail
         self._room = _free(jail)  # on disk: what was free when its files were last counted, and these
         self._most = {option: min(most, self._room[option] // 2) or most for option, most in FILES_LIMIT.items()}
-        self._memory_limit = int(MEMORY_SHARE * available_memory())
+        self.memory_limit = int(MEMORY_SHARE * available_memory())
         self.excess = ""  # why it was killed while another child was waited for
         self._given: set[tuple[int, int]] = set()  # (device, inode) of what came with messages
         self._below: list[int] = []
@@ -194,10 +194,6 @@ class Child:
     def pid(self) -> int:
         """Of the child itself, not of its reaper. SandboxError: it could not be started as asked."""
         return self._guarded.pid
-
-    def lend(self, nbytes: int) -> None:
-        """So many bytes that it will take are needed for the judge's own work: they do not count."""
-        self._memory_limit += nbytes
 
     @property
     def freezer(self) -> Freezer:
@@ -271,8 +267,8 @@ class Child:
             return ""
         if self._printed > OUTPUT_LIMIT:
             return f"printed more than {OUTPUT_LIMIT // 2**20} MiB and was stopped"
-        if (resident := self._resident()) > self._memory_limit:
-            took, limit = resident / 2**30, self._memory_limit / 2**30
+        if (resident := self._resident()) > self.memory_limit:
+            took, limit = resident / 2**30, self.memory_limit / 2**30
             return f"out of memory: took {took:.1f} GiB of host memory, the limit is {limit:.1f} GiB"
         return self._overfilled(self._jail) if self._jail else ""
 

@@ -160,21 +160,15 @@ def remove_tree(path: str) -> None:
     raise OSError(f"could not remove {path}")
 
 
-def _keep_folder(place: str) -> None:
-    """Make a folder in `place`, say where it is, and remove it when standard input ends."""
-    folder = os.path.join(place, f"kernel-judge-{os.getpid()}-{os.urandom(6).hex()}")
-    os.mkdir(folder, 0o711)
-    os.write(1, os.fsencode(folder) + b"\n")
-    os.read(0, 1)
-    remove_tree(folder)
-
-
 def main() -> None:
     for number in (SIGHUP, SIGINT, SIGTERM):
         _libc.signal(number, 1)  # ignored: only the end of the pipe, or SIGKILL, ends this
-    if sys.argv[1] == "--folder":
-        _keep_folder(sys.argv[2])
-        return
+    if sys.argv[1] == "--folder":  # make one in a place, say where it is, and remove it when standard input ends
+        folder = os.path.join(sys.argv[2], f"kernel-judge-{os.getpid()}-{os.urandom(6).hex()}")
+        os.mkdir(folder, 0o711)
+        os.write(1, os.fsencode(folder) + b"\n")
+        os.read(0, 1)
+        return remove_tree(folder)
     control, status = int(sys.argv[1]), int(sys.argv[2])
     _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     _libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from harness.problem import sources
 from harness.problem.folders import Problem
+from harness.results import environment
 from harness.runner import gate
 from harness.sandbox import policy, reaper
 from harness.sandbox.process import Died
@@ -65,12 +65,7 @@ class Workdir:
 
     @classmethod
     def make(
-        cls,
-        file: Path,
-        problem: Problem,
-        built: Path | None = None,
-        device: str = "cpu",
-        base: Path | None = None,
+        cls, file: Path, problem: Problem, built: Path | None = None, device: str = "cpu", base: Path | None = None
     ) -> "Workdir":
         """For a runner of the submission `file`. built: what `build_folder` gave, to start from; base: where the folder
         is made. BuildError: the judge's own code does not compile here. ValueError: its closure cannot be read, or laid
@@ -84,9 +79,8 @@ class Workdir:
             for folder in (code, home, tmp, cache):
                 folder.mkdir()
             copied = {code / path.relative_to(ROOT): path for path in runner_modules()}
-            copied |= {
-                code / "problems" / "common" / path.relative_to(build.COMMON): path.resolve() for path in _common()
-            }
+            common = [path for path in build.COMMON.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+            copied |= {code / "problems/common" / path.relative_to(build.COMMON): path.resolve() for path in common}
             folder = code / "problems" / problem.folder.name
             copied |= {folder / path.name: path.resolve() for path in _task(problem)}
             copied |= {folder / name: path.resolve() for name, path in problem.files.items()}
@@ -211,10 +205,6 @@ def copy_tree(source: Path, target: Path) -> None:
                     (there / entry.name).chmod(0o755 if status.st_mode & 0o100 else 0o644)
 
 
-def _common() -> list[Path]:
-    return [path for path in build.COMMON.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-
-
 def _submission(file: Path, home: Path, folder: Path) -> list[tuple[Path, Path]]:
     """(copy, file) of the closure, which keeps its places: from `home`, the problem's folder, or from the submission's.
     What a composition brings along lies as in problems/, where `folder` is.
@@ -241,10 +231,7 @@ def _versions(target: str) -> tuple[str, ...]:
     for compiler in COMPILERS[target]:
         if shutil.which(compiler):
             found.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout)
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return tuple(found)
+    return (*found, *(f"{package} {is_}" for package in PACKAGES if (is_ := environment.version(package))))
 
 
 def _closures() -> Path:

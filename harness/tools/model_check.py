@@ -61,10 +61,8 @@ def run(
                 reached += line["last"]
             status = child.wait()
         except TimeoutError:
-            words = (
-                f"not over after {timeout_s:g} s under one order; give it longer: --timeout {2 * (timeout_s or 0):g}"
-            )
-            found[reached] = Outcome("TIMEOUT", words)
+            more = f"give it longer: --timeout {2 * (timeout_s or 0):g}"
+            found[reached] = Outcome("TIMEOUT", f"not over after {timeout_s:g} s under one order; {more}")
             status = 0
         finally:
             child.kill()

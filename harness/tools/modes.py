@@ -181,8 +181,7 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
         code, page = _finished([ncu, *words], _dsl(target))
         if code:
             raise RuntimeError(f"ncu failed with status {code}:\n{page[-3000:]}")
-    shown = report.relative_to(ROOT) if report.is_relative_to(ROOT) else report
-    return f"{page}\nfull report: {shown}"
+    return f"{page}\nfull report: {report.relative_to(ROOT) if report.is_relative_to(ROOT) else report}"
 
 
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> list[str]:

@@ -70,8 +70,7 @@ def request(args: Options, further: Iterable[str] = ()) -> Request:
         if value in (True, ""):
             arguments.append(spelled(name))
         elif value != getattr(Options, name):
-            several = value if isinstance(value, list) else [value]
-            arguments += [f"{spelled(name)}={one}" for one in several]
+            arguments += [f"{spelled(name)}={one}" for one in (value if isinstance(value, list) else [value])]
     return Request(arguments, files)
 
 
@@ -174,8 +173,7 @@ def _begin(host: Host, words: list[str], files: list[Path], mirror: bool) -> Non
     with copied(files) as copy:
         host.rsync("--checksum", *options, f"{copy}/", f"{host.name}:{host.folder}/")
     output.complain(f"the run begins on {host.name}, and goes on there if this command ends")
-    env = [f"{name}={value}" for name, value in commit().items()]
-    host.call("begin", shlex.join(words), *env, *words)
+    host.call("begin", shlex.join(words), *(f"{name}={value}" for name, value in commit().items()), *words)
 
 
 def _fetch(host: Host) -> int:

@@ -184,10 +184,7 @@ def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        [*VERBS, "list", "nvfp4_gemv"],
-        pytest.param(REPORT, marks=pytest.mark.slow),
-    ],
+    [[*VERBS, "list", "nvfp4_gemv"], pytest.param(REPORT, marks=pytest.mark.slow)],
     ids=lambda command: " ".join(command[1:]).rpartition("/")[2],
 )
 def test_a_closed_pipe_is_no_traceback(command):

@@ -211,8 +211,7 @@ def test_single_variants_make_a_board_and_incomplete_runs_displace_none():
 
 
 def test_times_of_cases_outside_the_set_are_named():
-    extra = bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}
-    found = one([*full("a", 1.1), extra])
+    found = one([*full("a", 1.1), bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}])
     assert any("m=1 k=64 l=1" in note for note in found.notes) and rows(found)["a"]["rank"] == 1
 
 

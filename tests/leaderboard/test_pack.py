@@ -102,8 +102,7 @@ def test_every_packed_cpu_winner_gives_same_bits(tmp_path, problem, name):
 @pytest.mark.parametrize(("problem", "name", "target"), WINNERS)
 def test_packed_winner_is_taken_by_service_and_scan(tmp_path, problem, name, target):
     file = packed(tmp_path, problem, "--variant", name)
-    gpus = {"cpu": (), "sm90": ("H100",)}[target]
-    assert popcorn.read(file) == popcorn.Request(problem, gpus)
+    assert popcorn.read(file) == popcorn.Request(problem, {"cpu": (), "sm90": ("H100",)}[target])
     assert "from problems" not in file.read_text() and scan.findings([file]) == []
 
 
@@ -270,8 +269,7 @@ def test_import_that_cannot_be_packed_is_named_with_its_line(tmp_path, odd, caps
 
 
 def test_word_in_common_is_spelled_otherwise_and_refused_elsewhere(tmp_path, odd, capsys):
-    header = build.COMMON / "launch.cuh"
-    assert "programmaticStr" + "eamSerializationAllowed" in header.read_text()
+    assert "programmaticStr" + "eamSerializationAllowed" in (build.COMMON / "launch.cuh").read_text()
     (odd / "variants" / "odd.h").write_text('#include "launch.cuh"\n#include "launch_clusters.cuh"\n')
     text = packed(tmp_path, str(odd), "--variant", "odd").read_text()
     assert "attribute.id = static_cast<cudaLaunchAttributeID>(6 /* PDL */);" in text

@@ -223,8 +223,7 @@ def test_cases_have_a_row_each(capsys, monkeypatch, tmp_path, form):
         "m=4096 k=7168 l=8 35.20 (91 %, 6.65 TFLOP/s) 70.40 (45 %, 3.32 TFLOP/s) 2.00x 32.00 2.10",
         "m=7168 k=2048 l=4 11.00 (91 %, 21.3 TFLOP/s) 22.00 (45 %, 10.6 TFLOP/s) 2.00x 10.00 2.10",
     ]
-    same = [one | {"case": one["case"] | {"k": 64}} for one in full("a", 1.1)]
-    (found,) = board.build(same, "box", {})
+    (found,) = board.build([one | {"case": one["case"] | {"k": 64}} for one in full("a", 1.1)], "box", {})
     above, table = tables.section(found).tables[1]
     assert above == "By case, us. All have k=64."
     assert [row[0] for row in table.rows] == ["m=7168 l=1", "m=4096 l=8", "m=7168 l=4"]

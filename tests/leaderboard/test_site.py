@@ -112,8 +112,7 @@ def test_landing_page_has_the_leader_of_the_best_machine(tmp_path):
 
 
 def test_cpus_and_what_was_compiled_come_behind_gpus():
-    made = line("compile", "made", case=None, status="COMPILED")
-    (compiled,) = board.build([made], "compiled", {})
+    (compiled,) = board.build([line("compile", "made", case=None, status="COMPILED")], "compiled", {})
     (cpu,) = board.build(full("fast", 0.1, target="cpu"), "cpu", {})
     gpus = [board.build(full("mine", factor), f"gpu {factor}", {})[0] for factor in (2.0, 1.0)]
     assert tables.best_first([compiled, cpu, *gpus]) == [*reversed(gpus), cpu, compiled]

@@ -57,25 +57,25 @@ FOLDERS = {
         more="""
             def check_implementation(data, output):
                 return (output == data * 2).all()
-            """,
+            """
     ),
     "string_check": Folder(
         more="""
             def check_implementation(data, output):
                 return '' if torch.equal(output, data * 2) else 'differs'
-            """,
+            """
     ),
     "list_check": Folder(
         more="""
             def check_implementation(data, output):
                 return [] if torch.equal(output, data * 2) else ['one', 'two']
-            """,
+            """
     ),
     "check_raises": Folder(
         more="""
             def check_implementation(data, output):
                 torch.testing.assert_close(output, data * 2)
-            """,
+            """
     ),
     "blind_to_nan": Folder(
         wrong="return data * float('nan')",
@@ -97,7 +97,7 @@ FOLDERS = {
         more="""
             def generate_input(size):
                 return torch.arange(size, device=DEVICE) + 1.0
-            """,
+            """
     ),
     "seed_in_data": Folder(  # in fp32: all contents would be equal with a seed of 63 bits
         right="return data.sort().values",
@@ -220,11 +220,7 @@ FOLDERS = {
                 return bool((output == ref_kernel(data)).all()), 'differs'
             """,
     ),
-    "overwritten_input": Folder(
-        right="return data.mul_(2)",
-        wrong="return data.mul_(3)",
-        timed=300000,
-    ),
+    "overwritten_input": Folder(right="return data.mul_(2)", wrong="return data.mul_(3)", timed=300000),
     "other_dtype_buffer": Folder(
         right="return torch.cumsum(data[0], 0, out=data[1])",
         wrong="return data[1].copy_(data[0])",

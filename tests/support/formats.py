@@ -116,24 +116,14 @@ class Format:
 
     def every_code(self) -> list[list[int]]:
         """Groups that hold every code that is a number, both signs, filled up with the last one."""
-        numbers = range(len(self.magnitudes))
-        codes = [code | sign for sign in (0, self.sign) for code in numbers]
+        codes = [code | sign for sign in (0, self.sign) for code in range(len(self.magnitudes))]
         codes += codes[-1:] * (-len(codes) % self.group)
         return [codes[at : at + self.group] for at in range(0, len(codes), self.group)]
 
 
 E4M3_SCALES = dict(enumerate(E4M3))
 POWERS = {byte: power_of_two(byte) for byte in range(255)}
-NVFP4 = Format(
-    "nvfp4",
-    16,
-    E2M1,
-    E4M3_SCALES,
-    e4m3_scale,
-    0x7F,
-    lambda x: nvfp4.quantise(x.double()),
-    nvfp4.dequantise,
-)
+NVFP4 = Format("nvfp4", 16, E2M1, E4M3_SCALES, e4m3_scale, 0x7F, lambda x: nvfp4.quantise(x.double()), nvfp4.dequantise)
 NVFP4_ACTIVATIONS = Format(
     "nvfp4 activations",
     16,

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness import run
 from harness.judge import phases, readings
@@ -40,6 +41,7 @@ class Stop(Exception):
 class FakeSession(contextlib.AbstractContextManager):
     notes: tuple[str, ...] = ()
     remark = ""
+    checker = SimpleNamespace(ask=lambda _: {"accepts": False})
 
     def __init__(self, *_: object) -> None:
         pass

@@ -57,12 +57,10 @@ def make(folder: Path) -> Path:
     phases.write_text(phases.read_text() + SMALL)
     subprocess.run([here / ".venv/bin/python", "harness/__main__.py", "new", "tiny"], cwd=here, check=True)
     task = here / "problems" / "tiny" / "task.py"
-    text = task.read_text()
-    before, _, rest = text.partition("TESTS = [")
+    before, _, rest = task.read_text().partition("TESTS = [")
     after = rest.partition("BENCHMARKS_CPU = ")[2].partition("\n")[2]
     timed = "BENCHMARKS = BENCHMARKS_CPU = [Case(512, 512, seed=1), Case(640, 512, seed=1)]"
-    cases = f"TESTS = [Case(16, 64, seed=100), Case(33, 7, seed=101)]\n{timed}\n"
-    task.write_text(before + cases + after)
+    task.write_text(f"{before}TESTS = [Case(16, 64, seed=100), Case(33, 7, seed=101)]\n{timed}\n{after}")
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "tiny"]):
         subprocess.run([*git, *words], cwd=here, check=True)

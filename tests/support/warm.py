@@ -25,12 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Others, and programs, get their exec.
-MODULES = (
-    "harness.runner.runner",
-    "harness.checker.checker",
-    "harness.tools.latency",
-    "problems.dsv4_forward.check",
-)
+MODULES = ("harness.runner.runner", "harness.checker.checker", "harness.tools.latency", "problems.dsv4_forward.check")
 HIGH = 300  # descriptors of the server's own are at least this
 POLL_S = 0.005
 WAITING = {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "PASSIVE"}  # torch's idle threads need no processor

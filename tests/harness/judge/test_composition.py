@@ -230,8 +230,7 @@ def test_it_is_compiled_as_what_it_brings_asks_for(problems):
 
 
 def test_the_runner_gets_the_closure_in_its_places(problems, place):
-    submission = winner()
-    box = Workdir.make(submission.file, folders.find("composed"), base=place)
+    box = Workdir.make(winner().file, folders.find("composed"), base=place)
     try:
         top = box.jail.code / "problems"
         seen = names([path for path in top.rglob("*") if path.is_file()], top)

@@ -30,8 +30,7 @@ def result(name: str, us: float = 1234.56, cases=CASES, failure=None, busy=0, re
         calls = [
             Outcome("PASSED", us=us, error={"rel": 1.7e-3, "max": 1.0, "tol": 2.0}, busy=i < busy) for i in range(6)
         ]
-        timing = Timing(case, [calls[:3], calls[3:]], failure)
-        made.times.append(verdict.aggregate(timing, readings))
+        made.times.append(verdict.aggregate(Timing(case, [calls[:3], calls[3:]], failure), readings))
     return made
 
 
@@ -46,8 +45,7 @@ def columns(monkeypatch):
 
 
 def shown(capsys, judged: list[verdict.Result]) -> list[str]:
-    warnings = verdict.Recorder(MOE, "cpu").warnings_of
-    console.times(judged, console.places(judged), warnings)
+    console.times(judged, console.places(judged), verdict.Recorder(MOE, "cpu").warnings_of)
     return capsys.readouterr().out.splitlines()
 
 
@@ -276,8 +274,7 @@ def test_records_hold_clean_text_and_finite_numbers():
     judged.artefacts = [
         {"target": "sm90", "registers": math.inf, "name": HOSTILE[3], "deep": [[[[[[[[[[[[[1]]]]]]]]]]]]]}
     ]
-    recorder = verdict.Recorder(MOE, "cpu")
-    lines = recorder.lines(judged)
+    lines = verdict.Recorder(MOE, "cpu").lines(judged)
     said = "\n".join(json.dumps(line, allow_nan=False) for line in lines)
     records, complaints = record.parse(said, "f")
     assert complaints == [] and records == lines

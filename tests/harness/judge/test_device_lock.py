@@ -77,8 +77,7 @@ def test_it_goes_with_its_holder_however_that_ends(device):
 
 def test_children_do_not_inherit_it(device):
     """One that outlives the holder would keep the device locked."""
-    first = holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)")
-    end(first)
+    end(holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)"))
     said = []
     with machine.hold(device, said.append):
         pass

@@ -86,8 +86,7 @@ def test_what_lies_between_is_secret_and_new_in_each_call():
 @pytest.mark.parametrize("classes", [FLAT, SPLIT], ids=["flat", "split"])
 def test_the_checker_looks_at_a_call_and_at_its_weights(tmp_path, classes):
     made = checker(folder(tmp_path / "running", classes))
-    said = content(made)
-    made.allocate({"op": "allocate", "runner": "r", "bytes": said["host"], "count": 1, **OWN}, [])
+    made.allocate({"op": "allocate", "runner": "r", "bytes": content(made)["host"], "count": 1, **OWN}, [])
     memories = [made.buffers["r"][0]]
     if classes == SPLIT:
         made.hold({"runner": "r"}, [])

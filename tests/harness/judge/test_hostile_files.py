@@ -29,8 +29,7 @@ def test_judge_reads_a_source_that_compiles_to_gigabytes_as_text(submissions):
     nested, named, good = (refusal(submission, "cpu", "cpu") for submission in submissions)
     assert nested is None and good is None
     assert named.status == "RULE_BROKEN" and named.reason.startswith("named.py:1: ")
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert taken < 2**17, "KiB that the judge itself took"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17, "KiB that the judge itself took"
 
 
 def test_a_path_too_long_for_the_runners_folder_costs_its_own_submission(submissions):

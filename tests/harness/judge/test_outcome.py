@@ -15,14 +15,7 @@ from tests.support.records import run_line
 
 RIGHT = Outcome("PASSED", "", {"rel": 1e-4, "max": 0.5, "tol": 1.0}, us=12.5, host_us=13.0)
 WRONG = Outcome("INCORRECT", "mismatch found!\nERROR AT (0,): nan 1", {"rel": math.nan, "max": math.inf, "tol": 1.0})
-GROUP = Group(
-    0,
-    1,
-    {"a": [RIGHT, WRONG], "b": []},
-    {"empty": [1.0, 1.1]},
-    ["7", "8"],
-    GpuState({"sm": 1}, ["hot"]),
-)
+GROUP = Group(0, 1, {"a": [RIGHT, WRONG], "b": []}, {"empty": [1.0, 1.1]}, ["7", "8"], GpuState({"sm": 1}, ["hot"]))
 
 
 def lines() -> list[dict]:

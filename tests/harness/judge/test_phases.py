@@ -80,11 +80,7 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
     finished = phases.Group(0, 0, {"bad": [right, wrong], "good": [right] * 3}, {"empty": [1.0]}, ["1"])
     session = Counting()
     timings, _ = phases.run_benchmarks(
-        session,
-        handles,
-        [case(1), case(2)],
-        how,
-        have=phases.Finished(groups={(0, 0, 0): finished}),
+        session, handles, [case(1), case(2)], how, have=phases.Finished(groups={(0, 0, 0): finished})
     )
     assert [timing.failure for timing in timings["bad"]] == [wrong, None]
     assert [timing.failure for timing in timings["good"]] == [None, None]

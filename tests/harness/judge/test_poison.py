@@ -12,8 +12,7 @@ SECRET = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, tor
 
 
 def made(dtype: torch.dtype) -> torch.Tensor:
-    zeros = torch.zeros(SIZES, dtype=torch.uint8 if dtype == torch.float4_e2m1fn_x2 else dtype)
-    return zeros.view(dtype)
+    return torch.zeros(SIZES, dtype=torch.uint8 if dtype == torch.float4_e2m1fn_x2 else dtype).view(dtype)
 
 
 @pytest.mark.parametrize("dtype", [*FIXED, *SECRET, torch.complex64], ids=str)

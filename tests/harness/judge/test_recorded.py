@@ -6,11 +6,12 @@ The session is made up here, so that every time is known; tests/harness/judge/te
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from harness import run
-from harness.judge import phases, resume
+from harness.judge import judging, machine, phases, resume
 from harness.judge.options import Options
 from harness.problem import sources
 from harness.problem.folders import UsageError
@@ -257,3 +258,17 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     assert [(round(r["median_us"]), r["ranking_by"]) for r in timed] == [(36, "mean"), (9, "mean")]
     leader = ranking.leaders(timed, [ranking.case_label(r["case"]) for r in timed], "mean")[-1]
     assert leader.value == pytest.approx(22.545, abs=0.001) and leader.lo < leader.value < leader.hi
+
+
+def test_other_users_of_a_gpu_are_one_warning_in_a_run(monkeypatch, capsys):
+    """However many there are, and whichever come meanwhile."""
+    present = ["process 1 (a)", "process 2 (b)"]
+    monkeypatch.setattr(machine, "users", lambda _: present)
+    monkeypatch.setattr(environment, "gpu_uuid", lambda: "GPU-1")
+    noting = object.__new__(judging.Judging)
+    noting.device, noting.recorder = "cuda", SimpleNamespace(warnings=[])
+    noting._note_others()
+    present.append("process 3 (c)")
+    noting._note_others()
+    assert noting.recorder.warnings == ["device shared with process 1 (a); process 2 (b)"]
+    assert capsys.readouterr().out == "warning: device shared with process 1 (a); process 2 (b)\n"

@@ -1,6 +1,7 @@
 """The whole linter, through processes: what it says of a problem with holes, and that our problems have none."""
 
 import dataclasses
+import shutil
 
 import pytest
 
@@ -29,20 +30,28 @@ def linted(path, files: dict[str, str]) -> tuple[bool, list[str]]:
 
 
 def test_the_whole_linter_says_what_is_wrong(tmp_path):
-    """A wrong file that passes and a variant that does not are holes, in a report through processes of their own."""
+    """Holes, in a report through processes of their own: a wrong file that passes or crashes, a variant that fails or
+    no longer compiles, and cases in task.yml that are no longer those of task.py.
+    """
     kernels = {
         "wrong/no_bias": "y - data.bias",
         "wrong/doubled": "2 * y",
         "variants/good": "y",
         "variants/off": "y + 1",
+        "wrong/crashes": "y.lost",
     }
     files = {f"{place}.py": KERNEL.format(y=y) for place, y in kernels.items()}
+    files["variants/old.py"] = "TARGETS = ('sm90',)\n\ndef compile_for(target):\n    raise ValueError('no such tile')\n"
+    files["task.yml"] = "tests: [{m: 64, k: 32, seed: 9}]\n"
     right, said = linted(own(tmp_path / "lax", BIAS="0"), files)
-    holes = [line.partition(":")[0] for line in said if line.startswith("HOLE")]
-    assert not right and holes == ["HOLE bias [y]", "HOLE bias [top]", "HOLE wrong/no_bias.py", "HOLE off"], said
+    holes = [line.removeprefix("HOLE ").partition(":")[0] for line in said if line.startswith("HOLE")]
+    judged = ["bias [y]", "bias [top]", "wrong/crashes.py", "wrong/no_bias.py", "old", "off"]
+    wanted = [*(one for one in judged if one != "old" or shutil.which("nvcc")), "task.yml is stale"]
+    assert not right and holes == wanted, said
+    assert any(line.startswith("HOLE wrong/crashes.py: RUNTIME_ERROR shows nothing of the check") for line in said)
     assert any(line.startswith("wrong/doubled ") and "INCORRECT" in line for line in said)
     assert any(line.startswith("good ") and "2/2 cases right" in line for line in said)
-    assert said[-1] == "lax: 4 holes found by the linter"
+    assert said[-1] == f"lax: {len(holes)} holes found by the linter"
 
 
 EDGES = """

@@ -83,8 +83,7 @@ def test_an_input_that_no_case_needs_and_contents_without_the_seed_are_found(tmp
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
-    [('("index",)', ""), ('("w",)', r"OPAQUE must name inputs of .*, \['index'\], got \['w'\]")],
+    ("names", "said"), [('("index",)', ""), ('("w",)', r"OPAQUE must name inputs of .*, \['index'\], got \['w'\]")]
 )
 def test_an_opaque_input_is_not_changed(tmp_path, names, said):
     """A reference that looks into a table of places cannot take others."""

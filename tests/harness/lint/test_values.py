@@ -8,14 +8,7 @@ import torch
 from harness.checker import inputs, values
 from harness.runner.failure import RefusedError
 
-FORMATS = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
+FORMATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -79,8 +72,7 @@ def test_casting_saturates_and_wraps_nothing():
 def test_packed_values_are_read_low_nibble_first():
     packed = torch.tensor([[0x21, 0xF7]], dtype=torch.uint8).view(values.FP4)
     assert values.numbers(packed).tolist() == [0.5, 1.0, 6.0, -6.0]
-    shifted = values.shifted(packed.view(torch.uint8))
-    assert shifted.tolist() == [[0xF7, 0x21]]
+    assert values.shifted(packed.view(torch.uint8)).tolist() == [[0xF7, 0x21]]
 
 
 def test_layouts_are_kept():

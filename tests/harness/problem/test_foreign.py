@@ -12,11 +12,11 @@ from harness.judge import judging, phases, replies
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.session import Session
-from harness.problem import folders
+from harness.problem import folders, sources
 from harness.runner import claims, tree
 from harness.runner.buffers import Buffer
 from tests.support import SUPPORT
-from tests.support.foreign import COMPILED, FOLDERS, Folder, write
+from tests.support.foreign import COMPILED, FOLDERS, NEAR, Folder, write
 
 STORED = {name: SUPPORT / "gpu_mode" / name for name in ("vectoradd", "large_output")}
 NEEDS_GPU, NEEDS_CPU = ("triton_kernel",), ("vectoradd",)
@@ -128,6 +128,10 @@ def first(tmp_path, made: Folder) -> tuple[str, str]:
             "def generate_input(size, seed):\n    return torch.eye(3).to_sparse()",
             "got torch.sparse_coo torch.float32 Tensor",
         ),
+        (
+            "def generate_input(size, seed):\n    raise RuntimeError('no CUDA driver\\nmore')",
+            r"the folder needs a GPU, and this run has none: reference.py:\d+: RuntimeError: no CUDA driver$",
+        ),
         ("def generate_input(size, seed):\n    return 1j, frozenset()", "a call's data may hold .* got complex at 0$"),
         (
             "def ref_kernel(data):\n    return {'s': (data, {'t': object()})}",
@@ -163,13 +167,84 @@ def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_p
         ("return {'y': data * 2}", "INCORRECT", "custom_kernel must return Tensor, got dict(y: Tensor); "),
         ("from .helper import two", "RUNTIME_ERROR", "; relative imports are not supported, this file is in no "),
         ("from helper import two", "RUNTIME_ERROR", "a module of the folder must be in `files` of task.yml"),
-        ("from reference import x", "RUNTIME_ERROR", "no submission sees the reference (rule 6, docs/rules.md)"),
+        ("from reference import x", "RUNTIME_ERROR", "no submission sees the reference but for classes of its data"),
+        (
+            "open(__file__.replace('submission', 'helper'))",
+            "RUNTIME_ERROR",
+            "beside a submission go sources (.cpp, .cu,",
+        ),
+        ("class ModelNew:\n    pass  # no def custom_kernel", "RUNTIME_ERROR", "see docs/gpu_mode.md, KernelBench"),
     ],
 )
 def test_what_is_wrong_with_an_answer_or_an_import_is_said(tmp_path, body, status, said):
     (tmp_path / "helper.py").write_text("two = 2\n")
     got, line = first(tmp_path, Folder(body))
     assert got == status and said in line, line
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_an_answer_in_another_float_is_for_the_check_to_judge_with_a_note(tmp_path, dtype):
+    check = NEAR.replace("output,", "output.float(),", 1).replace("1e-5", "2e-2")
+    note = f"the reference does not answer in {dtype}, its check was asked"
+    assert first(tmp_path, Folder(f"return (data * 2).to(torch.{dtype})", check=check)) == ("PASSED", note)
+    status, said = first(tmp_path, Folder(f"return (data * 3).to(torch.{dtype})", check=check))
+    assert status == "INCORRECT" and said.startswith(note) and "elements differ" in said
+
+
+@pytest.mark.parametrize("name", ["Config", "ref_kernel", "Other"])
+def test_classes_of_the_data_and_nothing_else_can_be_imported_from_the_reference(tmp_path, name):
+    """Of a reference, too, that gets its answer from a module beside it, which no submission sees."""
+    more = """
+        import beside
+
+        @dataclasses.dataclass
+        class Config:
+            scale: float
+
+        class Other:
+            pass
+
+        def generate_input(size, seed):
+            return Config(0.5), random(size, seed=seed)
+
+        def ref_kernel(data):
+            return data[1] * data[0].scale * beside.ONE
+        """
+    (tmp_path / "beside.py").write_text("ONE = 1\n")
+    right = f"""
+        from reference import {name}
+
+        def custom_kernel(data):
+            assert isinstance(data[0], {name})
+            try:
+                import beside
+            except ImportError:
+                return data[1] * data[0].scale
+        """
+    status, said = first(tmp_path, Folder(right, more=more, check=NEAR))
+    assert (status, said) == ("PASSED", "") if name == "Config" else "but for classes of its data" in said, said
+    before = sources.problem_hash(tmp_path)
+    (tmp_path / "beside.py").write_text("ONE = 2\n")
+    assert sources.problem_hash(tmp_path) != before
+    with pytest.raises(folders.UsageError, match=r"beside\.py is a module of .*, whose reference imports it"):
+        folders.submission(folders.find(str(tmp_path)), tmp_path / "beside.py")
+
+
+@pytest.mark.parametrize(("gpu", "switch"), [(True, True), (True, False), (False, True)])
+def test_what_is_refused_with_tf32_may_be_right_without(monkeypatch, gpu, switch):
+    """The check is asked with torch's own switches first, which are as before in the end."""
+    tf32, asked = torch.backends.cudnn, []
+
+    def check(data, output):
+        asked.append(tf32.allow_tf32)
+        return bool((output == 1).all()) or not tf32.allow_tf32, "differs"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(tf32, "allow_tf32", switch)
+    reference = SimpleNamespace(check_implementation=check, ref_kernel=torch.clone, __file__="reference.py")
+    right, _ = foreign.said_of(reference, torch.ones(3), torch.full((3,), 2.0))
+    assert right is (gpu or not switch) and asked[:2] == ([True, False] if gpu and switch else asked[:2])
+    assert tf32.allow_tf32 is switch
 
 
 def test_a_check_that_gives_no_reason_gets_one(tmp_path):
@@ -249,8 +324,7 @@ def test_what_a_runner_says_of_its_answer_is_not_believed(tmp_path, lie):
     """Whatever the claim is, the bytes are those that were fetched, and the verdict is the check's or INCORRECT."""
     write(tmp_path, Folder())
     made = Checker({"folder": str(tmp_path), "ours": False, "device": "cpu", "files": {}})
-    found = made.content({"case": {"size": 40}, "seed": 5}, [])
-    buffer = Buffer(found["host"])
+    buffer = Buffer(made.content({"case": {"size": 40}, "seed": 5}, [])["host"])
     made.buffers["one"] = [buffer]
     made.fill({"runner": "one", "buffer": 0}, [])
     claim, (part,) = claims.told(made.pristine * 2)

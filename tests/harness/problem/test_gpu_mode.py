@@ -6,8 +6,9 @@ import textwrap
 import pytest
 
 from harness import run
-from harness.problem import folders
+from harness.problem import folders, sources
 from tests.support import SUPPORT
+from tests.support.foreign import Folder, write
 
 FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
 KERNELBENCH = """
@@ -42,7 +43,14 @@ def test_the_folder_is_read_as_it_stands():
 
 def test_a_right_submission_passes(capsys):
     assert run.main([str(FOLDER), "--mode", "test", "--device", "cpu"]) == 0
-    assert "2 of 2 test cases right" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 of 2 test cases right" in said and "zeros" not in said
+
+
+def test_a_check_that_accepts_zeros_is_told_once(tmp_path, capsys):
+    check = "def check_implementation(data, output):\n    return torch.allclose(output, data * 2, atol=1e2), 'differs'"
+    assert run.main([str(write(tmp_path, Folder(more=check))), "--mode", "test", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.count("warning: this folder's check accepts an answer of zeros\n") == 1
 
 
 def test_a_wrong_one_does_not(capsys):
@@ -106,6 +114,18 @@ def test_a_folder_needs_a_reference_and_python_in_its_submission(tmp_path):
         folders.find(str(tmp_path)).winner("cpu")
 
 
+def test_a_task_yaml_is_read_too_and_a_folder_without_either_is_told_what_to_write(tmp_path):
+    (tmp_path / "reference.py").write_text("")
+    (tmp_path / "task.py").write_text("input_t = output_t = list\n")
+    with pytest.raises(folders.UsageError, match=r"has no task\.yml: write one, .* `tests: \[{size: 128, seed: 1}\]`"):
+        folders.find(str(tmp_path))
+    (tmp_path / "task.yaml").write_text("tests: [{n: 3}]\n")
+    before = sources.problem_hash(tmp_path)
+    assert folders.find(str(tmp_path)).tests[0].params == {"n": 3}
+    (tmp_path / "task.yaml").write_text("tests: [{n: 4}]\n")
+    assert sources.problem_hash(tmp_path) != before
+
+
 def test_two_folders_of_one_name_have_two_names(tmp_path):
     copied = tmp_path / "vectoradd"
     shutil.copytree(FOLDER, copied)
@@ -127,11 +147,7 @@ def test_a_copy_of_one_of_ours_has_another_name(tmp_path):
     [
         ("x/task.yml", {"x/task.yml": ""}, ": give the folder, x"),
         ("x/my.py", {"x/my.py": "", "x/task.yml": ""}, ": give the folder, x"),
-        (
-            "set",
-            {"set/a/task.yml": "", "set/b/c/task.py": ""},
-            ": give the folder, set/a, set/b/c",
-        ),
+        ("set", {"set/a/task.yml": "", "set/b/c/task.py": ""}, ": give the folder, set/a, set/b/c"),
         ("empty", {"empty/x.txt": ""}, "got 'empty'"),
         ("nothing", {}, "got 'nothing'"),
         ("a\0b", {}, "got 'a"),

@@ -200,3 +200,11 @@ def test_words_and_layout_do_not_change_a_problem(problem, name, content):
     before = sources.problem_hash(problem / "p")
     (problem / name).write_text(content)
     assert sources.problem_hash(problem / "p") == before
+
+
+def test_sources_go_along_if_a_text_of_the_submission_is_their_name(tmp_path):
+    file = written(tmp_path, b"NAME = 'named.cpp'\nOTHER = 'un' + 'named.cpp'\nNOTES = 'notes.txt'\n")
+    (tmp_path / "named.cpp").write_text('#include "in.h"\n')
+    for name in ("in.h", "unnamed.cpp", "sub.cu", "notes.txt"):
+        (tmp_path / name).write_text("")
+    assert {path.name for path in sources.files_of(file)} == {"sub.py", "sub.cu", "named.cpp", "in.h"}

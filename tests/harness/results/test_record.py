@@ -87,8 +87,7 @@ def test_a_torn_last_line_is_ignored(end):
 )
 def test_a_record_with_a_wrong_field_is_left_out(field, value):
     wrong = json.dumps(bench("a", 0, 20.0) | {field: value})
-    right = json.dumps(bench("b", 0, 20.0))
-    records, complaints = record.parse(f"{wrong}\n{right}\n", "f")
+    records, complaints = record.parse(f"{wrong}\n{json.dumps(bench('b', 0, 20.0))}\n", "f")
     assert [one["variant"] for one in records] == ["b"] and len(complaints) == 1 and complaints[0].startswith("f:1: ")
 
 
@@ -185,8 +184,7 @@ def test_a_problems_files_are_of_three_kinds(tmp_path):
         (tmp_path / name).touch()
     assert [str(path.relative_to(tmp_path)) for path in record.files(tmp_path, "p")] == names
     assert [path.name for path in record.files(tmp_path, "p[a]*")] == ["p[a]*.jsonl"]
-    problems = {pages.problem_of(path, tmp_path) for path in record.files(tmp_path)}
-    assert problems == {"p", "q", "pq", "p[a]*"}
+    assert {pages.problem_of(path, tmp_path) for path in record.files(tmp_path)} == {"p", "q", "pq", "p[a]*"}
 
 
 def shard(number: int, part: int, of: int = 2, set_: str = "abc") -> record.Contents:

@@ -74,11 +74,9 @@ def test_interval_covers_the_true_median():
 
 def test_ratio_of_pairs_cancels_drift():
     """Both sides drift by 2x; the ratio of each pair stays 1.25."""
-    pairs = [[(1.25 * base, base) for base in np.linspace(10, 20, 10)] for _ in range(3)]
-    found = stats.compare([pairs])
+    found = stats.compare([[[(1.25 * base, base) for base in np.linspace(10, 20, 10)] for _ in range(3)]])
     assert (found.ratio, *found.ci95) == pytest.approx((1.25, 1.25, 1.25)) and found.word() == "SLOWER"
-    noisy = [[(10 + 0.1 * i, 10.0) for i in range(-4, 5)] for _ in range(3)]
-    found = stats.compare([noisy])
+    found = stats.compare([[[(10 + 0.1 * i, 10.0) for i in range(-4, 5)] for _ in range(3)]])
     assert (
         found.ratio == pytest.approx(1.0, abs=1e-3)
         and found.ci95[0] < 1 < found.ci95[1]
@@ -168,10 +166,8 @@ def _busy(processes, true, seed):
 
 def test_thirteen_times_is_decided_by_the_processes_of_a_paired_run_on_a_busy_cpu():
     count = phases.COUNTS["cpu", True].processes
-    few = [_busy(3, 13, seed).word() for seed in range(60)]
-    assert few.count("UNDECIDED") > 10, "three are too few there"
-    words = [_busy(count, 13, seed).word() for seed in range(60)]
-    assert words.count("SLOWER") >= 57
+    assert [_busy(3, 13, seed).word() for seed in range(60)].count("UNDECIDED") > 10, "three are too few there"
+    assert [_busy(count, 13, seed).word() for seed in range(60)].count("SLOWER") >= 57
     same = [_busy(count, 1, seed).word() for seed in range(300)]
     assert same.count("SLOWER") + same.count("FASTER") <= 9, "about 1 in 100 of comparisons with itself"
 

@@ -47,8 +47,7 @@ def test_what_stays_of_a_text(said, left):
 
 
 def test_a_long_text_keeps_its_ends_and_says_how_much_is_missing():
-    said = "first" + "x" * 100_000 + "last"
-    found = text.clean(said, 90)
+    found = text.clean("first" + "x" * 100_000 + "last", 90)
     assert found.startswith("firstx") and found.endswith("xlast") and "(99919 characters left out)" in found
     assert text.clean("abc", 3) == "abc" and text.line("a\nb", 3) == "a b"
     assert text.clean("abcdef", 0) == " ... (6 characters left out) ... "

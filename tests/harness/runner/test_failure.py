@@ -131,3 +131,9 @@ def test_an_exception_of_the_judge_about_a_folder_has_no_place_in_it(tmp_path):
         divmod(1, 0)
     lines = failure.of_folder(raised.value, tmp_path / "reference.py").splitlines()
     assert lines[0] == "ZeroDivisionError: integer division or modulo by zero" and "test_failure.py" in "".join(lines)
+
+
+def test_an_extension_of_torch_that_does_not_compile_is_a_compile_error(tmp_path):
+    report = "Error building extension 'k': [1/2] c++ -c main.cpp\n/a/main.cpp:3:10: error: no x\nninja: stopped"
+    reply = replied(tmp_path, f"raise RuntimeError({report!r})\n", "import")
+    assert reply["failed"] == "compile" and reply["text"].startswith("main.cpp:3: error: no x\n")

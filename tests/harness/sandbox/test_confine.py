@@ -8,15 +8,7 @@ import pytest
 
 from harness.sandbox import confine, policy
 from harness.sandbox.process import Child
-from tests.support.jails import (
-    REFUSED,
-    ROOT,
-    SECRET,
-    answer,
-    ask,
-    jail_in,
-    needs,
-)
+from tests.support.jails import REFUSED, ROOT, SECRET, answer, ask, jail_in, needs
 
 WRONG = next((ROOT / "problems" / "nvfp4_gemv" / "wrong").glob("*.py"))
 MAKEFILE = str(ROOT / "Makefile")

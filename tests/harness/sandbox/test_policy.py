@@ -12,13 +12,7 @@ import pytest
 
 from harness.sandbox import confine, policy
 from harness.sandbox.process import Child
-from tests.support.jails import (
-    LIMIT_S,
-    ROOT,
-    SECRET,
-    answer,
-    jail_in,
-)
+from tests.support.jails import LIMIT_S, ROOT, SECRET, answer, jail_in
 
 
 def test_the_environment_is_made_anew(tmp_path, monkeypatch):

@@ -9,15 +9,7 @@ import pytest
 
 from harness.sandbox import policy, process, reaper
 from harness.sandbox.process import Child, Died
-from tests.support.jails import (
-    LIMIT_S,
-    REFUSED,
-    ROOT,
-    alive,
-    answer,
-    ask,
-    jail_in,
-)
+from tests.support.jails import LIMIT_S, REFUSED, ROOT, alive, answer, ask, jail_in
 
 
 def test_closing_is_quick(tmp_path):

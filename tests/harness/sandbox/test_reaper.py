@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.sandbox.process import Child, Died
-from tests.support.jails import (
-    DAEMON,
-    LIMIT_S,
-    ROOT,
-    alive,
-    answer,
-    ask,
-    gone,
-    jail_in,
-)
+from tests.support.jails import DAEMON, LIMIT_S, ROOT, alive, answer, ask, gone, jail_in
 
 
 @pytest.mark.parametrize("jail", [True, False], ids=["jailed", "unjailed"])

@@ -10,14 +10,7 @@ import pytest
 
 from harness.sandbox import policy
 from harness.sandbox.process import Child
-from tests.support.jails import (
-    REFUSED,
-    ROOT,
-    answer,
-    ask,
-    jail_in,
-    needs,
-)
+from tests.support.jails import REFUSED, ROOT, answer, ask, jail_in, needs
 
 AT_OTHERS = (
     "os.sched_setaffinity(pid, [0])",

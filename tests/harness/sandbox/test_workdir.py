@@ -73,7 +73,7 @@ def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object)
         "file": str(box.file),
         "files": None,
         "compile": False,
-        "records": "",
+        "definitions": {},
     }
     reply, _ = child.request({**start, "records": "", **message}, LIMIT_S)
     assert reply.get("ready"), reply
@@ -182,8 +182,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, place):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("name", ["sm90_plain", "sm90_cute"])
 def test_a_gpu_variant_compiles_in_it(name, place):
-    submission = GEMV.variant(name)
-    box = Workdir.make(submission.file, GEMV, base=place)
+    box = Workdir.make(GEMV.variant(name).file, GEMV, base=place)
     try:
         child = runner(box, {"CUTE_DSL_ARCH": "sm_90a"}, compile=True)
         reply, _ = child.request({"op": "compile", "target": "sm90"}, LIMIT_S)

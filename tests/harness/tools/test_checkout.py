@@ -22,17 +22,7 @@ def request(*argv):
 
 
 def test_arguments_are_sent_as_they_were_given():
-    argv = [
-        "nvfp4_gemv",
-        "--case",
-        "m=16 k='$HOME' \"x\" *",
-        "--timeout",
-        "2.5",
-        "--seed",
-        "0",
-        "--quiet",
-        "--resume",
-    ]
+    argv = ["nvfp4_gemv", "--case", "m=16 k='$HOME' \"x\" *", "--timeout", "2.5", "--seed", "0", "--quiet", "--resume"]
     sent = request(*argv, "--json", "x", "--events", "y")
     outputs = {name: str(Path("..", *[".."] * len(ROOT.parts[1:]), "job", name)) for name in ("json", "events")}
     assert vars(parsed(sent.arguments)) == vars(parsed(argv)) | outputs and not sent.files

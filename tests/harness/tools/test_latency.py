@@ -79,13 +79,7 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
         latency.cases(folders.find(str(SUPPORT / "problems" / "vector_add")), None)
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ([], "needs a GPU"),
-        (["--all"], "times the problem's own model"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [([], "needs a GPU"), (["--all"], "times the problem's own model")])
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
     assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2
     assert f"--mode latency {said}" in capsys.readouterr().err
@@ -124,8 +118,7 @@ def without_gpu(monkeypatch):
 @torch.inference_mode()
 def test_what_is_found_of_a_step(without_gpu, monkeypatch, judged, recorder):
     case = {"config": "tiny", "format": "bf16", "batch": 1, "context": 8}
-    steps = Steps(case, 20, "cpu")
-    found = latency.measure(steps)
+    found = latency.measure(Steps(case, 20, "cpu"))
     assert (found["status"], found["reason"], found["n"]) == ("PASSED", "", 3)
     assert found["median_us"] == sorted(found["samples_us"][0])[1] > 0 and found["eager_us"] > 0 < found["row_us"]
     assert found["launches"] == {"eager": 2, "graph": 2} and set(found["kernels"]) >= {"fmha", "linear"}

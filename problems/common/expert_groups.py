@@ -50,7 +50,7 @@ class Experts:
     def custom_kernel(self, data: Any) -> torch.Tensor:
         """Write data.outputs.out, bf16 (T, H), and return it; data.weights is what prepare returned.
 
-        ValueError as unpack_call says, and for ids that are no experts; RuntimeError as the launcher.
+        ValueError as unpack_call says, and for ids that are neither experts nor -1; RuntimeError as the launcher.
         """
         weights, inputs, outputs = data
         experts, hidden, inner = weights.sizes

@@ -91,7 +91,7 @@ def generate_input(
     device: str,
 ) -> tuple[Inputs, Outputs]:
     """x Gaussian, in blocks as generate_weights says; routing weights U(0.1, 1), in "magnitudes" 2^U(-4, 1) with
-    random signs; out NaN.
+    random signs, and 3e38 where an id is -1; out NaN.
     """
     gen = torch.Generator(device).manual_seed(seed)
     column, _ = _profiles(hidden, inner, content, device)
@@ -108,6 +108,7 @@ def generate_input(
         weights *= torch.rand(weights.shape, generator=gen, device=device) >= 1 / 3
         weights[-1] = 0
     ids = _routed(tokens, experts, topk, router, gen)
+    weights[ids < 0] = 3e38  # means nothing, and must not be multiplied with anything
     out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16, device=device)
     return Inputs(x.bfloat16(), ids, weights), Outputs(out)
 
@@ -169,7 +170,11 @@ def _routed(tokens: int, experts: int, topk: int, router: str, gen: torch.Genera
         order = torch.rand(tokens, topk, generator=gen, device=gen.device).argsort(1)
         ids = ids.expand(tokens, topk).gather(1, order)
     names = torch.randperm(experts, generator=gen, device=gen.device)
-    return names[ids].int()
+    ids = names[ids].int()
+    if router == "part":
+        ids[torch.rand(ids.shape, generator=gen, device=gen.device) < 1 / 2] = -1
+        ids[1::4] = ids[2::4] = -1
+    return ids.fill_(-1) if router == "none" else ids
 
 
 # ---------------------------------------------------------------- oracle

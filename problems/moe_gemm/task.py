@@ -43,9 +43,9 @@ class Inputs(NamedTuple):
     """T tokens, contiguous, on the weights' device, each based at a multiple of 256 bytes. All finite.
 
     x             bf16 (T, H)
-    topk_ids      int32 (T, k), 0 to E - 1, in a row all different (validate): on a GPU no kernel may write out of
-                  bounds for others, but what it then answers is free
-    topk_weights  fp32 (T, k), of any sign
+    topk_ids      int32 (T, k), 0 to E - 1, in a row all different, or -1, any number of times: no expert (validate). On
+                  a GPU no kernel may write out of bounds for others, but what it then answers is free
+    topk_weights  fp32 (T, k), of any sign; where the id is -1 it means nothing
     """
 
     x: torch.Tensor
@@ -64,6 +64,8 @@ class Data(NamedTuple):
 
     out[t] = sum over j = 0 .. k - 1, in that order, in fp32, of w2[e] v, rounded once to bf16, with e = topk_ids[t, j]
     v = bf16(silu(min(gate, LIMIT)) * clip(up, -LIMIT, LIMIT) * topk_weights[t, j]),  (gate, up) = w13[e] x[t]
+    Where e is -1 nothing is added, so that a token without any expert gets zeros. Servers with expert parallelism pass
+    -1 for the experts of other ranks.
 
     Products are summed in fp32. "nvfp4": before its product x[t] is quantised with in_scale13[e], and v with
     in_scale2[e], as nvfp4.encode of problems/common does: an e4m3 scale of amax / (6 in_scale) for each 16, codes of
@@ -90,7 +92,7 @@ OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
 PRECISION = "bf16"  # of v, and of dequantised weights, which it holds exactly without g
 
 ACTIVATIONS = ("bf16", "nvfp4")
-ROUTERS = ("uniform", "zipf", "one")
+ROUTERS = ("uniform", "zipf", "one", "part", "none")
 CONTENTS = ("plain", "clamped", "magnitudes", "subnormal", "extreme", "zeros")
 WEIGHT_BYTES = 0.5625  # of a weight: 4 bits, and 8 for each 16
 
@@ -98,7 +100,8 @@ WEIGHT_BYTES = 0.5625  # of a weight: 4 bits, and 8 for each 16
 @dataclass(frozen=True)
 class Case:
     """router: how tokens choose their k different experts. "uniform": all sets alike; "zipf": drawn one after another
-    with chances 1, 1/2, 1/3, ... of experts in an order of the call's own; "one": all tokens the same k.
+    with chances 1, 1/2, 1/3, ... of experts in an order of the call's own; "one": all tokens the same k; "part": as
+    "uniform", but half of the slots, drawn at random, and all of tokens 1 and 2 of each four are -1; "none": all are.
     """
 
     tokens: int  # T
@@ -128,7 +131,8 @@ class Case:
         """Experts that some token chose: expected, for "one" exactly."""
         if self.router == "one":
             return float(self.topk)
-        return sum(1 - (1 - chance) ** self.tokens for chance in self._chances())
+        tokens = {"none": 0, "part": (self.tokens + 3) // 4 + self.tokens // 4}.get(self.router, self.tokens)
+        return sum(1 - (1 - chance) ** tokens for chance in self._chances())
 
     def bytes_moved(self) -> int:
         """Least memory traffic: weights of the experts hit, as expected, x, ids and routing weights once, out once."""
@@ -136,7 +140,7 @@ class Case:
 
     def bytes_of(self, inputs: Inputs) -> int:
         """The same for the experts that these inputs hit."""
-        return self._bytes(len(inputs.topk_ids.unique()))
+        return self._bytes(len(inputs.topk_ids[inputs.topk_ids >= 0].unique()))
 
     def _bytes(self, experts_hit: float) -> int:
         weights = experts_hit * 3 * self.hidden * self.inner * WEIGHT_BYTES
@@ -146,6 +150,7 @@ class Case:
         return round(3 * self.experts * self.hidden * self.inner * WEIGHT_BYTES)
 
     def flops(self) -> int:
+        """Of all slots, as if none were -1."""
         return 6 * self.tokens * self.topk * self.hidden * self.inner
 
     def _chances(self) -> list[float]:
@@ -154,8 +159,8 @@ class Case:
         "zipf": draws without replacement are the first k of exponential clocks with these rates, and at the time by
         which k of them have rung on average, each has rung with 1 - exp(-rate time): within 2 % in the experts hit.
         """
-        if self.router == "uniform" or self.topk == self.experts:
-            return [self.topk / self.experts] * self.experts
+        if self.router != "zipf" or self.topk == self.experts:
+            return [self.topk / self.experts / (2 if self.router == "part" else 1)] * self.experts
         rates = 1 / torch.arange(1, self.experts + 1, dtype=torch.float64)
         if self.topk == 1:
             return (rates / rates.sum()).tolist()
@@ -201,6 +206,13 @@ TESTS = _cases(
     (129, 17, 2, 192, 448, "nvfp4", "one", "clamped"),
     (129, 2, 2, 256, 320, "nvfp4", "uniform", "extreme"),
     (1000, 8, 2, 192, 320, "nvfp4", "zipf", "zeros"),
+    (1, 1, 1, 4288, 64, "bf16", "none", "plain"),  # more rows than one unit of 32 for each multiprocessor
+    (5, 8, 2, 192, 320, "bf16", "part", "plain"),
+    (129, 1, 1, 64, 192, "bf16", "part", "plain"),
+    (1000, 17, 2, 64, 128, "bf16", "part", "plain"),
+    (1, 8, 6, 192, 320, "nvfp4", "none", "plain"),
+    (7, 8, 6, 192, 320, "nvfp4", "part", "plain"),
+    (1000, 8, 6, 64, 128, "nvfp4", "part", "clamped"),
     seed=1000,
 )
 
@@ -292,14 +304,14 @@ def unpack_call(inputs: Inputs, outputs: Outputs, hidden: int) -> tuple[int, int
 
 
 def validate(inputs: Inputs, experts: int) -> None:
-    """ValueError unless topk_ids are 0 to experts - 1 and all different in each row. Reads them on the host."""
+    """ValueError unless topk_ids are -1, or 0 to experts - 1 and different in each row. Reads them on the host."""
     ids = inputs.topk_ids
-    bad = (ids < 0) | (ids >= experts)
+    bad = (ids < -1) | (ids >= experts)
     if bool(bad.any()):
         t, j = bad.nonzero()[0].tolist()
-        raise ValueError(f"topk_ids must be 0 to {experts - 1}, got {int(ids[t, j])} at ({t}, {j})")
+        raise ValueError(f"topk_ids must be -1 to {experts - 1}, got {int(ids[t, j])} at ({t}, {j})")
     ordered = ids.sort(1).values
-    twice = ordered[:, 1:] == ordered[:, :-1]
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if bool(twice.any()):
         t, j = twice.nonzero()[0].tolist()
         raise ValueError(f"topk_ids must be all different in a row, got {int(ordered[t, j])} twice in row {t}")

@@ -178,7 +178,7 @@ def test_calls_that_are_none_are_errors():
         ((x, ids, gates, w13, dataclasses.replace(w2), limit), "must be of the weights that"),
         ((x[:, :32], ids, gates, w13, w2, limit), "x must be"),
         ((x, ids[:2], gates, w13, w2, limit), "x must be"),
-        ((x, ids + 3, gates, w13, w2, limit), "topk_ids must be 0 to 3"),
+        ((x, ids + 3, gates, w13, w2, limit), "topk_ids must be -1 to 3"),
         ((x, ids * 0, gates, w13, w2, limit), "topk_ids must be all different"),
     ):
         with pytest.raises(ValueError, match=message):

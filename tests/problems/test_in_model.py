@@ -19,7 +19,7 @@ def gemv(m, k, l):
     return {"m": m, "k": k, "l": l, "seed": 5}
 
 
-def moe(tokens, experts, topk, hidden, inner, activation="bf16", content="plain"):
+def moe(tokens, experts, topk, hidden, inner, activation="bf16", content="plain", router="uniform"):
     return {
         "tokens": tokens,
         "experts": experts,
@@ -27,7 +27,7 @@ def moe(tokens, experts, topk, hidden, inner, activation="bf16", content="plain"
         "hidden": hidden,
         "inner": inner,
         "activation": activation,
-        "router": "uniform",
+        "router": router,
         "content": content,
         "seed": 5,
     }
@@ -93,6 +93,8 @@ LONG = [
             moe(1, 5, 4, 576, 128, "nvfp4"),
             moe(3, 5, 2, 192, 320, "nvfp4"),
             moe(9, 2, 2, 320, 192, "nvfp4", "zeros"),
+            *(moe(t, 3, 2, 576, 64, format, router="none") for t, format in ((1, "nvfp4"), (2, "bf16"))),
+            moe(5, 3, 2, 64, 192, router="part"),
         ],
     ),
     # Units that end early, chunks of unequal length, clusters, links that take and that do not.

@@ -18,18 +18,8 @@ baseline = load.module(FOLDER, "variants/torch_grouped")
 WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 # Enough to catch every file of wrong/, the quickest first.
 CATCHING = sorted((case for case in task.TESTS if case.experts < 100), key=lambda c: c.flops())
-TINY = {
-    "tokens": 3,
-    "experts": 4,
-    "topk": 2,
-    "hidden": 64,
-    "inner": 128,
-    "activation": "bf16",
-    "router": "uniform",
-    "content": "plain",
-    "seed": 5,
-}
-ISSUE_SIZES = {"tokens": {1, 2, 3, 7, 64, 129, 1000}, "experts": {1, 2, 8, 17, 256}, "topk": {1, 2, 6}}
+TINY = vars(task.Case(3, 4, 2, 64, 128, "bf16", "uniform", "plain", 5))
+ISSUE_SIZES = {"tokens": {1, 2, 3, 5, 7, 64, 129, 1000}, "experts": {1, 2, 8, 17, 256}, "topk": {1, 2, 6}}
 
 
 def named(case: object) -> str:
@@ -113,7 +103,8 @@ def test_unpack_names_the_tensor_that_is_wrong(part, name, change):
 def test_validate_refuses_repeated_experts_and_ids_out_of_range():
     inputs = made(TINY).inputs
     task.validate(inputs, 4)
-    for row, message in (([1, 1], r"1 twice in row 1"), ([0, 4], r"got 4 at \(1, 1\)"), ([-1, 2], r"got -1 at \(1, 0")):
+    task.validate(inputs._replace(topk_ids=torch.full_like(inputs.topk_ids, -1)), 4)
+    for row, message in (([1, 1], r"1 twice in row 1"), ([0, 4], r"got 4 at \(1, 1\)"), ([-2, 2], r"got -2 at \(1, 0")):
         ids = inputs.topk_ids.clone()
         ids[1] = torch.tensor(row)
         with pytest.raises(ValueError, match=message):
@@ -171,7 +162,7 @@ def test_cases_say_what_they_move_and_compute():
 
 def test_what_given_routing_moves_goes_by_the_experts_it_hits():
     case = task.Case(**{**TINY, "experts": 8, "topk": 2, "tokens": 3})
-    ids = torch.tensor([[0, 5], [5, 0], [7, 5]], dtype=torch.int32)
+    ids = torch.tensor([[0, 5], [5, -1], [7, 5]], dtype=torch.int32)
     weights = 3 * case.hidden * case.inner * 9 // 16
     assert case.bytes_of(task.Inputs(torch.empty(3, case.hidden), ids, torch.empty(3, 2))) == (
         3 * weights + 3 * (4 * case.hidden + 16)
@@ -181,11 +172,12 @@ def test_what_given_routing_moves_goes_by_the_experts_it_hits():
     )
 
 
-@pytest.mark.parametrize("router", ["uniform", "zipf"])
+@pytest.mark.parametrize("router", ["uniform", "zipf", "part"])
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 6), (8, 6), (64, 6), (64, 1), (300, 2)])
 def test_as_many_experts_are_hit_as_expected(router, tokens, topk):
     gen = torch.Generator().manual_seed(1)
-    hit = [len(reference._routed(tokens, 256, topk, router, gen).unique()) for _ in range(40)]
+    routed = [reference._routed(tokens, 256, topk, router, gen) for _ in range(400)]
+    hit = [len(ids[ids >= 0].unique()) for ids in routed]
     case = task.Case(**{**TINY, "experts": 256, "tokens": tokens, "topk": topk, "router": router})
     assert math.isclose(sum(hit) / len(hit), case.experts_hit(), rel_tol=0.04)
 
@@ -233,13 +225,15 @@ def dot(x: list[float], y: list[float]) -> float:
 @pytest.mark.parametrize("content", ["plain", "magnitudes", "zeros"])
 def test_reference_is_the_sum_over_the_bytes_in_memory(activation, content):
     data = made({**TINY, "tokens": 2, "activation": activation, "content": content}, weights_seed=9)
+    data.inputs.topk_ids[1, 0] = -1
     out = reference.ref_kernel(data)
     w, (x, ids, routing), _ = data
     w13, s13, w2, s2 = (t.view(torch.uint8).tolist() for t in (w.w13, w.s13, w.w2, w.s2))
     for t in range(2):
         want = [0.0] * 64
         for j in range(2):
-            e = int(ids[t, j])
+            if (e := int(ids[t, j])) < 0:
+                continue
             taken = x[t].tolist()
             if activation == "nvfp4":
                 taken = quantised(taken, float(w.in_scale13[e]))
@@ -274,7 +268,7 @@ def test_generated_data_is_what_the_task_says(case):
     assert bool((w.in_scale13 > 0).all()) and bool((w.in_scale2 > 0).all())
 
 
-@pytest.mark.parametrize("case", task.TESTS, ids=named)
+@pytest.mark.parametrize("case", [case for case in task.TESTS if case.router != "none"], ids=named)
 def test_the_clamp_matters_in_every_case(case):
     data, want = solved(case)
     for name in ("no_clamp", "up_clamped_above_only"):
@@ -303,7 +297,11 @@ def test_contents_hold_what_they_promise():
 def test_routers_leave_experts_out_and_crowd_others():
     seen = set()
     for case in task.TESTS:
-        counts = torch.bincount(solved(case)[0].inputs.topk_ids.flatten(), minlength=case.experts)
+        ids = solved(case)[0].inputs.topk_ids
+        counts = torch.bincount(ids[ids >= 0], minlength=case.experts)
+        absent = (ids < 0).float().mean(1)
+        assert bool(absent.any()) == (case.router in ("part", "none")) and (case.router != "none" or absent.min() == 1)
+        assert case.router != "part" or (absent[1:3].min() == 1 and absent[[0, 3]].min() < 1)
         seen |= {"none"} if bool((counts == 0).any()) else set()
         seen |= {"one token"} if bool((counts == 1).any()) else set()
         seen |= {"all"} if case.experts > 1 and case.topk == 1 and int(counts.max()) == case.tokens > 128 else set()
@@ -332,7 +330,7 @@ def emulated(data: object, v_rounded: bool = True, sums_rounded: bool = False, o
     w, (x, ids, routing), _ = data
     gen = torch.Generator().manual_seed(3)
     total = torch.zeros(x.shape)
-    for e in ids.unique().tolist():
+    for e in ids[ids >= 0].unique().tolist():
         rows, slots = (ids == e).nonzero(as_tuple=True)
         y = x[rows].float()
         if w.activation == "nvfp4":
@@ -355,11 +353,11 @@ def test_honest_rounding_passes_with_room(case):
     if case.activation == "nvfp4":
         for off in (0.0, 1e-6):
             result = reference.compare(data, want, emulated(data, off=off))
-            assert result.ok and result.rel < 5e-3 and result.worst_abs < 0.7 * result.worst_tol, result
+            assert result.ok and result.rel < 5e-3 and result.worst_abs <= 0.7 * result.worst_tol, result
         return
     for v_rounded in (True, False):
         result = reference.compare(data, want, emulated(data, v_rounded))
-        assert result.ok and result.rel < 3e-3 and result.worst_abs < 0.5 * result.worst_tol, result
+        assert result.ok and result.rel < 3e-3 and result.worst_abs <= 0.5 * result.worst_tol, result
     result = reference.compare(data, want, emulated(data, sums_rounded=True), peer=True)
     assert result.ok and result.rel < 5e-3, result
 

@@ -82,6 +82,7 @@ class Expert {
     // 16 hidden values of all tokens. parts: fp32 (slots, kRows), of no use afterwards.
     static void combine(const Problem& p, const Routing& r, int64_t group, const Activations& v, float* parts) {
         alignas(64) float sums[kTokens * kRows];
+        for (int64_t m = r.routed; m < p.slots(); m++) std::fill_n(parts + r.order[m] * kRows, kRows, 0.0f);
         for (const Panel& panel : r.panels) {
             product(p.w2, panel, group, v, sums);
             const F in = all(p.quantised ? p.w2.in_factor[panel.expert] : 1.0f);

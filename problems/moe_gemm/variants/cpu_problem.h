@@ -78,23 +78,26 @@ struct Band {
     int64_t first, last;
 };
 
-// Slots t * topk + j by expert, and how they are cut: only by their numbers, whatever the threads.
+// Slots t * topk + j by expert, those of none last, and how they are cut: only by their numbers, whatever the threads.
 struct Routing {
     std::vector<int32_t> order;
+    int64_t routed;  // of them have an expert
     std::vector<Panel> panels;
     std::vector<Band> bands;
 
-    // At most `most` slots in a panel, and band_panels panels in a band. Whether every id is an expert's.
+    // At most `most` slots in a panel, and band_panels panels in a band. Whether every id is an expert's or -1.
     bool fill(const Problem& p, int64_t most, int64_t band_panels) {
-        std::vector<int64_t> start(p.experts + 1);
+        const auto expert = [&](int64_t s) { return p.ids[s] == -1 ? p.experts : p.ids[s]; };
+        std::vector<int64_t> start(p.experts + 2);
         for (int64_t s = 0; s < p.slots(); s++) {
-            if (p.ids[s] < 0 || p.ids[s] >= p.experts) return false;
-            start[p.ids[s] + 1]++;
+            if (p.ids[s] < -1 || p.ids[s] >= p.experts) return false;
+            start[expert(s) + 1]++;
         }
         for (int64_t e = 0; e < p.experts; e++) start[e + 1] += start[e];
+        routed = start[p.experts];
         order.resize(p.slots());
         std::vector<int64_t> next(start.begin(), start.end() - 1);
-        for (int64_t s = 0; s < p.slots(); s++) order[next[p.ids[s]]++] = static_cast<int32_t>(s);
+        for (int64_t s = 0; s < p.slots(); s++) order[next[expert(s)]++] = static_cast<int32_t>(s);
         for (int64_t e = 0; e < p.experts; e++) {
             const int64_t slots = start[e + 1] - start[e], pieces = (slots + most - 1) / most;
             for (int64_t i = 0; i < pieces; i++) {

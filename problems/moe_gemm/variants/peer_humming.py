@@ -69,15 +69,17 @@ class State(NamedTuple):
 
 
 @triton.jit
-def _combine(slots, weights, out, H, WIDTH, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
-    """out bf16 (T, H): rows of slots, bf16 (T TOPK, WIDTH), times weights, fp32 (T, TOPK), in the order of j."""
+def _combine(slots, ids, weights, out, H, WIDTH, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
+    """out bf16 (T, H): rows of slots, bf16 (T TOPK, WIDTH), times weights, fp32 (T, TOPK), in the order of j, but for
+    those with an id of -1, in whose rows is what memory held.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
         value = tl.load(slots + slot * WIDTH + column, mask=column < H, other=0.0)
-        total += tl.load(weights + slot) * value.to(tl.float32)
+        total += tl.where(tl.load(ids + slot) >= 0, tl.load(weights + slot) * value.to(tl.float32), 0.0)
     tl.store(out + token * H + column, total.to(tl.bfloat16), mask=column < H)
 
 
@@ -121,7 +123,7 @@ def custom_kernel(data: input_t, state: State) -> output_t:
     state.down.layer(state.inner, outputs=state.slots, **state.down.arguments)
     columns = 256 if len(x) <= 64 else 1024  # of a program: many small ones where there are few tokens
     _combine[len(x), triton.cdiv(x.shape[1], columns)](
-        state.slots, weights, out, x.shape[1], state.slots.shape[1], TOPK=ids.shape[1], COLUMNS=columns
+        state.slots, ids, weights, out, x.shape[1], state.slots.shape[1], TOPK=ids.shape[1], COLUMNS=columns
     )
     return out
 
@@ -166,21 +168,23 @@ def _gemm(layer: HummingLayer, ids: torch.Tensor, experts: int, topk: int) -> Ge
 
 def _routes(ids: torch.Tensor, experts: int, block: int) -> dict[str, torch.Tensor]:
     """Tables of the indexed GEMM. sorted_ids: slots by expert, ascending, each expert's padded to whole blocks with
-    len(ids), no slot's number; expert_ids: of each block; num_tokens_padded: how much of sorted_ids counts, which has
-    room for any ids, since a recorded call cannot ask how many blocks there are.
+    len(ids), no slot's number; those with an id of -1 are in no block. expert_ids: of each block; num_tokens_padded:
+    how much of sorted_ids counts, which has room for any ids, since a recorded call cannot ask how many blocks there
+    are.
     """
     most = len(ids) // block + min(len(ids), experts)
-    order = ids.argsort(stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64).index_add_(0, ids.long(), torch.ones(len(ids), dtype=torch.int64))
+    key = torch.where(ids < 0, experts, ids).long()
+    order = key.argsort(stable=True)  # slots of no expert come last
+    counts = torch.zeros(experts + 1, dtype=torch.int64).index_add_(0, key, torch.ones_like(key))[:experts]
     blocks = (counts + block - 1) // block
     ends = blocks.cumsum(0)
-    # How far an expert's slots move: by the padding of those before it.
+    # How far an expert's slots move: by the padding of those before it. The others all go to a place behind the table.
     moved = (ends - blocks) * block - (counts.cumsum(0) - counts)
-    places = torch.arange(len(ids)) + moved[ids[order].long()]
-    sorted_ids = torch.full((most * block,), len(ids), dtype=torch.int32)
+    places = torch.where(key[order] < experts, torch.arange(len(ids)) + pad(moved, (0, 1))[key[order]], most * block)
+    sorted_ids = torch.full((most * block + 1,), len(ids), dtype=torch.int32)
     sorted_ids[places] = order.int()
     return {
-        "sorted_ids": sorted_ids,
+        "sorted_ids": sorted_ids[:-1],
         "expert_ids": torch.searchsorted(ends, torch.arange(most), right=True, out_int32=True).clamp_(max=experts - 1),
         "num_tokens_padded": (ends[-1] * block).int(),
     }

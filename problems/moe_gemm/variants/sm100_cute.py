@@ -370,7 +370,7 @@ def route(
 ):
     """One CTA. Slots t * k + j sorted by expert, and cut into blocks of at most `tokens`.
 
-    ids int32 (S,); order int32 (S,), at the end undefined where ids were no experts
+    ids int32 (S,), -1 for no expert; order int32 (S,), at the end undefined where there were such
     blocks int32 (4, B): expert, where in `order` it begins, how many slots; blocks[3, 0] is how many blocks there are
     Which slot of an expert comes first is left to chance: no result depends on it.
     """
@@ -743,10 +743,10 @@ def multiply_experts(
 
 
 @cute.kernel
-def combine(parts: cute.Tensor, out: cute.Tensor, topk: Int32):
-    """One CTA: some columns of one token. out[t] = the sum of its slots, in their order.
+def combine(parts: cute.Tensor, ids: cute.Tensor, out: cute.Tensor, topk: Int32, experts: Int32):
+    """One CTA: some columns of one token. out[t] = the sum of its slots, in their order, but for those of no expert.
 
-    parts fp32 (4, H / 4, S), out int32 (2 words, H / 4, T)
+    parts fp32 (4, H / 4, S), of such slots what memory held; ids int32 (S,), out int32 (2 words, H / 4, T)
     """
     thread, _, _ = cute.arch.thread_idx()
     token, column, _ = cute.arch.block_idx()
@@ -756,11 +756,11 @@ def combine(parts: cute.Tensor, out: cute.Tensor, topk: Int32):
         total = cute.make_rmem_tensor((4,), Float32)
         part = cute.make_rmem_tensor((4,), Float32)
         words = cute.make_rmem_tensor((2,), Int32)
-        cute.autovec_copy(parts[None, at, token * topk], total)
-        for j in cutlass.range(1, topk, unroll=5):
-            cute.autovec_copy(parts[None, at, token * topk + j], part)
+        total.fill(0.0)
+        for slot in cutlass.range(token * topk, token * topk + topk, unroll=6):
+            cute.autovec_copy(parts[None, at, slot], part)  # in any case, so that no load waits for an id
             for i in cutlass.range_constexpr(4):
-                total[i] += part[i]
+                total[i] += cutlass.select_((ids[slot] >= 0) & (ids[slot] < experts), part[i], Float32(0.0))
         for i in cutlass.range_constexpr(2):
             words[i] = pack_bf16x2(total[2 * i], total[2 * i + 1])
         cute.autovec_copy(words, out[None, at, token])
@@ -866,7 +866,8 @@ def launch(
         plan,
         False,
     ).launch(grid=(cutlass.min(ctas, most_blocks * row_blocks), 1, 1), block=(NUM_THREADS, 1, 1), use_pdl=True)
-    combine(rows_of(parts, 4, hidden // 4, slots), rows_of(out, 2, hidden // 4, tokens), topk).launch(
+    results = rows_of(out, 2, hidden // 4, tokens)
+    combine(rows_of(parts, 4, hidden // 4, slots), id_list, results, topk, experts).launch(
         grid=(tokens, cute.ceil_div(hidden, 4 * COMBINE_THREADS), 1), block=(COMBINE_THREADS, 1, 1), use_pdl=True
     )
 
@@ -912,8 +913,7 @@ def compile_for(target: str) -> list[build.Artefact]:
 
 def custom_kernel(data: input_t) -> output_t:
     """Write data.outputs.out, bf16 (T, H), and return it. data.weights is what prepare returned. ValueError as
-    unpack_call says, or if data is not on a GPU with the weights. Slots whose ids are no experts are left out: what
-    their tokens get is undefined.
+    unpack_call says, or if data is not on a GPU with the weights. Slots whose ids are no experts add nothing.
     """
     state, (x, ids, routing), (out,) = data
     experts, hidden, inner = len(state.units13), UNIT_K * state.units13.shape[2], INNER_ROWS * state.units13.shape[1]

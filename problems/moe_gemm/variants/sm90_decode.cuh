@@ -353,8 +353,10 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             hand_over(both);
         }
         if (single) continue;  // who adds writes it
-        if (!count) consumer_sync();
-        wait(read + 16, ended), ended ^= 1;
+        if (!count)  // those who add wait for nobody then, and may be several phases ahead
+            consumer_sync();
+        else
+            wait(read + 16, ended), ended ^= 1;
         for (int i = threadIdx.x; i < p.tokens * 16; i += CONSUMER_THREADS) {
             const int token = i >> 4, pair = i & 15;
             const float *from = total + token * MARGIN + 2 * pair;

@@ -257,14 +257,18 @@ def _down(
 
 
 @triton.jit
-def _combine(parts, out, H, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
-    """out bf16 (T, H): a token's TOPK rows of parts, fp32 (T TOPK, H), in their order. Program (token, columns)."""
-    token = tl.program_id(0).to(tl.int64)
+def _combine(parts, ids, out, H, E, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
+    """out bf16 (T, H): a token's TOPK rows of parts, fp32 (T TOPK, H), in their order, but for those with a bad id,
+    which nothing has written. Program (token, columns).
+    """
+    slot = tl.program_id(0).to(tl.int64) * TOPK
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.load(parts + token * TOPK * H + column, mask=column < H, other=0.0)
-    for j in tl.static_range(1, TOPK):
-        total += tl.load(parts + (token * TOPK + j) * H + column, mask=column < H, other=0.0)
-    tl.store(out + token * H + column, total.to(tl.bfloat16), mask=column < H)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for j in tl.static_range(TOPK):
+        e = tl.load(ids + slot + j)
+        part = tl.load(parts + (slot + j) * H + column, mask=column < H, other=0.0)  # waits for no id
+        total += tl.where((e >= 0) & (e < E), part, 0.0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * H + column, total.to(tl.bfloat16), mask=column < H)
 
 
 def plan(sizes: Sizes) -> Plan:
@@ -296,11 +300,12 @@ def custom_kernel(data: input_t) -> output_t:
     hidden, inner, experts = sizes.hidden, sizes.inner, sizes.experts
     slots, how, quantised = sizes.tokens * sizes.topk, plan(sizes), sizes.activation == "nvfp4"
     tables = torch.empty(2 * how.tiles + experts + slots, dtype=torch.int32, device=x.device)
-    tiles, firsts, ends, order = tables.split([how.tiles, how.tiles, experts, slots])
+    lists = tables.split([how.tiles, how.tiles, experts, slots])  # tiles, firsts, ends, order
     v = x.new_empty(slots, inner)
     parts = x.new_empty(slots, hidden, dtype=torch.float32)
-    s13, s2 = weights.s13.view(torch.uint8), weights.s2.view(torch.uint8)
-    _route[(experts + 1,)](ids, tiles, firsts, ends, order, slots, experts, how.tiles, **route_constants(sizes, how))
+    w13 = weights.w13, weights.s13.view(torch.uint8), weights.g13, weights.in_scale13
+    w2 = weights.w2, weights.s2.view(torch.uint8), weights.g2, weights.in_scale2
+    _route[(experts + 1,)](ids, *lists, slots, experts, how.tiles, **route_constants(sizes, how))
 
     def quantise(values: torch.Tensor, width: int, in_scale: torch.Tensor, topk: int, result: torch.Tensor) -> None:
         grid = (slots, triton.cdiv(width, COLUMNS))
@@ -312,15 +317,9 @@ def custom_kernel(data: input_t) -> output_t:
         quantise(x, hidden, weights.in_scale13, sizes.topk, taken)
     _gate_up[(inner // how.up.rows, how.tiles)](
         taken,
-        weights.w13,
-        s13,
-        weights.g13,
-        weights.in_scale13,
+        *w13,
         routing,
-        tiles,
-        firsts,
-        ends,
-        order,
+        *lists,
         v,
         hidden,
         hidden // 2,
@@ -336,14 +335,8 @@ def custom_kernel(data: input_t) -> output_t:
         quantise(v, inner, weights.in_scale2, 1, v)
     _down[(hidden // how.down.rows, how.tiles)](
         v,
-        weights.w2,
-        s2,
-        weights.g2,
-        weights.in_scale2,
-        tiles,
-        firsts,
-        ends,
-        order,
+        *w2,
+        *lists,
         parts,
         hidden,
         inner,
@@ -354,7 +347,7 @@ def custom_kernel(data: input_t) -> output_t:
         num_stages=how.down.stages,
     )
     grid = (sizes.tokens, triton.cdiv(hidden, COLUMNS))
-    _combine[grid](parts, out, hidden, TOPK=sizes.topk, COLUMNS=COLUMNS)
+    _combine[grid](parts, ids, out, hidden, experts, TOPK=sizes.topk, COLUMNS=COLUMNS)
     return out
 
 

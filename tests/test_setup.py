@@ -25,6 +25,7 @@ SHARED = {
     "rich": "14.9",
     "pyyaml": "6.1",
     "pydantic": "2.8",
+    "allpairspy": "2.5.0",
     "pandas": "1.5",
     "matplotlib": "3.9",
 }

@@ -37,7 +37,7 @@ CASES = (
     ("nvfp4_gemv", "sm90_classic_tma", "m=33 k=64 l=3"),
     ("nvfp4_gemv", "sm90_cute", "m=33 k=64 l=3"),
     ("moe_gemm", "sm90_grouped", "tokens=3 experts=8 topk=2 hidden=192"),
-    ("moe_gemm", "sm90_grouped", "tokens=1 experts=8 topk=6 activation=nvfp4"),
+    ("moe_gemm", "sm90_grouped", "tokens=1 experts=8 topk=6 hidden=512 activation=nvfp4"),
     ("fmha_decode", "sm90_wgmma", "batch=3 queries=1 heads=20 exact"),
     ("fmha_decode", "sm90_wgmma", "heads=128 content=cancelling exact"),
     ("fmha_decode", "sm90_wgmma", "batch=3 queries=1 heads=20"),

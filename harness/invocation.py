@@ -45,11 +45,12 @@ class Run(Selection):
         """Whether this run has a file of its own: only a whole run in --mode leaderboard does."""
         return self.args.mode == "leaderboard" and not self.args.case
 
-    def tests(self) -> list[Case]:
-        """As Selection's; a recorded run has some more, which its id draws."""
+    def cases(self) -> tuple[list[Case], list[Case]]:
+        """As Selection's; a recorded run has some more test cases, which its id draws."""
+        tests, timed = super().cases()
         whole = self.recorded and self.args.seed is None and not self.args.shard
         more = self.problem.drawn(int(self.recorder.run_id.rpartition("-")[2], 16)) if whole else ()
-        return [*super().tests(), *more]
+        return [*tests, *more], timed
 
     @property
     def kept(self) -> str:

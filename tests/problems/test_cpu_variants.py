@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from harness.judge.session import kind
+from harness.problem import folders
 from problems.common import load
 from tests.problems.variants import made_for
 
@@ -41,6 +42,13 @@ def called(name: str, module: object, data: object) -> object:
     if hasattr(module, "prepare"):
         data = data._replace(weights=module.prepare(data.weights))
     return module.custom_kernel(data)
+
+
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "moe_gemm"])
+def test_a_seed_draws_cases_of_its_own(name):
+    problem = folders.find(name)
+    first, again, other = ([*map(str, problem.drawn(seed))] for seed in (5, 5, 6))
+    assert first == again != other and len(first) == folders.DRAWN and not {*first} <= {*map(str, problem.tests)}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -64,7 +64,7 @@ def generate_input(
     place = named[:, entry // per_page] * per_page + entry % per_page
     index_pages.write(keys, place[entry < last], *_keys(last.flatten().tolist(), kind, content, gen))
     if content in ("rising", "falling"):
-        named[:, 0] = named[last.argmax(), 0]  # of the others nobody sees what they have written
+        named[:, 0] = named[last.argmax(), 0].clone()  # of the others nobody sees what they have written
     blocks = -(-last // per_page)
     garbage = torch.randint(-(2**31), 2**31, named.shape, generator=gen, device=device)
     table = torch.where(torch.arange(sizes.blocks, device=device) < blocks, named, garbage)

@@ -103,14 +103,14 @@ def cuda(source: str | Path, target: str, flags: tuple[str, ...] = ()) -> Artefa
         raise ValueError(f"target must be one of {sorted(ARCH)}, got {target!r}")
     arch = ARCH[target].removeprefix("sm_")
     gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    return _build(Path(source).resolve(), target, "nvcc", (*CUDA_FLAGS, gencode, *flags))
+    return _build(_resolved(source, os.getcwd()), target, "nvcc", (*CUDA_FLAGS, gencode, *flags))
 
 
 def cpp(source: str | Path, flags: tuple[str, ...] = ()) -> Artefact:
     """Compile the C++ file `source` with g++ for this machine's baseline ISA; wider paths choose at run time
     (`__attribute__((target(...)))`). Cached. BuildError: no g++, or it refused the source.
     """
-    return _build(Path(source).resolve(), "cpu", "g++", (*CPP_FLAGS, *flags))
+    return _build(_resolved(source, os.getcwd()), "cpu", "g++", (*CPP_FLAGS, *flags))
 
 
 def check(code: int, what: str) -> None:
@@ -210,6 +210,11 @@ def _plain(path: Path) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode) and os.path.realpath(path) == str(path)
     except OSError:
         return False
+
+
+@functools.cache  # a launcher asks at each call, and each part of a path is a system call
+def _resolved(source: str | Path, folder: str) -> Path:
+    return Path(folder, source).resolve()
 
 
 @functools.cache

@@ -97,6 +97,7 @@ def prepare(target: str) -> None:
     """Have torch take its memory from the player's, and be told of every module. Before CUDA starts. NotRecordedError:
     CUPTI is missing.
     """
+    _plain_compile()
     path, faults = artefact(target).path, []
     library = _loaded(path)  # with the driver's library, which the allocator's loader does not know
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), "capture_malloc", "capture_free")
@@ -106,6 +107,18 @@ def prepare(target: str) -> None:
             return
         faults.append(library.capture_error().decode(errors="replace"))
     raise NotRecordedError(f"CUPTI, which tells of the code that is loaded, is missing: {'; '.join(faults)}")
+
+
+def _plain_compile() -> None:
+    """Have torch.compile's graph modes launch their kernels: a graph of them cannot be a part of what is recorded."""
+    compiler = torch._TorchCompileInductorWrapper
+    plain = compiler.__call__
+
+    def compiled(self: Any, *arguments: Any, **named: Any) -> Any:
+        self.config["triton.cudagraphs"] = False
+        return plain(self, *arguments, **named)
+
+    compiler.__call__ = compiled
 
 
 def _cuptis() -> list[str]:

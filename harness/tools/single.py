@@ -11,6 +11,7 @@ import torch
 
 from harness.checker import inputs
 from harness.problem import folders
+from harness.runner import tree
 from problems.common import load
 
 DONE = "every case was called"
@@ -26,7 +27,8 @@ def main() -> None:
     task = load.from_file(folder, folder / "task.py") if found.ours else None
     split = found.ours and hasattr(reference, "generate_weights")
     for case in cases:
-        data = inputs.make(reference, task, case, device, found.ours)
+        # No byte behind a tensor belongs to another, or to one that it is a part of.
+        data = tree.clone(inputs.make(reference, task, case, device, found.ours))
         if split and hasattr(module, "prepare"):
             data = data._replace(weights=module.prepare(data.weights))
         state = (module.setup(data),) if hasattr(module, "setup") else ()

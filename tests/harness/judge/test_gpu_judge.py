@@ -163,6 +163,19 @@ def custom_kernel(data):
     add[(triton.cdiv(data.z.numel(), 1024),)](data.x, data.y, data.z, data.z.numel(), 1024)
     return data.z
 '''
+COMPILED = """import torch
+
+TARGETS = ("sm90", "sm100")
+
+
+@torch.compile({how})
+def add(x, y, z):
+    torch.add(x, y, out=z)
+
+
+def custom_kernel(data):
+    add(data.x, data.y, data.z)
+"""
 RIGHT = "    torch.add(data.x, data.y, out=data.z)\n"
 DONE = "    return data.z\n"
 SIDE = """    side = kept.setdefault(0, torch.cuda.Stream())
@@ -193,6 +206,8 @@ OF_TORCH = {
     "honest": (TORCH + RIGHT + DONE, "PASSED", ""),
     "cublas": (TORCH + CUBLAS + DONE, "PASSED", ""),
     "triton_adds": (TRITON, "PASSED", ""),
+    "graph_mode": (COMPILED.format(how="mode='reduce-overhead'") + DONE, "PASSED", ""),
+    "graph_option": (COMPILED.format(how="options={'triton.cudagraphs': True}") + DONE, "PASSED", ""),
     "waits": (TORCH + WAITS, "UNSUPPORTED", "cannot be recorded: waits.py:10: "),
     "side_queue": (TORCH + SIDE + DONE, "RULE_BROKEN", "another stream"),
     "to_host": (TORCH + TO_HOST + RIGHT + DONE, "UNSUPPORTED", "cannot be recorded: to_host.py"),

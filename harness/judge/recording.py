@@ -7,7 +7,6 @@ MODE's format: their calls are then made and timed in their runner, which stays 
 """
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -212,7 +211,7 @@ class Replays:
         self.played = {handle.name: Played(handle) for handle in handles}
         self._weighed: int | None = None  # the case whose weights the checker has
         self._mapped: dict[str, int] = {}  # by submission that is timed in its runner, the case whose memory it maps
-        self._images: dict[tuple[str, bytes], int] = {}  # by submission, which may write to it, and hash: its code
+        self._images: dict[tuple[str, int, int], int] = {}  # by submission, which may write to it, and inode: its code
         self._wave: list[int] = []
 
     def __enter__(self) -> "Replays":
@@ -387,9 +386,8 @@ class Replays:
         _close(recording.fds)
 
     def _image(self, name: str, fd: int) -> int:
-        """Return a descriptor of the same code, which is kept: one for all calls of a submission that have it."""
-        code = hashlib.sha256(os.pread(fd, player.IMAGE_LIMIT + 1, 0)).digest()
-        kept = self._images.setdefault((name, code), fd)
+        """Return a descriptor of the same file, which is kept: one for all calls of a runner that have it."""
+        kept = self._images.setdefault((name, os.fstat(fd).st_dev, os.fstat(fd).st_ino), fd)
         if kept != fd:
             os.close(fd)
         return kept

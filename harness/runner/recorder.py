@@ -148,16 +148,14 @@ def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[
     for node in (*before["nodes"], *exported["nodes"]):
         if "image" in node:
             node["image"] = place[node["image"]]
-    made, size = _library().capture_image, c_size_t()  # which a call sets, ahead of its use
-    images = [ctypes.string_at(made(index, ctypes.byref(size)), size.value) for index in exported["images"]]
-    variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index, images[i])]
+    variables = [variable for i, index in enumerate(exported["images"]) for variable in _variables(i, index)]
     message = {"before": before["nodes"], "nodes": exported["nodes"], "variables": variables}
     message["scratch"] = _library().capture_top()
     words = (c_size_t * RANGE_WORDS)()
     message["used"] = words[: _library().capture_used(words, RANGE_WORDS)]
     if len(message["used"]) == RANGE_WORDS:
         raise NotRecordedError(f"its tensors lie in {RANGE_WORDS // 2} ranges of memory or more")
-    return message, [_file(image) for image in images], result
+    return message, [os.dup(_image(index)[0]) for index in exported["images"]], result
 
 
 def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, Any]:
@@ -182,10 +180,22 @@ def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, A
     return json.loads(library.capture_exported()), result
 
 
-def _variables(number: int, index: int, image: bytes) -> list[dict]:
+@functools.cache  # torch's have megabytes
+def _image(index: int) -> tuple[int, list[tuple[str, int]]]:
+    """Return a file with an image, and the names and bytes of its variables."""
+    size, made = c_size_t(), _library().capture_image
+    address = made(index, ctypes.byref(size))  # which sets the size
+    image = ctypes.string_at(address, size.value)
+    with tempfile.TemporaryFile() as file:
+        file.write(image)
+        file.flush()
+        return os.dup(file.fileno()), cubins.variables(image)
+
+
+def _variables(number: int, index: int) -> list[dict]:
     """Return the variables of an image with their present values."""
     found = []
-    for name, nbytes in cubins.variables(image):
+    for name, nbytes in _image(index)[1]:
         if nbytes > VARIABLE_BYTES:
             text = f"variable {name} has {nbytes} bytes, and may have {VARIABLE_BYTES}: use torch.empty"
             raise NotRecordedError(text)
@@ -193,13 +203,6 @@ def _variables(number: int, index: int, image: bytes) -> list[dict]:
         if not _library().capture_variable(index, name.encode(), value, nbytes):
             found.append({"image": number, "name": name, "value": value.raw.hex()})
     return found
-
-
-def _file(content: bytes) -> int:
-    with tempfile.TemporaryFile() as file:
-        file.write(content)
-        file.flush()
-        return os.dup(file.fileno())
 
 
 def _check(code: int) -> None:

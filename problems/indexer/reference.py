@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from task import DIM, DOT_BITS, RATIO, SCORE_RTOL, SUM_BITS, Data, Sizes, dequantise, input_t, kinds, output_t, unpack
+from task import CUT, DIM, DOT_BITS, RATIO, RTOL, SUM_BITS, Data, Sizes, dequantise, input_t, kinds, output_t, unpack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from problems.common import check, fp8, index_pages, nvfp4
@@ -323,7 +323,8 @@ def answer(data: input_t, want: torch.Tensor) -> Answer:
         seen = hidden.shape[2]
         score[at][..., :seen] = _scores(q, weights, key).masked_fill_(hidden, -torch.inf)
         size = (weights.square() * q.square().sum(3)).sum(2, keepdim=True).sqrt()
-        error[at][..., :seen] = (SCORE_RTOL * size * key.norm(dim=2).unsqueeze(1)).masked_fill_(hidden, 0)
+        admitted = RTOL * size * key.norm(dim=2).unsqueeze(1) + CUT * score[at][..., :seen].abs()
+        error[at][..., :seen] = admitted.masked_fill_(hidden, 0)
         exact[at] = (_sums_are_exact(q, weights, key) | hidden).all(2)
     _answers[want] = found = Answer(score.flatten(0, 1), error.flatten(0, 1), exact.flatten())
     return found

@@ -190,9 +190,9 @@ SUM_BITS = 24
 # power of two of the largest: of Gaussian values, whose sum reaches 8 times a term's root mean square, that is an error
 # of 0.6 * sqrt(33) * 8 / 2^13 terms a step, twice that in four steps, or 2^-14.4 |q| |key|, and heads add up
 # independently. DeepGEMM's scores on an H200 are off by 1.4e-4 of their norm, which is 2^-16.3 in this measure. A bound
-# of 5 times the former. Cut towards zero, products of one sign are also off in one direction, by 2^-10 of their sum.
+# of 5 times the former. Cut towards zero, products of one sign are also off in one direction.
 RTOL = 2.0**-12
-CUT = 2.0**-10  # of the score besides: seen in an emulation of "falling", 0.94e-3
+CUT = 2.0**-9  # of the score besides: an emulation of rising and falling ones is off by up to 1.03e-3
 
 
 def unpack(data: Data) -> Sizes:

@@ -211,6 +211,32 @@ def test_the_margin_admits_what_errors_explain_and_no_more():
             assert not explained
 
 
+def cut(terms: torch.Tensor) -> torch.Tensor:
+    """fp64, without the bits that FP8 tensor cores do not add of terms along the last axis."""
+    unit = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - 14.0)
+    return (terms / unit).trunc() * unit
+
+
+def cut_dots(q: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """reference._dots as FP8 tensor cores add: 32 products and the sum so far in a step."""
+    total = torch.zeros(*q.shape[:3], key.shape[1], 1, dtype=torch.float64)
+    for part in (slice(first, first + 32) for first in range(0, task.DIM, 32)):
+        terms = q[:, :, :, None, part] * key[:, None, None, :, part]
+        total = cut(cut(torch.cat([terms, total], -1)).sum(-1, keepdim=True))
+    return total.squeeze(-1)
+
+
+@pytest.mark.parametrize("content", ["plain", "rising", "falling"])
+def test_what_fp8_tensor_cores_cut_is_admitted(content, monkeypatch):
+    for seed in SEEDS:
+        data, want = small(content=content, kind="fp8", entries=300, topk=129, seed=seed)
+        known, every = reference.answer(data, want), (slice(None), slice(None))
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_dots", cut_dots)
+            scores = reference._scores(*reference._operands(data, every)).flatten(0, 1)
+        assert ((scores - known.score).abs() <= known.error)[known.score.isfinite()].all()
+
+
 @pytest.mark.parametrize("name", ["cpu_portable", "cpu_avx512"])
 def test_a_table_that_names_no_page_is_an_error(name):
     variants.skip_unless_it_runs(FOLDER / "variants" / f"{name}.py", "cpu")

@@ -37,7 +37,8 @@ CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall")
 # FMA contraction is left to the source: it says std::fma where it means it.
 _INCLUDE = re.compile(rb'^[ \t\f\v]*#[ \t\f\v]*include[ \t\f\v]*"([^"\r\n]+)"', re.MULTILINE)
 # What an include may bring along, by the end of its name: no Python file, no results, no keys.
-INCLUDED = frozenset(".h .hh .hpp .hxx .cuh .inc .inl .ipp .tpp .def .c .cc .cpp .cxx .cu .ptx".split())
+_HEADERS = {".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".ipp", ".tpp", ".def"}
+INCLUDED = _HEADERS | {".c", ".cc", ".cpp", ".cxx", ".cu", ".ptx"}
 SOURCE_LIMIT = 4 * 2**20  # bytes of one source; the longest headers of public kernel libraries have a tenth of that
 CLOSURE_LIMIT = 16 * 2**20  # bytes of a source with all that it includes: the judge reads them several times
 CLOSURE_FILES = 1000  # of a source with all that it includes

@@ -140,7 +140,7 @@ def _cases(*rows: tuple, seed: int) -> list[Case]:
 AXES = (
     (1, 2, 3, 8),  # B
     (1, 2, 3),  # S
-    (8, 16, 20, 32, 64, 128),  # H
+    (1, 4, 16, 20, 64, 128),  # H
     (1, 33, 64, 65),  # nw
     ((0, 4), (1, 4), (33, 80), (64, 64), (65, 66)),  # nc and pool
     ((64, 64), (64, 2), (128, 32), (128, 1), (2, 32), (1, 128)),  # P
@@ -214,7 +214,7 @@ BENCHMARKS_CPU = _cases(*_csa(64, 512, (1, 8)), *_csa(16, 512, (8,)), seed=1111)
 ROW_RTOL = 6e-3
 CASE_RTOL = 3e-3  # the same for all rows as one: FlashMLA has 2.0e-3
 ROW_FLOOR = 2**-100  # of the largest |c_j| besides, where a sink drowns everything
-LSE_ATOL = 1e-4  # fp32 sums of 512 products give 1e-5 at a |lse| of 100
+LSE_ATOL = 1e-4  # up to a |lse| of 100, where fp32 sums of 512 products give 1e-5; beyond in proportion
 PEER_TOL = 5e-3  # of peers, in the same measure, for all rows of a sequence as one; lse as above
 
 

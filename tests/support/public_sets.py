@@ -1,6 +1,6 @@
 """Try problem folders of other repositories: does this judge say what the folder's own eval.py says?
 
-python -m tests.support.public_sets [--out FILE] [--only TEXT ...] [--device cpu] SET...
+python -m tests.support.public_sets [--out FILE] [--only TEXT]... [--device cpu] SET...
 python -m tests.support.public_sets --render
 
 SET: a checkout with folders in GPU MODE's format. Of each folder these are tried: its submissions and solutions, and
@@ -134,7 +134,7 @@ def ours(folder: Path, file: Path, device: str) -> tuple[str, str]:
             tests = phases.run_tests(session, handles, cases, lambda *_: None)["one"]
     except (ProblemError, UsageError) as error:
         return "REFUSED", str(error)
-    result = Result(submission, target, tests=list(zip(cases, tests, strict=True)))
+    result = Result(submission, target, tests=list(zip(cases, tests, strict=False)))
     return result.verdict, next((outcome.reason for outcome in tests if outcome.status != "PASSED"), "")
 
 
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("sets", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", nargs="*", default=[""])
+    parser.add_argument("--only", action="append")
     parser.add_argument("--render", action="store_true")
     args = parser.parse_args()
     if args.render:
@@ -202,7 +202,7 @@ def main() -> None:
         top = next(top.resolve() for top in args.sets if folder.is_relative_to(top.resolve()))
         name = f"{top.name}/{folder.relative_to(top)}"
         mine = {submission: said for (place, submission), said in known.items() if place == name}
-        for found in tried(folder, name, args.device, mine) if any(text in name for text in args.only) else ():
+        for found in tried(folder, name, args.device, mine) if any(text in name for text in args.only or [""]) else ():
             with args.out.open("a") as out:
                 out.write(json.dumps(found) + "\n")
 

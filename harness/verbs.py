@@ -52,9 +52,7 @@ class Check(Run):
 
 
 class Model(Run):
-    """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Nothing is
-    timed.
-    """
+    """Check a GPU variant in the model of its GPU; unless the mode is test, compile it and record both. No times."""
 
     def _work(self) -> int:
         submission, args = self.submissions()[0], self.args

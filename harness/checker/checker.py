@@ -128,8 +128,7 @@ class Checker:
         self.pristine = self.want = None  # before the next ones are made: they may be large
         case = {**message["case"], "seed": message["seed"]}
         self.pristine = inputs.make(self.reference, self.task, case, self.device, self.ours, self.weights)
-        # On a CPU a folder's numbers and texts are contents like its tensors: a runner that got them with the layout
-        # could work ahead.
+        # On a CPU a folder's numbers and texts are contents too: who got them with the layout could work ahead.
         layout = tree.Layout(values=None if self.ours or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
         self.values = None

@@ -60,9 +60,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
 
 
 def _right_in_full(reference: ModuleType, data: Any, answer: object) -> bool:
-    """Return whether a check whose reference may use TF32 finds an answer right if it may not: a submission that does
-    without is the more exact one.
-    """
+    """Whether a check whose reference may use TF32 takes an answer if it may not: that may be the more exact one."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
         before = [one.allow_tf32 for one in switches]

@@ -13,9 +13,7 @@ _SHOWN = 8  # items of an answer in a message
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
-    """Return what is wrong with the returned tensors' forms, or "". wanted: specifications (harness/runner/tree.py);
-    ours: a call returns the tensors that it was given.
-    """
+    """The fault of returned tensors' forms, or "". wanted: specifications; ours: they must be those given."""
     if len(claims) != len(wanted):
         return f"custom_kernel must return {text.counted(len(wanted), 'tensor')}, got {len(claims) or 'none'}"
     for claim, want in zip(claims, wanted, strict=True):

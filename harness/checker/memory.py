@@ -77,9 +77,7 @@ def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
 
 
 def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
-    """Return the tensor that a runner copied to the place of a specification of `room_for`: of the dtype and stride of
-    `form`, where these leave no gaps, else contiguous; on the device of the reference's own answer.
-    """
+    """Return what a runner copied to a place of `room_for`, in the dtype, and stride without gaps, of `form`."""
     nbytes = math.prod(spec["shape"]) * getattr(torch, form["dtype"]).itemsize
     dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory)
     return tree.with_strides(dense, form["stride"]).to(spec["device"])

@@ -44,9 +44,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp64 values in another type, saturated at its largest finite value; infinities and NaN stay if it has
-    them. Packed e2m1 takes whole numbers as its bytes.
-    """
+    """fp64 values in another type, saturated; infinities and NaN stay if it has them. Packed e2m1: its bytes."""
     _see_real(dtype)
     if dtype == torch.bool:
         return values != 0
@@ -113,9 +111,7 @@ def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors are equal, or (floating point) nowhere over one representable value apart: a derived
-    tolerance must admit that, since it is as near as another way to round.
-    """
+    """Whether two tensors are equal, or nowhere over one representable value apart, which any tolerance must admit."""
     if one.dtype not in BITS:
         return torch.equal(bits(one), bits(two))
     x, y, type_ = numbers(one), numbers(two), torch.finfo(one.dtype)

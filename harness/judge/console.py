@@ -74,9 +74,7 @@ def width() -> int:
 
 @contextlib.contextmanager
 def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
-    """Yield a function that passes a step on to `also`, and is shown: as a bar on a terminal, else as a line every ten
-    seconds, also while one step takes long.
-    """
+    """Yield what passes a step on to `also` and shows it: a bar on a terminal, else a line every ten seconds."""
     present, over, began_s, bar = Step("starting", 0, 1, ""), threading.Event(), time.monotonic(), is_terminal()
 
     def show(step: Step) -> None:
@@ -127,9 +125,7 @@ def note(said: str) -> None:
 
 
 class Failures:
-    """Prints each distinct failure once, when it first comes, and counts the others. A wrong answer has a line for each
-    case, and its elements once.
-    """
+    """Prints each distinct failure once, and counts the others; of a wrong answer a line for each case."""
 
     def __init__(self) -> None:
         self._more: dict[tuple[str, str, str], int] = {}
@@ -253,9 +249,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def places(judged: list[Result]) -> dict[str, str]:
-    """Return by submission its rank among those of this run, and the multiple of the leader's time, in words. Empty
-    where fewer than two are ranked.
-    """
+    """By submission its rank in this run, and the multiple of the leader's time, in words. {}: fewer than two."""
     ranked = [j for j in judged if not j.submission.baseline and not ranking.is_repeat(j.submission.name)]
     timed = sorted((j.metric, j.submission.name) for j in ranked if j.verdict == "PASSED" and j.metric)
     if len(timed) < 2:

@@ -63,8 +63,7 @@ def run_tests(
 ) -> dict[str, list[Outcome]]:
     """Call every submission once on every case. Return the outcomes by submission, in the order of the cases; `done`
     receives each. One that cannot be started any more has none for the cases that are left. What is in `have` is not
-    measured again. twice: cases to call
-    once more, where right, on contents of a secret seed, since a submission can hold the answers to public ones.
+    measured again. twice: cases to call once more, where right, on contents of a secret seed.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     total = len(cases) * len(handles)
@@ -120,9 +119,7 @@ def run_benchmarks(
     have: Finished = NOTHING,
     kind: "type[Benchmark] | None" = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
-    """Time every submission on every case. Return (timings by submission, the judge's readings by case). done: receives
-    each finished group; one in `have` is not measured again. kind: how they are made.
-    """
+    """Time all. Return (timings by submission, readings by case). done: gets finished groups; have: not made again."""
     benchmark = (kind or Benchmark)(session, handles, cases, counts, done, have)
     for handle in handles:
         handle.lost = 0

@@ -51,9 +51,7 @@ def run_tests(
     have: Finished = NOTHING,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
-    """As phases.run_tests does on a CPU. The calls on cases in `twice` are recorded and made on secret weights and
-    contents only.
-    """
+    """As phases.run_tests. Cases in `twice` are recorded and called on secret weights and contents only."""
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     total = len(cases) * len(handles)
     todo = {n: case for n, case in enumerate(cases) if any(have.test(e.name, n) is None for e in handles)}

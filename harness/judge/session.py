@@ -68,9 +68,7 @@ class CallRequest:
 
 
 class Session:
-    """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
-    for the record. progress: what is compiled or recorded.
-    """
+    """A context manager: a checker, and runners as needed. notes: for the record. progress: of compiling."""
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
         self.problem, self.device = problem, device
@@ -119,9 +117,7 @@ class Session:
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:
-        """Return a secret seed: of 63 bits; in a GPU MODE folder of as many as its contents take (`foreign.seed_bits`),
-        or if that is 0, of as many as the case's own seed has.
-        """
+        """Return a secret seed: of 63 bits; in a GPU MODE folder of as many as its contents, or case's seed, have."""
         if self._seed_bits is None:
             message = {"op": "seeds", "case": case.params, "seed": case.seed}
             most = 63 if self.problem.ours else self.checker.ask(message)["bits"]
@@ -226,9 +222,7 @@ class Session:
     def ask_runner(
         self, handle: RunnerHandle, wanted: type[Wanted], message: dict, limit_s: float, buffers: int = 0
     ) -> Wanted | Outcome:
-        """Make a request other than a call ("compile", "profile"). Return the reply, or the failure. buffers: that the
-        runner gets on a CPU, with the present content in the first.
-        """
+        """Make a request that is no call. Return the reply, or the failure. buffers: on a CPU; the first is filled."""
         compiles = message["op"] == "compile"
         if failure := self._started(handle, compiles):
             return failure
@@ -245,9 +239,7 @@ class Session:
         return reply
 
     def build(self, *handles: RunnerHandle, try_out: Callable[[RunnerHandle, list[Case]], None] | None = None) -> None:
-        """Make the compile step of each handle that had none. A failed one is `broken`.
-        try_out: calls a submission on cases, for code that compiles when it sees its arguments.
-        """
+        """Make the compile step of each handle that had none. A failed one is `broken`. try_out: calls cases."""
         todo = []
         for handle in handles:
             one, target = handle.submission, handle.target
@@ -296,9 +288,7 @@ class Session:
         return None if handle.process else handle.broken or handle.loss
 
     def _give(self, handle: RunnerHandle, buffers: int, reads: dict[str, int] | None) -> Outcome | None:
-        """Give a runner buffers for the present content, and the present weights, unless it has them. Return the fault
-        of what it kept of the previous weights.
-        """
+        """Give a runner buffers and the present weights, unless it has them. Return the fault of what it kept."""
         handle.running.open(self.present, buffers, reads)
         if not self._split or handle.submission is None or handle.running.holds == self._weights:
             return None

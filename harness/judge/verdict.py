@@ -111,9 +111,7 @@ def source_hash(submission: Submission) -> str:
 
 
 def exit_code(verdicts: list[str], everything: bool) -> int:
-    """The single verdict's code; for --all, that of the gravest one, variants of other machines aside. BUSY times are
-    no measurement.
-    """
+    """Of one verdict its code; for --all that of the gravest, other machines' aside. BUSY times are no measurement."""
     verdicts = ["INVALID_MEASUREMENT" if v == "BUSY" else v for v in verdicts]
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]

@@ -57,8 +57,7 @@ class Tried:
 class Trivial(Checker):
     """A checker that makes up the answers itself. truth: what the reference returns, an item per output; exact: the
     same in the outputs' types and layouts; before: the exact answer to another seed; unweighted: to other weights. In a
-    folder from elsewhere an output is a leaf of the answer, whose containers are `form`: a number is a tensor without
-    axes, a text or None is as it is.
+    folder from elsewhere an output is a leaf of the answer, in containers `form`; a number is a tensor without axes.
     """
 
     def lint(self, message: dict, _: list[int]) -> dict:

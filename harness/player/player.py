@@ -44,9 +44,7 @@ def place_of(number: int) -> int:
 
 
 class Player:
-    """A public method handles the request of its name: it takes the message and its descriptors, and returns the reply;
-    "fds" are the descriptors that go with it.
-    """
+    """A public method handles the request of its name, and returns the reply; "fds" are descriptors that go with it."""
 
     def __init__(self, library: str) -> None:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -70,9 +68,7 @@ class Player:
         return {"address": BASE, "fds": [fd.value]}
 
     def memory(self, message: dict, _: list[int]) -> dict:
-        """Forget the call, and make the memory of another: "inputs", "outputs" and "weights" bytes. Descriptors: inputs
-        and outputs COPIES times, then weights, without those of no bytes.
-        """
+        """Make the memory of another call. Descriptors: inputs and outputs COPIES times, weights; none of no bytes."""
         made = (c_int * (2 * COPIES + 1))()
         self._do("memory", *(message[name] for name in ("number", "inputs", "outputs", "weights")), made)
         return {"fds": [fd for fd in made if fd >= 0]}
@@ -84,9 +80,8 @@ class Player:
         return {"fds": [fd.value] if fd.value >= 0 else []}
 
     def load(self, message: dict, fds: list[int]) -> dict:
-        """Take a recorded call, whose memory was made: its kernels, copies, fills and variables, and its images, by the
-        numbers in which they were loaded. fds: of the images that follow those loaded so far, and of the copy of
-        scratch memory, if there is one.
+        """Take a recorded call, whose memory was made: its kernels, copies, fills, variables, images by number. fds: of
+        the images that follow those loaded so far, and of the copy of scratch memory, if there is one.
         """
         used, count = _ranges(message)
         kept = fds.pop() if message["kept"] else -1

@@ -34,9 +34,7 @@ class ProblemError(RuntimeError):
 
 @contextlib.contextmanager
 def reading(what: str, named: bool = False) -> Iterator[None]:
-    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line. named: an error
-    of values says which file it is about.
-    """
+    """Turn what goes wrong in files into a UsageError of one line. named: an error of values says which file."""
     try:
         yield
     except UsageError:
@@ -61,9 +59,7 @@ def has_words(case: str, words: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise.
-    weight_bytes: what the weights take in memory, 0 where it does not say.
-    """
+    """One argument set of generate_input. bytes: least traffic, None: not said; flops likewise; weight_bytes: or 0."""
 
     params: dict
     seed: int
@@ -183,9 +179,7 @@ def problem_names() -> list[str]:
 
 
 def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
-    """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, the name
-    of a module of the problem, an unknown target, or a wrong ONLY.
-    """
+    """What the file that `option` names says of itself. UsageError: it is no submission, or its literals are wrong."""
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
     if file.suffix != ".py":

@@ -34,9 +34,8 @@ class Finding:
 
 
 def findings(files: Iterable[Path], ours: bool = True) -> list[Finding]:
-    """Return where these files have the word, in order, at most MOST of a file, of which those that break the rule come
-    first. ours: the problem has our format; in a comment of a submission to another the word is a warning. OSError,
-    BuildError: a file cannot be read.
+    """Return where these files have the word, at most MOST of a file, those that break the rule first. ours: the
+    problem has our format; else in a comment the word is a warning. OSError, BuildError: a file cannot be read.
     """
     return [
         finding for file in files for finding in sorted(_findings(file, ours), key=lambda finding: finding.warns)[:MOST]

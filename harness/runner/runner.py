@@ -34,9 +34,7 @@ AHEAD_CYCLES = 500_000  # that the GPU waits, ahead of a call that is timed here
 
 
 class Runner:
-    """A submission in this process, the buffers that it is called on, and its weights. A public method handles the
-    request of its name: it takes the message and its descriptors, and returns the reply.
-    """
+    """A submission in this process, its buffers and weights. A public method handles the request of its name."""
 
     def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
         self.sock = sock
@@ -58,8 +56,7 @@ class Runner:
             recorder.prepare(start["records"])
             recorder.use_scratch(**start["scratch"], fd=fds.pop(0))
         gate.read_configs()  # loads the judge's code before the submission can replace it
-        # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
-        # submission's yet.
+        # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`.
         gc.freeze()
         if start["file"]:
             if start["files"] is not None:  # a folder in GPU MODE's format

@@ -108,9 +108,7 @@ def walk(
 
 
 def _opened(value: Any) -> tuple[str, list[tuple[Any, Any]]]:
-    """Return which of CONTAINERS a value is, and its items with their keys, fields or positions; "": it is none. No
-    method of its class runs: of an answer that would be work off the clock.
-    """
+    """Which of CONTAINERS a value is ("": none), and items with keys. No method of its class runs, off the clock."""
     kind = type(value)
     if issubclass(kind, tuple):  # a torch.Size and a struct sequence arrive as plain ones
         fields, items = getattr(kind, "_fields", ()), list(tuple.__iter__(value))

@@ -169,9 +169,7 @@ def _is_trace(said: str) -> bool:
 
 
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
-    """Run one call of `case` under ncu, and keep the report. Return its page of details, with what ncu advises.
-    RuntimeError, UsageError: none.
-    """
+    """Run one call under ncu, and keep the report. Return its page of details. RuntimeError, UsageError: none."""
     report = place(problem, submission, case, ".ncu-rep")
     options = "--clock-control none --profile-from-start off --target-processes application-only -f"
     options += f" --section {' --section '.join(NCU_SECTIONS.split())}"

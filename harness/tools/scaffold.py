@@ -1,6 +1,4 @@
-"""What there is, problems, variants of one, and words that a shell completes; and files of new ones, which work before
-anything in them is changed.
-"""
+"""Problems, variants of one and words that a shell completes; and new ones, which work before they are changed."""
 
 import argparse
 import keyword

@@ -119,7 +119,7 @@ class Run(Selection):
         if self.recorded:
             self._begin(judged, *(self.cases() if runnable else ([], [])))
         if runnable:
-            self._judge(runnable)
+            self._judge(runnable, *self.cases())
         self._see_unchanged(judged)
         others = [j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets]
         if args.all:  # the ranks come before what takes minutes and has none
@@ -196,11 +196,10 @@ class Run(Selection):
             judged.attempt = len(runs | readings.attempts(self.files, submission.name) | {self.recorder.run_id})
         return judged
 
-    def _judge(self, judged: list[Result]) -> None:
-        args, (tests, cases) = self.args, self.cases()
+    def _judge(self, judged: list[Result], tests: list[Case], cases: list[Case]) -> None:
         if note := self.note():
             console.say(note)
-        with self._held(args.mode != "test"):
+        with self._held(self.args.mode != "test"):
             self.judging.run(judged, tests, cases)
 
     def _enter(self, submission: Submission) -> Result | None:

@@ -41,6 +41,18 @@ class Sanitize(Run):
         return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
 
 
+class Invariance(Run):
+    """See whether equal calls have equal bits (harness/judge/invariance.py)."""
+
+    def _work(self) -> int:
+        self.judged = [self._judged(submission) for submission in self.submissions()]
+        if runnable := [j for j in self.judged if self.admit(j)]:
+            self._judge(runnable, [], [])
+        self._print(self.judged)
+        self._tell(self.judged)
+        return verdict.exit_code([j.verdict for j in self.judged], self.args.all)
+
+
 class Check(Run):
     """Run the problem's end-to-end check (harness/tools/modes.py). The words are the check's arguments."""
 

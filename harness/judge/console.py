@@ -241,10 +241,17 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
     say("\n".join(textwrap.fill(line, width(), subsequent_indent="    ") for line in below))
 
 
+def bits(judged: list[Result]) -> None:
+    """Print whose bits depend on earlier calls, or on what else is in the batch."""
+    looked = [(j.submission.name, j.bits) for j in judged if j.bits]
+    rows = [(name, *(bits.said(kind) or "-" for kind in ("call", "batch")), str(bits.case)) for name, bits in looked]
+    say("\n".join(_aligned([("", "call", "batch", " "), *rows])) if rows else "")
+
+
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     """Return rows of cells as lines of one length, names to the left and figures to the right. The first row names."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if name in ("", " ", "element") else ">" for name in rows[0]]
+    sides = ["<" if name in ("", " ", "element", "call", "batch") else ">" for name in rows[0]]
     return ["  ".join(map("{:{}{}}".format, row, sides, widths)) for row in rows]
 
 

@@ -6,7 +6,7 @@ of a pair it is A B B A. The judge checks each timed call, and draws its seed af
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from harness.judge import readings
@@ -25,6 +25,7 @@ STOPPED_LATE = (
     "worked on, or ran when stopped: run again when the machine is idle, or end threads before a call returns"
 )
 JUDGE = "(judge)"
+Calls = Iterator[tuple[Case, Callable[[RunnerHandle], Outcome]]]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,17 @@ def run_tests(
     session.progress(Step("test", total, total, "done"))
     session.stop(*handles)
     return results
+
+
+def each_call(session: Session, handles: list[RunnerHandle], calls: list[Case]) -> Calls:
+    """Make the contents of these calls the present one in turn, with equal weights. Yield each, and what calls it."""
+    session.start(*handles)
+    session.weights(calls[0], calls[0].seed)
+    for before, call in zip([None, *calls], calls, strict=False):
+        if call != before:
+            session.content(call, call.seed)
+        yield call, lambda handle: session.call(handle, CallRequest(1))
+    session.stop(*handles)
 
 
 def over(handle: RunnerHandle, outcomes: list[Outcome]) -> bool:

@@ -81,6 +81,22 @@ def run_tests(
     return results
 
 
+def each_call(session: Session, handles: list[RunnerHandle], calls: list[Case]) -> phases.Calls:
+    """As phases.each_call, those of as many rows one after another: their calls are recorded once."""
+    parts = [[call for call in calls if len(call.rows or ()) == n] for n in {len(call.rows or ()): 0 for call in calls}]
+    session.build(*handles, try_out=functools.partial(_try_out, session))
+    first = {number: part[0] for number, part in enumerate(parts)}
+    with Replays(session, handles, first, dict.fromkeys(first, calls[0].seed)) as replays:
+        for wave in replays.waves():
+            replays.renew()
+            for number in wave:
+                replays.place(number)
+                for copy, call in enumerate(parts[number]):
+                    session.content(call, call.seed)
+                    yield call, functools.partial(replays.play, number=number, copy=copy % player.COPIES)
+                replays.free(number)
+
+
 class ReplayBenchmark(Benchmark):
     """The timed calls of submissions on cases, recorded ones. Each group of calls is made by another process."""
 

@@ -109,7 +109,7 @@ class Session:
     def content(self, case: Case, seed: int | None = None) -> str:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self.secret_seed(case) if seed is None else seed
-        made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
+        made = self.checker.ask({"op": "content", "case": case.params, "seed": seed, "rows": case.rows})
         self.present = Content(case, made["host"], made["parts"], made["open"], made["bytes"], made["held"])
         if (device := made["device"]) != self.device:
             said = f"makes its data on {device}, the session runs on {self.device}: use --device {device}"

@@ -66,6 +66,7 @@ class Case:
     bytes: int | None = None
     flops: int | None = None
     weight_bytes: int = 0
+    rows: tuple[int, ...] | None = None  # only these of the call, in this order (harness/judge/invariance.py)
 
     def __str__(self) -> str:
         return text.label(self.params) or "(no parameters)"

@@ -242,6 +242,11 @@ def _magnitudes(count: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.T
     return codes.flatten(1).byte().view(torch.float8_e4m3fn), scales.byte(), rope.bfloat16()
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these sequences alone, from the same pages. index: int64 (n,)."""
+    return Data(*(p if name in ("window", "compressed", "sink") else p[index] for name, p in data._asdict().items()))
+
+
 # ---------------------------------------------------------------- oracle
 
 

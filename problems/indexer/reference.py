@@ -224,6 +224,12 @@ def _powers(shape: tuple[int, ...], low: int, high: int, gen: torch.Generator) -
     return _integers(shape, low, high, gen).exp2()
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these sequences alone, from the same pages; out, whose order is free, in order. index: int64 (n,)."""
+    q, weights, keys, *others, out = data
+    return Data(q[index], weights[index], keys, *(part[index] for part in others), out[index].sort(2).values)
+
+
 # ---------------------------------------------------------------- oracle
 
 

@@ -60,6 +60,7 @@ class Sizes(NamedTuple):
 input_t = Data
 output_t = torch.Tensor  # out itself
 OUTPUTS = ("out",)  # allocated and poisoned by the judge
+BATCH, INVARIANT = "batch", ("call",)
 OPAQUE = ("keys", "table", "visible")
 PRECISION = "e4m3"  # of queries and keys, which have no more bits
 

@@ -97,6 +97,12 @@ def generate_input(
     return Inputs(x.bfloat16().view(tokens, groups * k)), Outputs(out.to(device))
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these tokens alone. index: int64 (n,)."""
+    out = [part[index].flatten() for link in parts(data.outputs.out, unpack(data)) for part in link]
+    return data._replace(inputs=Inputs(data.inputs.x[index]), outputs=Outputs(torch.cat(out)))
+
+
 def _profile(k: int, format: str, device: str | torch.device) -> torch.Tensor:
     """Binary exponents fp32 (k,) of x, which the weights undo: a block of 128, or of 16 in nvfp4, has one. Weights and
     inputs have separate seeds, so that only shapes decide.

@@ -97,6 +97,7 @@ class Sizes(NamedTuple):
 input_t = Data
 output_t = torch.Tensor  # outputs.out itself
 OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
+BATCH, INVARIANT = "tokens", ("call",)
 
 FORMATS = ("fp8", "nvfp4", "bf16")  # of Weights
 KINDS = (*FORMATS, "nvfp4_a16")  # of Case: the last is nvfp4 with an input that stays bf16

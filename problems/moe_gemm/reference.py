@@ -113,6 +113,12 @@ def generate_input(
     return Inputs(x.bfloat16(), ids, weights), Outputs(out)
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these tokens alone. index: int64 (n,)."""
+    inputs, outputs = Inputs(*(part[index] for part in data.inputs)), Outputs(data.outputs.out[index])
+    return data._replace(inputs=inputs, outputs=outputs)
+
+
 def _profiles(hidden: int, inner: int, content: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Binary exponents fp32 (H / 16,) of x's blocks, which w13's scales undo, and (I / 16,) of w2's scales, which the
     rows of up undo. Weights and inputs have separate seeds, so that only shapes decide.

@@ -382,9 +382,7 @@ def _sequences(data: input_t, want: tuple[torch.Tensor, torch.Tensor], out: torc
 
 
 def _report(out: torch.Tensor, want: torch.Tensor, each: torch.Tensor, size: torch.Tensor, bad: torch.Tensor) -> str:
-    """The rows that are wrong, the largest errors of the first ones, and where in heads, queries, sequences and dims
-    errors are: a part that is right says what is not.
-    """
+    """Wrong rows, errors of the first, and where in heads, queries, sequences and dims: a right part says much."""
     lines = [
         "mismatch found! custom implementation doesn't match reference: "
         f"Number of mismatched rows: {int(bad.sum())} of {bad.numel()}"

@@ -235,9 +235,7 @@ def unpack(data: Data) -> Sizes:
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes: uint8 (..., 64 or 128); scales: uint8 (..., 4) -> fp32 (..., 128), exactly but for fp8 scales that are no
-    powers of two, whose products are rounded once.
-    """
+    """codes: uint8 (..., 64 or 128), scales: uint8 (..., 4) -> fp32 (..., 128), rounded once for odd fp8 scales."""
     if codes.shape[-1] == DIM:
         return fp8.decode_e4m3(codes.view(torch.float8_e4m3fn)).mul_(scales.contiguous().view(torch.float32))
     return (

@@ -104,9 +104,7 @@ def rows(data: input_t, index: torch.Tensor) -> input_t:
 
 
 def _profile(k: int, format: str, device: str | torch.device) -> torch.Tensor:
-    """Binary exponents fp32 (k,) of x, which the weights undo: a block of 128, or of 16 in nvfp4, has one. Weights and
-    inputs have separate seeds, so that only shapes decide.
-    """
+    """Exponents fp32 (k,) of x's blocks of 128, in nvfp4 of 16, which weights undo. Only shapes decide."""
     width = 16 if format.startswith("nvfp4") else BLOCK
     block = torch.arange(-(-k // width), device=device)
     span = 9 if width == 16 else 17

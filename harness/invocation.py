@@ -108,8 +108,7 @@ class Run(Selection):
         if checked:
             self.cases()
         console.say(environment.line() + "\n")
-        judged = self.judged = [self._judged(submission) for submission in chosen]
-        runnable = [j for j in judged if self.admit(j)]
+        runnable, judged = self._admitted(chosen), self.judged
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             reason = f"{missing[-1].submission.name}: {missing[-1].reason}"
             output.complain(f"harness/run.py: --against: nothing was compared, {reason}")
@@ -195,6 +194,11 @@ class Run(Selection):
             runs = ranking.attempts(record.records_of(self.files), submission.name)
             judged.attempt = len(runs | readings.attempts(self.files, submission.name) | {self.recorder.run_id})
         return judged
+
+    def _admitted(self, chosen: Sequence[Submission] = ()) -> list[Result]:
+        """Make the chosen submissions those of the run. Return the results of those that may run here."""
+        self.judged = [self._judged(submission) for submission in chosen or self.submissions()]
+        return [j for j in self.judged if self.admit(j)]
 
     def _judge(self, judged: list[Result], tests: list[Case], cases: list[Case]) -> None:
         if note := self.note():

@@ -37,9 +37,7 @@ class Caught:
 
 
 class Checker:
-    """The present content and its answer, the buffers of all runners, and the verdict on their outputs. A public method
-    handles the request of its name: it takes the message and its descriptors, and returns the reply.
-    """
+    """The present content, all buffers, and the verdict. A public method handles the request of its name."""
 
     def __init__(self, start: dict) -> None:
         self.folder = Path(start["folder"])
@@ -227,9 +225,7 @@ class Checker:
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """Make `count` buffers for a runner on a CPU, free its old ones, and make the page of its calls, whose
-        descriptor comes first. reaper, pid: the runner's, for its freezer.
-        """
+        """Make `count` buffers for a runner on a CPU, and the page of its calls, whose descriptor comes first."""
         runner = message["runner"]
         self.release(message, _)
         made = [Buffer(message["bytes"]) for _ in range(message["count"])]
@@ -316,9 +312,7 @@ class Checker:
         return {}
 
     def _make_cold(self, buffer: Shared, message: dict) -> None:
-        """Drop all that the call reads from all caches. What a runner holds in private memory (prepared weights, a
-        baseline's setup, what the judge's readers read) only a read of much more evicts.
-        """
+        """Drop all that the call reads from all caches. What is in a runner's memory only a larger read evicts."""
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
         if own_memory or not gate.forget(buffer.memory):
             self.flush = torch.ones(self.flush_bytes, dtype=torch.uint8) if self.flush is None else self.flush
@@ -383,9 +377,7 @@ class Checker:
         return _verdict("PASSED" if result.ok else "INCORRECT", said, error)
 
     def bits(self, message: dict, _: list[int]) -> dict:
-        """Compare the outputs that were judged last with those of submission `name` when it first had these rows of the
-        content. Return "differ": (row, how many elements have other bits), of rows that do.
-        """
+        """Return "differ": (row, elements) with other bits than `name` first gave to these rows of the content."""
         found, differ = {} if self.rows else {0: self.got}, []
         if self.rows:
             data, outputs = self.pristine, dict(zip(self.outputs_named, self.got, strict=True))

@@ -16,9 +16,7 @@ LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with 
 
 
 def seed_bits(reference: ModuleType, case: dict, seed: int) -> int:
-    """Return the most of SEED_BITS that a seed may have so that contents of a case can be made and keep their variety;
-    0: none. A folder that adds a large seed to numbers of fp32 makes constants of them. seed: the case's own.
-    """
+    """Return the most of SEED_BITS with which a case's contents keep their variety; 0: none. seed: its own."""
     before = memory.variety(inputs.of_folder(reference, {**case, "seed": seed}))
     for bits in SEED_BITS:
         half = 2 ** (bits - 1)

@@ -54,9 +54,7 @@ def classes_of(claim: dict) -> dict[str, type]:
 
 
 def answer(claim: dict, tensors: Iterable[torch.Tensor], classes: dict[str, type]) -> Any:
-    """Return what came back as the runner says that it was put together, of the tensors that were taken. A named tuple
-    or object is of the class of that name among `classes`, else a tuple or a bare object. It may raise anything.
-    """
+    """Return what came back, of taken tensors. Objects are of the class of their name in `classes`. It may raise."""
     rest = iter(tensors)
     return tree.made(
         claim,

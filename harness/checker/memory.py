@@ -22,9 +22,7 @@ def region(leaf: dict, buffer: Shared) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two flat uint8 tensors hold the same bytes. Aligned ones are compared as words: torch.equal makes
-    a byte for each element, and a model's weights are compared after every call.
-    """
+    """Whether two flat uint8 tensors are equal: as words if aligned, since torch.equal makes a byte an element."""
     if one.numel() != other.numel():
         return False
     whole = one.numel() // WORD * WORD

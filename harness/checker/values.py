@@ -93,9 +93,7 @@ def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values plus 5 to 10, without a period, since a softmax forgets what is added to all of its logits.
-    Integers and packed values move by one element: their range may mean something.
-    """
+    """Return the values plus 5 to 10, without a period; integers and packed values moved by one element."""
     if tensor.dtype in BITS:
         values = numbers(tensor)
         more = torch.arange(values.numel(), dtype=torch.float64, device=values.device).mul_(GOLDEN).frac_()

@@ -25,9 +25,7 @@ BYTES = {"cpu": 3 * 2**20, "cuda": 2**30}  # that it moves at most
 
 @dataclass
 class Bits:
-    """What the calls of a submission showed. kinds: that were looked at; differ: by kind and row how many elements had
-    other bits, and in which call; fault: of its answers, or of its bits.
-    """
+    """What calls showed. kinds: looked at; differ: by kind and row, in words; fault: of answers, or of bits."""
 
     case: Case
     kinds: tuple[str, ...]
@@ -49,9 +47,7 @@ class Bits:
 
 
 def run(session: Session, handles: list[RunnerHandle], target: str, words: str, each_call: Callable) -> dict[str, Bits]:
-    """Make the calls of all submissions that serve a case with these words. Return by name what they showed. each_call:
-    of the device, in harness/judge/phases.py or replay.py.
-    """
+    """Make the calls of all that serve a case with these words. Return by name what they showed."""
     task = load.module(session.problem.folder, "task") if session.problem.ours else None
     both = session.problem.timed(target), session.problem.tests
     found: dict[str, Bits] = {}

@@ -55,9 +55,7 @@ def _is_leader(j: Result, leader: Leader) -> bool:
 
 @dataclass
 class Judging:
-    """Fills in the results of the submissions. The caller holds the device, and records. file: of a recorded run, with
-    its finished work; None: nothing is confirmed. enter: makes a submission part of the run, or returns None.
-    """
+    """Fills in results. file: of a recorded run; None: nothing is confirmed. enter: makes an opponent part of it."""
 
     selection: Selection
     recorder: Recorder

@@ -32,9 +32,7 @@ _FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
 @contextlib.contextmanager
 def hold(device: str, say: Callable[[str], object] = print) -> Iterator[None]:
-    """Within, no other judge of this user is on `device`, "cpu" or a GPU's uuid. If one is, `say` receives once which
-    process that is, and this waits until it ends. SandboxError: the lock's folder belongs to another user.
-    """
+    """Hold `device`, "cpu" or a GPU's uuid, from this user's judges; `say` gets whom it waits for. SandboxError."""
     file = policy.runtime_folder("devices") / re.sub(r"[^A-Za-z0-9-]", "_", device)
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

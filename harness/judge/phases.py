@@ -269,9 +269,7 @@ class Benchmark:
         return [name for name, t in timings.items() if not t.failure and len(t.outcomes[process]) < samples]
 
     def _round(self, case: Case, sample: int, measure: bool = False) -> None:
-        """Make one call of each submission on the same new contents; of a pair both count or none, unless one of them
-        does not serve the case. A negative sample is not scored. measure: what it leaves behind in memory counts.
-        """
+        """Call each submission on the same contents. sample < 0: not scored. measure: what stays in memory counts."""
         self.group.seeds.append(self.session.content(case))
         paired, outcomes = self.counts.paired, dict[str, Outcome]()
         called = [e.name for e in self.living] if sample < 0 or paired else self._lacking()
@@ -304,9 +302,7 @@ class Benchmark:
                 self._add(name, outcome)
 
     def _order(self, sample: int) -> list[RunnerHandle]:
-        """Return the handles of the group in the order of their calls in a round: rotated by 0, 2, 4, ..., each
-        followed by the same backwards. So each comes before each other one in half of the rounds.
-        """
+        """Return handles in the order of a round: rotated by 0, 2, 4, ..., each followed by the same backwards."""
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
         number = self.group.process * (self.counts.samples | 1) + sample
         shift = number // 2 * 2 % max(1, len(self.living))

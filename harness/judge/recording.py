@@ -329,9 +329,7 @@ class Replays:
         return bool(self.session.checker.ask({"op": "memory"})["free"] > spare + many * need)
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
-        """Record a submission's call on the present content, of this case, under this number. Return None if its runner
-        was lost by another call, and it may get a further one.
-        """
+        """Record a call on the present content. None: another call lost its runner, and it may get a further one."""
         handle = one.handle
         recording = Recording(f"{handle.name} {case}", number, self.session.present)
         if handle.submission and not handle.serves(self.cases[case]):

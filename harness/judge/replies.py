@@ -90,9 +90,7 @@ class Prepared(Reply):
 
 
 class Claim(Reply):
-    """One object that a call returned. same: it is the judge's own tensor. In a GPU MODE folder a container has
-    `items`, their `keys`, and its class as `value`; a plain value has it as JSON.
-    """
+    """An object that a call returned. same: the judge's own tensor. value: JSON, or a container's class."""
 
     type: Name
     dtype: Name = ""

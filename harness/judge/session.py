@@ -177,9 +177,7 @@ class Session:
             ended.remove()
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
-        """Make one call of a submission on a CPU, or one of the judge's own, on the present content. Return its
-        outcome: UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
-        """
+        """Make one call on a CPU, also of the judge's own. Return its outcome: UNSUPPORTED if ONLY lacks the case."""
         if refused := self._refused(handle):
             return refused
         process = handle.running
@@ -297,9 +295,7 @@ class Session:
     def verdict(
         self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False
     ) -> Outcome:
-        """Return the checker's verdict on inputs and outputs in a buffer of a runner, by its name there, and on what
-        the runner says that came back. fixed: inputs and weights were read-only.
-        """
+        """Return the checker's verdict on a buffer, and on what came back. fixed: inputs and weights were read-only."""
         told = None if claims is None else [claim.model_dump() for claim in claims]
         message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
         verdict = self.checker.ask({**message, "fixed": fixed})
@@ -314,9 +310,7 @@ class Session:
 def cpu_call(
     handle: RunnerHandle, request: CallRequest, content: Content, buffer: int, limit_s: float
 ) -> tuple[Outcome, list[replies.Claim] | None]:
-    """Make one call on a CPU, which the checker times. Return its times, with the fault of what went on after it, and
-    what the runner says of the tensors that came back, None if it was not asked. Died: the call failed.
-    """
+    """Make one call on a CPU. Return its times, with a fault, and what came back, None: not asked. Died: failed."""
     process, checker, judges = handle.running, handle.running.checker, handle.submission is None
     nbytes = content.moved if judges else 0
     address = {"runner": handle.runner, "buffer": buffer}

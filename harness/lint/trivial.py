@@ -44,9 +44,7 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a candidate in a case. status: refused, accepted, right (the exact answer or its neighbour
-    everywhere), luck (accepted, but not with most other seeds) or absent. text: why, or of how many other seeds.
-    """
+    """Of a candidate in a case. status: refused, accepted, right, luck (another seed refuses it), absent. text: why."""
 
     name: str
     kind: str

@@ -80,9 +80,7 @@ class Player:
         return {"fds": [fd.value] if fd.value >= 0 else []}
 
     def load(self, message: dict, fds: list[int]) -> dict:
-        """Take a recorded call, whose memory was made: its kernels, copies, fills, variables, images by number. fds: of
-        the images that follow those loaded so far, and of the copy of scratch memory, if there is one.
-        """
+        """Take a recorded call. fds: of images that follow those loaded so far, and of scratch memory, if any."""
         used, count = _ranges(message)
         kept = fds.pop() if message["kept"] else -1
         images, numbers = [_content(fd) for fd in fds], message["images"]
@@ -122,9 +120,7 @@ class Player:
         self._do("fill", *(node[name] for name in ("to", "pitch", "width", "height", "value", "element")))
 
     def play(self, message: dict, _: list[int]) -> dict:
-        """Make the call on the contents of one of its copies. Return "us" of the event pair, "host_us" of the host's
-        clock. what: 0 the call, 1 nothing, 2 and more a plain reader over "bytes".
-        """
+        """Make the call on one of its copies. what: 0 the call, 1 nothing, 2 and more a plain reader over "bytes"."""
         us, limit_s = (c_double * 2)(), c_double(message["limit_s"])
         self._do("play", message["copy"], message["what"], message["bytes"], limit_s, us)
         for take in message["takes"]:

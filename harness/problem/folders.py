@@ -74,9 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission file and its literals, read without running it. folder: its problem's. only: (field of the case,
-    values that it serves); () serves all. ours: its problem's folder is.
-    """
+    """A submission file and its literals. folder, ours: its problem's. only: (field of the case, values); (): all."""
 
     name: str
     file: Path

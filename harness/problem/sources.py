@@ -32,9 +32,7 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def closure(file: Path, folder: Path | None = None) -> list[Path]:
-    """All that the submission `file` to the problem `folder` is made of; without a folder its own sources alone.
-    ValueError, SyntaxError: one of them cannot be read (harness/problem/folders.py says so beforehand).
-    """
+    """All that `file` is made of; without a folder its own sources alone. ValueError, SyntaxError: unreadable."""
     return files_of(file) + (brought(file, folder) if folder else [])
 
 
@@ -275,7 +273,5 @@ def task_yml(folder: Path) -> Path:
 
 
 def qualified(folder: Path) -> str:
-    """Return the name of a problem with where it comes from: in GPU MODE's format, or a copy of one of ours elsewhere.
-    Records of two folders of one name stay apart, and none is taken for a record of ours.
-    """
+    """Return a problem's name with where it comes from, if that is no folder of ours: records stay apart."""
     return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"

@@ -132,9 +132,7 @@ def _widening(count: int, level: float) -> float:
 
 @functools.cache
 def _students_t(free: int, level: float) -> float:
-    """Return how far from 0 `level` % of Student's t with `free` degrees of freedom reaches. In the angle of which t is
-    root(free) times the tangent, its density is a power of the cosine. Of many degrees it is the normal distribution.
-    """
+    """Return how far from 0 `level` % of Student's t reaches; t is root(free) times the tangent of an angle."""
     if free > 10_000:
         return NormalDist().inv_cdf(0.5 + level / 200)
     angle = np.linspace(0, np.pi / 2, 50_001)

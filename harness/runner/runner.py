@@ -204,9 +204,7 @@ class Runner:
         return {"us": 1e3 * start.elapsed_time(stop), "claims": returned}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """Make calls on a CPU: for each, wait for the judge's "go", call the kernel, and say "done". Reply after the
-        last one. The judge's own calls are one for each of `whats` and each buffer.
-        """
+        """Make calls on a CPU, each on the judge's "go"; reply after the last. whats: the judge's own, per buffer."""
         if self.module is None:
             kernel = operator.call
             pairs = [(what, buffer) for what in message["whats"] for buffer in self.buffers]
@@ -313,9 +311,7 @@ def _trace(profiler: torch.profiler.profile) -> str:
 
 
 class _FreshCall:
-    """A call on its own data, which it may change: a list, an attribute, a gradient. values: the data's numbers, texts
-    and objects, which come with the contents. Data made ahead is used only while these stay the same.
-    """
+    """A call on its own data. values: its numbers, texts and objects, with which data made ahead is used."""
 
     def __init__(self, kernel: Callable, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:
         self.kernel, self.build_data, self.values = kernel, build_data, values

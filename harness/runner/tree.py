@@ -69,9 +69,7 @@ def describe(value: Any, layout: Layout) -> dict:
 
 
 def rearrange(spec: dict, writable: Container[int], page: int) -> tuple[int, Layout]:
-    """Give the tensors of a specification other places on the device: first those that a call only reads, then, from
-    the next page on, those numbered in `writable`. Return the bytes of the first part, and the layout of both.
-    """
+    """Place tensors on the device: first what a call only reads, from a page on `writable`. -> bytes of both."""
     layout, found, first = Layout(), list(enumerate(leaves(spec))), 0
     for written in (False, True):
         first = layout.used = -(-layout.used // page) * page

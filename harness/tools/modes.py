@@ -49,9 +49,7 @@ sys.exit({returned} if repr(code) == "0" else code or 1)
 
 
 def check(problem: Problem, device: str, words: Sequence[str], quiet: bool = False) -> tuple[int, str]:
-    """Run the check in a separate process. Return its exit status, and why it does not pass; "" if it does, or has
-    refused its arguments and said why: 2. UsageError: there is none. SandboxError: it could not be started.
-    """
+    """Run the check. Return its status, and why it fails, "": passed, or arguments refused. UsageError: none."""
     found = problem.folder / CHECK
     if not problem.ours or not found.is_file():
         raise UsageError(f"{problem.name} has no {CHECK}")

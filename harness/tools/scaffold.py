@@ -106,9 +106,7 @@ def new_variant(problem: Problem, name: str) -> list[Path]:
 
 
 def plainest(problem: Problem, target: str) -> Submission:
-    """Return the variant that a new one for `target` begins as: for every CPU, with its own C++ or CUDA source, plain
-    by its name, and the shortest of these, as far as there is one. UsageError: there is none for the target.
-    """
+    """The variant that a new one for `target` begins as: for every CPU, plain, short. UsageError: there is none."""
     found = [one for one in problem.submissions() if target in one.targets and not one.baseline]
     found = [one for one in found if one.name.partition("_")[0] not in {*folders.TARGETS} - {target}]
     if not found:

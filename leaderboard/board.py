@@ -164,7 +164,13 @@ def _row(
     fills in rank, attempts, source and baseline_ratio. lead: how it took the lead after the base run, if it did.
     """
     row: dict[str, Any] = dict.fromkeys(STANDING) | {"variant": records[0]["variant"], "done": 0, "wanted": len(cases)}
-    row |= {"baseline": any(one.get("baseline") for one in records), "base": False, "reason": "", "notes": []}
+    row |= {
+        "baseline": any(one.get("baseline") for one in records),
+        "base": False,
+        "reason": "",
+        "notes": [],
+        "bits": "",
+    }
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share"), math.nan) | _resources(records)
     ran = [one for one in records if one["kind"] in JUDGED]
     about_it = {one["run_id"] for one in ran if one["status"] != "UNSUPPORTED"}

@@ -122,7 +122,7 @@ def standing(board: Board) -> Table:
         "cases": [f"{row.done}/{row.wanted}" for row in found],
         "error / tolerance": [worst_error(board.times, row) for row in found],
         "attempts": [str(row.attempts or "") for row in found],
-        "bits": [row.bits or "" for row in found],
+        "bits": [row.bits for row in found],
         "source": [row.source for row in found],
         "state": ["; ".join(remarks(row)) or "ok" for row in found],
     }

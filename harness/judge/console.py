@@ -244,8 +244,10 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
 def bits(judged: list[Result]) -> None:
     """Print whose bits depend on earlier calls, or on what else is in the batch."""
     looked = [(j.submission.name, j.bits) for j in judged if j.bits]
-    rows = [(name, *(bits.said(kind) or "-" for kind in ("call", "batch")), str(bits.case)) for name, bits in looked]
-    say("\n".join(_aligned([("", "call", "batch", " "), *rows])) if rows else "")
+    for case in dict.fromkeys(str(bits.case) for _, bits in looked):
+        mine = [(name, bits) for name, bits in looked if str(bits.case) == case]
+        rows = [(name, *(bits.said(kind) or "-" for kind in ("call", "batch"))) for name, bits in mine]
+        say("\n".join([f"bits of {text.line(case)}:", *_aligned([("", "call", "batch"), *rows])]))
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -76,7 +76,7 @@ def run(session: Session, handles: list[RunnerHandle], target: str, words: str, 
                     bits.differ.setdefault(kind, {}).setdefault(row, said)
         for handle in (one for one in mine if not one.baseline and not found[one.name].fault):
             bits = found[handle.name]
-            for kind in (one for one in getattr(task, "INVARIANT", ()) if one in bits.differ):
+            for kind in [one for one in getattr(task, "INVARIANT", ()) if one in bits.differ][:1]:
                 said = "the same call again must have" if kind == "call" else "a row must have in any batch"
                 bits.fault = Outcome(
                     "INCORRECT", f"{said} the same bits (INVARIANT of task.py): they {bits.said(kind)}"

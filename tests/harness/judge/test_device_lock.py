@@ -35,6 +35,13 @@ def holder(device: str, then: str = "pass") -> subprocess.Popen:
     return process
 
 
+def told(device: str) -> list[str]:
+    """What is said to who holds it next."""
+    said: list[str] = []
+    with machine.hold(device, said.append):
+        return said
+
+
 def end(process: subprocess.Popen) -> None:
     process.stdin.close()
     process.stdout.close()
@@ -57,11 +64,8 @@ def test_a_second_one_waits_and_is_told_once_for_whom(device):
 
 def test_other_devices_are_free(device):
     first = holder(device)
-    said = []
-    with machine.hold("cpu", said.append):
-        pass
+    assert told("cpu") == []
     end(first)
-    assert said == []
 
 
 def test_it_goes_with_its_holder_however_that_ends(device):
@@ -69,19 +73,13 @@ def test_it_goes_with_its_holder_however_that_ends(device):
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     end(first)
-    said = []
-    with machine.hold(device, said.append):
-        pass
-    assert said == []
+    assert told(device) == []
 
 
 def test_children_do_not_inherit_it(device):
     """One that outlives the holder would keep the device locked."""
     end(holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)"))
-    said = []
-    with machine.hold(device, said.append):
-        pass
-    assert said == []
+    assert told(device) == []
 
 
 def test_a_folder_of_somebody_elses_is_refused(device, tmp_path):

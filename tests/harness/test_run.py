@@ -272,10 +272,7 @@ def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_
     head = 'import torch\n\nTARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n'
     for name, body in (("right", "torch.add(data.x, data.y, out=data.z)"), ("wrong", "data.z.zero_()")):
         (tmp_path / f"{name}.py").write_text(f"{head}    {body}\n    return data.z\n")
-    folder, files = (
-        str(SUPPORT / "problems" / "vector_add"),
-        [str(tmp_path / f"{name}.py") for name in ("right", "wrong")],
-    )
+    folder, files = str(SUPPORT / "problems" / "vector_add"), [str(tmp_path / f"{n}.py") for n in ("right", "wrong")]
     for mine, other in (files, files[::-1]):
         words = [folder, "--device", "cpu", "--mode", "benchmark", "--quiet", "--submission", mine, "--against", other]
         assert run.main([*words, "--processes", "2"]) == 1

@@ -24,13 +24,8 @@ def device(tmp_path, monkeypatch):
 
 
 def holder(device: str, then: str = "pass") -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(device=device, then=then)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    command, pipe = [sys.executable, "-c", HOLD.format(device=device, then=then)], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -104,10 +99,8 @@ def test_other_users_of_a_gpu_are_named(monkeypatch, tmp_path):
     smi.write_text(f"#!/bin/sh\ncat <<'EOF'\n{SMI}EOF\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert machine.users("GPU-aaaa") == [
-        "process 4242 (/usr/bin/python3), 512 MiB",
-        "process 4243 (/opt/a,strange,name)",
-    ]
+    named = ["process 4242 (/usr/bin/python3), 512 MiB", "process 4243 (/opt/a,strange,name)"]
+    assert machine.users("GPU-aaaa") == named
     smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
     with pytest.raises(RuntimeError, match="nvidia-smi failed with 9: no driver"):
         machine.users("GPU-aaaa")

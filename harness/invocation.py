@@ -49,8 +49,8 @@ class Run(Selection):
         """As Selection's; a recorded run has some more test cases, which its id draws."""
         tests, timed = super().cases()
         whole = self.recorded and self.args.seed is None and not self.args.shard
-        more = self.problem.drawn(int(self.recorder.run_id.rpartition("-")[2], 16)) if whole else ()
-        return [*tests, *more], timed
+        seed = int(self.recorder.run_id.rpartition("-")[2], 16) if whole else 0
+        return [*tests, *(self.problem.drawn(seed, self.target) if whole else ())], timed
 
     @property
     def kept(self) -> str:

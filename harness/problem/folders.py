@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import numbers
+import random
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from harness.results import text
 from problems.common import build, load, terminal
 
 TARGETS = ("cpu", "sm90", "sm100")
-DRAWN = 16  # test cases that only one run has
+DRAWN, AT_TIMED = 16, 2  # test cases that only one run has, and those of the smallest timed shapes
 _TASKS = ("task.py", "task.yml", "task.yaml")  # of which a problem folder has one
 _NAMED = 5  # problem folders in a message
 
@@ -111,10 +112,16 @@ class Problem:
         """Return the cases that submissions for `target` are timed on."""
         return self.benchmarks.get(target, self.benchmarks["cpu" if target == "cpu" else "cuda"])
 
-    def drawn(self, seed: int) -> tuple[Case, ...]:
-        """Return test cases that `seed` draws; none where task.py has no axes to draw from."""
+    def drawn(self, seed: int, target: str) -> tuple[Case, ...]:
+        """Return test cases that `seed` draws, of timed shapes with contents of test cases too; none without axes."""
         task = load.module(self.folder, "task") if self.ours else None
-        return _cases(self.folder, task.tests(seed)[:DRAWN]) if hasattr(task, "tests") else ()
+        if not hasattr(task, "tests"):
+            return ()
+        contents = sorted({case.params["content"] for case in self.tests if "content" in case.params})
+        small = sorted(self.timed(target), key=lambda case: case.bytes or 0)[: AT_TIMED if contents else 0]
+        chosen = zip(small, random.Random(seed).choices(contents or [""], k=len(small)), strict=True)
+        hard = (dataclasses.replace(case, params=case.params | {"content": one}, seed=seed) for case, one in chosen)
+        return (*_cases(self.folder, task.tests(seed)[:DRAWN]), *hard)
 
     def submissions(self) -> list[Submission]:
         """Return every file in variants/, by name."""

@@ -33,6 +33,7 @@ VERBS = {
     "new": ("write a problem, or a variant of one, that works as it is", ("problem",)),
     "lint": ("test the check of a problem: wrong kernels must be rejected", RESULTS),
     "sanitize": ("run the small test cases under compute-sanitizer, on a GPU", (*RESULTS, *CHOICE)),
+    "invariance": ("see whether equal calls have equal bits, in any batch", (*RESULTS, *CHOICE)),
     "check": ("check a whole model end to end; further options go to check.py", RESULTS),
     "remote": ("do on another machine what the words behind HOST do here", ()),
     "cluster": (
@@ -41,7 +42,7 @@ VERBS = {
     ),
     "completion": ('complete words in a shell: eval "$(dsv4-judge completion bash)"', ()),
 }
-THERE = ("run", "lint", "sanitize", "check")  # verbs behind `remote HOST`
+THERE = ("run", "lint", "sanitize", "invariance", "check")  # verbs behind `remote HOST`
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         args = options.of(inner)
     if further and verb != "check":
         below[verb].refuse(further)
-    if verb in ("lint", "sanitize", "check"):
+    if verb in THERE[1:]:
         args.mode = "test"
         if args.device == "model":
             below[verb].error("--device model is of harness/run.py: give cpu, cuda or cuda:N")

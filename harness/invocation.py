@@ -49,8 +49,8 @@ class Run(Selection):
         """As Selection's; a recorded run has some more test cases, which its id draws."""
         tests, timed = super().cases()
         whole = self.recorded and self.args.seed is None and not self.args.shard
-        more = self.problem.drawn(int(self.recorder.run_id.rpartition("-")[2], 16)) if whole else ()
-        return [*tests, *more], timed
+        seed = int(self.recorder.run_id.rpartition("-")[2], 16) if whole else 0
+        return [*tests, *(self.problem.drawn(seed, self.target) if whole else ())], timed
 
     @property
     def kept(self) -> str:
@@ -108,8 +108,7 @@ class Run(Selection):
         if checked:
             self.cases()
         console.say(environment.line() + "\n")
-        judged = self.judged = [self._judged(submission) for submission in chosen]
-        runnable = [j for j in judged if self.admit(j)]
+        runnable, judged = self._admitted(chosen), self.judged
         if args.against and (missing := [j for j in judged if j.status == "UNSUPPORTED"]):
             reason = f"{missing[-1].submission.name}: {missing[-1].reason}"
             output.complain(f"harness/run.py: --against: nothing was compared, {reason}")
@@ -119,7 +118,7 @@ class Run(Selection):
         if self.recorded:
             self._begin(judged, *(self.cases() if runnable else ([], [])))
         if runnable:
-            self._judge(runnable)
+            self._judge(runnable, *self.cases())
         self._see_unchanged(judged)
         others = [j for j in judged if j.status == "UNSUPPORTED" and self.target not in j.submission.targets]
         if args.all:  # the ranks come before what takes minutes and has none
@@ -196,11 +195,15 @@ class Run(Selection):
             judged.attempt = len(runs | readings.attempts(self.files, submission.name) | {self.recorder.run_id})
         return judged
 
-    def _judge(self, judged: list[Result]) -> None:
-        args, (tests, cases) = self.args, self.cases()
+    def _admitted(self, chosen: Sequence[Submission] = ()) -> list[Result]:
+        """Make the chosen submissions those of the run. Return the results of those that may run here."""
+        self.judged = [self._judged(submission) for submission in chosen or self.submissions()]
+        return [j for j in self.judged if self.admit(j)]
+
+    def _judge(self, judged: list[Result], tests: list[Case], cases: list[Case]) -> None:
         if note := self.note():
             console.say(note)
-        with self._held(args.mode != "test"):
+        with self._held(self.args.mode != "test"):
             self.judging.run(judged, tests, cases)
 
     def _enter(self, submission: Submission) -> Result | None:

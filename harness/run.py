@@ -73,9 +73,7 @@ def judging(args: Options, stdout: TextIO, events: Events) -> Run:
 
 
 def guarded(name: str, args: Options, begin: Callable[[TextIO, Events], Run | int]) -> int:
-    """Do what the command `name` does: `begin` returns its exit code, or the run that it is. Return the exit code. What
-    no submission caused is one line on standard error; a bug raises.
-    """
+    """Do `begin`, or the run that it returns. Return the exit code. Usage errors are one line; a bug raises."""
     from harness.judge.events import Events
     from harness.problem.folders import ProblemError, UsageError
     from harness.results import text

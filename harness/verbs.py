@@ -1,6 +1,4 @@
-"""What is done with a problem besides judging: the verbs lint, sanitize and check of `python -m harness`, and the modes
-profile and latency and the device model of harness/run.py. Each is a run that works otherwise, a class of its name.
-"""
+"""What is done with a problem besides judging: verbs, modes and a device, each a run and a class of its name."""
 
 from harness.invocation import Run
 from harness.judge import console, verdict
@@ -29,9 +27,7 @@ class Sanitize(Run):
     def _work(self) -> int:
         if self.device != "cuda":
             raise UsageError(f"sanitize {NEEDS_GPU}")
-        self.judged = [self._judged(submission) for submission in self.submissions()]
-        runnable = [j for j in self.judged if self.admit(j)]
-        if not runnable:
+        if not (runnable := self._admitted()):
             self._print(self.judged)
             self._print_rest(self.judged)
             return verdict.exit_code([j.verdict for j in self.judged], self.args.all)
@@ -39,6 +35,17 @@ class Sanitize(Run):
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
             faults = modes.sanitize(self.problem, mine, cases, self.target, progress)
         return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
+
+
+class Invariance(Run):
+    """See whether equal calls have equal bits (harness/judge/invariance.py)."""
+
+    def _work(self) -> int:
+        if runnable := self._admitted():
+            self._judge(runnable, [], [])
+        self._print(self.judged)
+        self._tell(self.judged)
+        return verdict.exit_code([j.verdict for j in self.judged], self.args.all)
 
 
 class Check(Run):
@@ -52,9 +59,7 @@ class Check(Run):
 
 
 class Model(Run):
-    """Check a GPU variant in the model of its GPU, and unless the mode is test, compile it and record both. Nothing is
-    timed.
-    """
+    """Check a GPU variant in the model of its GPU; unless the mode is test, compile it and record both. No times."""
 
     def _work(self) -> int:
         submission, args = self.submissions()[0], self.args

@@ -31,7 +31,7 @@ UNRUN = ("COMPILED", "MODEL_CHECKED")  # states of what no machine with this tar
 STANDING = [
     *("rank", "variant", "baseline", "geomean_us", "lo_us", "hi_us", "roofline_share", "baseline_ratio"),
     *("baseline_cases", "done", "wanted"),
-    *("status", "source", "reason", "notes", "run_id", "base", "attempts", "registers", "spill_bytes"),
+    *("status", "source", "reason", "notes", "run_id", "base", "attempts", "bits", "registers", "spill_bytes"),
 ]
 NUMBERS = ("n", "roofline_us", "bytes", "flops", "empty_call_us", "host_us", "setup_us")  # of a benchmark record
 ERRORS = {"rel_error": "rel", "max_error": "max", "tolerance": "tol"}  # by column, of its error
@@ -47,7 +47,7 @@ class Board:
     """What was measured for one target of one problem on one machine.
 
     standing  one row per variant, columns STANDING: ranked, baselines, other runs, failures, compiled; fastest first;
-              source: a state of leaderboard/provenance.py
+              source: a state of leaderboard/provenance.py; bits: what equal bits were found whatever it is
     times     one row per variant and case of the board, columns TIMES; times in us, NaN where there is none
     pairs     one row per case of each two variants' newest paired run, columns PAIRS; ratio < 1: variant is faster
     run       the base run's facts: run_id, time, commit, environment, clock; where nothing was timed, the newest run's
@@ -164,7 +164,13 @@ def _row(
     fills in rank, attempts, source and baseline_ratio. lead: how it took the lead after the base run, if it did.
     """
     row: dict[str, Any] = dict.fromkeys(STANDING) | {"variant": records[0]["variant"], "done": 0, "wanted": len(cases)}
-    row |= {"baseline": any(one.get("baseline") for one in records), "base": False, "reason": "", "notes": []}
+    row |= {
+        "baseline": any(one.get("baseline") for one in records),
+        "base": False,
+        "reason": "",
+        "notes": [],
+        "bits": "",
+    }
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share"), math.nan) | _resources(records)
     ran = [one for one in records if one["kind"] in JUDGED]
     about_it = {one["run_id"] for one in ran if one["status"] != "UNSUPPORTED"}
@@ -198,6 +204,8 @@ def _row(
     done = [time for time in times if time["status"] == "PASSED"]
     row["status"], row["reason"] = _state(run, times, records)
     row["notes"] += dict.fromkeys(one.get("reason") or "" for one in gaps)
+    for bits in (one["bits"] for one in run if one.get("bits")):
+        row["bits"] = ", ".join(kind for kind in ("call", "batch") if bits.get(kind) is True) or "-"
     row["done"] = len(done)
     if row["status"] == "PASSED" and done and len(done) == len(cases):
         row["geomean_us"] = ranking.metric(ranking_by, [time["median_us"] for time in done])
@@ -270,9 +278,7 @@ def _state(run: list[dict], times: list[dict], records: list[dict]) -> tuple[str
 
 
 def _time(row: dict, case: str, record: dict | None) -> dict:
-    """A row's time in one case. A time that is no positive finite number is INVALID_MEASUREMENT, whatever the record
-    says; a case without a record is MISSING.
-    """
+    """A row's time in one case: INVALID_MEASUREMENT if no positive finite number; without a record MISSING."""
     time: dict[str, Any] = dict.fromkeys(TIMES, math.nan) | {"case": case, "roofline_kind": ""}
     time |= {key: row[key] for key in ("variant", "run_id", "base", "baseline")}
     if record is None:

@@ -124,9 +124,7 @@ def _choose(name: str, words: str, results: Path) -> dict[Key, Run]:
 
 
 def _pairs(a: dict[Key, Run], b: dict[Key, Run]) -> list[tuple[Key, Run, Run]]:
-    """Return what both have: each variant with itself, or, of a problem and target where each has one, these two.
-    ValueError: nothing.
-    """
+    """Return what both have: variants with themselves, or the only one of each of a target. ValueError: nothing."""
     found = []
     for board in dict.fromkeys(key[:2] for key in a):
         ones, others = ({key[2]: run for key, run in side.items() if key[:2] == board} for side in (a, b))

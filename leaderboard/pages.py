@@ -25,9 +25,7 @@ DIFF_LINES = 20  # of a stale table, shown by --check
 
 @dataclasses.dataclass
 class Shown:
-    """What the records give. steps: records of whole models' decode steps by title; complaints: lines left out;
-    records: by machine.
-    """
+    """What the records give. steps: of whole models' decode steps by title; complaints: lines left out."""
 
     known: Provenance
     boards: list[board.Board] = dataclasses.field(default_factory=list)

@@ -132,9 +132,7 @@ def _own(records: Sequence[dict]) -> dict[str, str]:
 
 
 def model_history(title: str, records: Mapping[str, Iterable[dict]]) -> Lines | None:
-    """The time of a step as a graph over the commits, of the cases of a model that were timed most often. records: by
-    machine.
-    """
+    """The step's time as a graph over the commits, of a model's cases timed most often. records: by machine."""
     machine = title.partition(", on ")[2]
     mine = (one for one in records[machine] if model_board.title(one, machine) == title)
     timed = [one for one in sorted(mine, key=lambda one: one["time"]) if number(one.get("median_us")) > 0]

@@ -27,9 +27,7 @@ Key = tuple[str, str, str]  # problem, variant, target
 
 
 class Provenance:
-    """What `records`, of any machine and board, say of variants: to what machine code sources compile, what has run on
-    a GPU, and what the model found.
-    """
+    """What `records` say of variants: machine code of sources, what ran on a GPU, what the model found."""
 
     def __init__(self, records: Iterable[dict] = ()) -> None:
         self._codes: dict[tuple[Key, str], set[str]] = {}

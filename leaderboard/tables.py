@@ -122,6 +122,7 @@ def standing(board: Board) -> Table:
         "cases": [f"{row.done}/{row.wanted}" for row in found],
         "error / tolerance": [worst_error(board.times, row) for row in found],
         "attempts": [str(row.attempts or "") for row in found],
+        "bits": [row.bits for row in found],
         "source": [row.source for row in found],
         "state": ["; ".join(remarks(row)) or "ok" for row in found],
     }
@@ -130,8 +131,9 @@ def standing(board: Board) -> Table:
         columns, below = {name: columns[name] for name in ("variant", "source", "state")}, []
     elif board.standing.baseline_ratio.isna().all():
         del columns["x baseline"]
+    columns = {name: cells for name, cells in columns.items() if name != "bits" or any(cells)}
     rows = list(map(list, zip(*columns.values(), strict=True)))
-    return Table(list(columns), rows, {"variant", "source", "state"}, [*map(_kind, found)], below)
+    return Table(list(columns), rows, {"variant", "bits", "source", "state"}, [*map(_kind, found)], below)
 
 
 def remarks(row: Any) -> list[str]:

@@ -124,9 +124,7 @@ def section(shown: Section, width: int) -> list[str]:
 
 
 def _table(table: Table, width: int) -> list[str]:
-    """The rows of a table, then its remarks as footnotes. A table that is too wide without any has a paragraph for
-    each row.
-    """
+    """The rows of a table, its remarks as footnotes. One too wide without any has a paragraph for each row."""
     refs, notes = table.footnotes()
     shown = table.beside_footnotes(narrow=width < WIDE)
     header, rows = shown.header, [list(map(text.line, row)) for row in shown.rows]

@@ -37,9 +37,7 @@ class Caught:
 
 
 class Checker:
-    """The present content and its answer, the buffers of all runners, and the verdict on their outputs. A public method
-    handles the request of its name: it takes the message and its descriptors, and returns the reply.
-    """
+    """The present content, all buffers, and the verdict. A public method handles the request of its name."""
 
     def __init__(self, start: dict) -> None:
         self.folder = Path(start["folder"])
@@ -73,6 +71,10 @@ class Checker:
         self.answer: dict = {}  # how a folder's answer is put together: the claim of the reference's own
         self.nans: list[bool] = []  # of the leaves of a folder's answer, which have any
         self.values: dict | None = None  # the data's numbers and texts: "bytes" (uint8, flat) and where, "leaf"
+        self.drawn_from: tuple[int, ...] = (0,)  # seeds of the present weights and content
+        self.rows: list[int] | None = None  # that the present content has of its case; None: all
+        self.got: list[Any] = []  # the outputs that were judged last
+        self.bits_of: dict[tuple, list[torch.Tensor]] = {}  # by submission, seeds and row, the bytes of its elements
         self.outputs: list[int] = []
         self.inout: list[int] = []  # inputs that a call may overwrite, as tensors of what is delivered
         self.captures: list[dict] = []
@@ -83,6 +85,7 @@ class Checker:
     def new_weights(self, message: dict, _: list[int]) -> dict:
         """Make the weights of a case from a seed. Return "split": whether the problem has weights apart from inputs."""
         self.weights = self.pristine = self.want = None
+        self.drawn_from = (message["seed"],)
         if self.split:
             case = {**message["case"], "seed": message["seed"], "device": self.device}
             self.weights = self.reference.generate_weights(**case)
@@ -126,10 +129,12 @@ class Checker:
     def content(self, message: dict, _: list[int]) -> dict:
         """Make the inputs of a case from a seed, and the reference's answer to them. Return how a buffer holds them."""
         self.pristine = self.want = None  # before the next ones are made: they may be large
-        case = {**message["case"], "seed": message["seed"]}
+        case, self.rows = {**message["case"], "seed": message["seed"]}, message.get("rows")
         self.pristine = inputs.make(self.reference, self.task, case, self.device, self.ours, self.weights)
-        # On a CPU a folder's numbers and texts are contents like its tensors: a runner that got them with the layout
-        # could work ahead.
+        if self.rows:
+            self.pristine = self.reference.rows(self.pristine, torch.tensor(self.rows, device=self.device))
+        self.drawn_from, self.got = (*self.drawn_from[:1], message["seed"]), []
+        # On a CPU a folder's numbers and texts are contents too: who got them with the layout could work ahead.
         layout = tree.Layout(values=None if self.ours or self.device == "cuda" else [])
         self.spec = tree.describe(self._delivered(), layout)
         self.values = None
@@ -220,9 +225,7 @@ class Checker:
         return int(kind(**case).bytes_of(self.pristine.inputs if self.split else self.pristine))
 
     def allocate(self, message: dict, _: list[int]) -> dict:
-        """Make `count` buffers for a runner on a CPU, free its old ones, and make the page of its calls, whose
-        descriptor comes first. reaper, pid: the runner's, for its freezer.
-        """
+        """Make `count` buffers for a runner on a CPU, and the page of its calls, whose descriptor comes first."""
         runner = message["runner"]
         self.release(message, _)
         made = [Buffer(message["bytes"]) for _ in range(message["count"])]
@@ -309,9 +312,7 @@ class Checker:
         return {}
 
     def _make_cold(self, buffer: Shared, message: dict) -> None:
-        """Drop all that the call reads from all caches. What a runner holds in private memory (prepared weights, a
-        baseline's setup, what the judge's readers read) only a read of much more evicts.
-        """
+        """Drop all that the call reads from all caches. What is in a runner's memory only a larger read evicts."""
         own_memory = self.split or message["baseline"] or (message["judges"] and message["bytes"] > buffer.nbytes)
         if own_memory or not gate.forget(buffer.memory):
             self.flush = torch.ones(self.flush_bytes, dtype=torch.uint8) if self.flush is None else self.flush
@@ -367,13 +368,31 @@ class Checker:
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
         if said is not None and (fault := forms.returned_fault(said, self.captures, self.ours)):
             return _verdict("INCORRECT", fault)
-        output = got[0] if len(got) == 1 else tuple(got)
+        self.got, output = got, got[0] if len(got) == 1 else tuple(got)
         result = inputs.compared(self.reference, self.pristine, self.want, output, message["baseline"])
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
         said = result.message
         if not result.ok and (count := sum(memory.unwritten(part) for part in got if part is not None)):
             said += f"\nnever written: {count} elements hold the NaN that was there before the call"
         return _verdict("PASSED" if result.ok else "INCORRECT", said, error)
+
+    def bits(self, message: dict, _: list[int]) -> dict:
+        """Return "differ": (row, elements) with other bits than `name` first gave to these rows of the content."""
+        found, differ = {} if self.rows else {0: self.got}, []
+        if self.rows:
+            data, outputs = self.pristine, dict(zip(self.outputs_named, self.got, strict=True))
+            data = data._replace(**{"outputs": data.outputs._replace(**outputs)} if self.split else outputs)
+            for at, row in enumerate(self.rows):
+                one = self.reference.rows(data, torch.tensor([at], device=self.device))
+                found[row] = [getattr(one.outputs if self.split else one, name) for name in self.outputs_named]
+        for row, parts in found.items():
+            dense = [part.cpu().contiguous() for part in parts]
+            made = [tree.raw(part).view(part.numel(), part.element_size()) for part in dense]
+            first = self.bits_of.setdefault((message["name"], *self.drawn_from, row), made)
+            pairs = zip(first, made, strict=True)
+            if many := sum(int((a != b).any(1).sum()) if a.shape == b.shape else len(b) for a, b in pairs):
+                differ.append((row, many))
+        return {"differ": differ}
 
     def _judge_any(self, taken: list[torch.Tensor | None], claim: dict, buffer: Shared) -> dict:
         """Return the verdict of a GPU MODE folder's own check. claim: of what came back; taken: its bytes on a CPU."""
@@ -388,6 +407,7 @@ class Checker:
             got = [memory.interpret(part, form) for part, form in zip(taken, returned, strict=True)]
         if any(part is None for part in got):
             return _verdict("INCORRECT", "custom_kernel returned a tensor whose memory is not what it says")
+        self.got = got
         try:
             answer = forms.answer(claim, map(tree.clone, got), self.classes)
         except Exception as error:  # nothing of the submission runs: what it said is no answer

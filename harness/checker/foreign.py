@@ -16,9 +16,7 @@ LEAST_VARIETY = 0.5  # share of distinct values with a large seed, of that with 
 
 
 def seed_bits(reference: ModuleType, case: dict, seed: int) -> int:
-    """Return the most of SEED_BITS that a seed may have so that contents of a case can be made and keep their variety;
-    0: none. A folder that adds a large seed to numbers of fp32 makes constants of them. seed: the case's own.
-    """
+    """Return the most of SEED_BITS with which a case's contents keep their variety; 0: none. seed: its own."""
     before = memory.variety(inputs.of_folder(reference, {**case, "seed": seed}))
     for bits in SEED_BITS:
         half = 2 ** (bits - 1)
@@ -60,9 +58,7 @@ def said_of(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str
 
 
 def _right_in_full(reference: ModuleType, data: Any, answer: object) -> bool:
-    """Return whether a check whose reference may use TF32 finds an answer right if it may not: a submission that does
-    without is the more exact one.
-    """
+    """Whether a check whose reference may use TF32 takes an answer if it may not: that may be the more exact one."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
         before = [one.allow_tf32 for one in switches]

@@ -13,9 +13,7 @@ _SHOWN = 8  # items of an answer in a message
 
 
 def returned_fault(claims: list[dict], wanted: list[dict], ours: bool) -> str:
-    """Return what is wrong with the returned tensors' forms, or "". wanted: specifications (harness/runner/tree.py);
-    ours: a call returns the tensors that it was given.
-    """
+    """The fault of returned tensors' forms, or "". wanted: specifications; ours: they must be those given."""
     if len(claims) != len(wanted):
         return f"custom_kernel must return {text.counted(len(wanted), 'tensor')}, got {len(claims) or 'none'}"
     for claim, want in zip(claims, wanted, strict=True):
@@ -56,9 +54,7 @@ def classes_of(claim: dict) -> dict[str, type]:
 
 
 def answer(claim: dict, tensors: Iterable[torch.Tensor], classes: dict[str, type]) -> Any:
-    """Return what came back as the runner says that it was put together, of the tensors that were taken. A named tuple
-    or object is of the class of that name among `classes`, else a tuple or a bare object. It may raise anything.
-    """
+    """Return what came back, of taken tensors. Objects are of the class of their name in `classes`. It may raise."""
     rest = iter(tensors)
     return tree.made(
         claim,

@@ -14,9 +14,7 @@ from problems.common import check
 
 
 def make(reference: ModuleType, task: Any, case: dict, device: str, ours: bool, weights: Any = None) -> Any:
-    """Return the data of a call. case: generate_input's arguments and the seed. weights: what the reference's
-    generate_weights made, by default for this case; the data is then task.Data of three parts.
-    """
+    """Return the data of a call. case: generate_input's arguments. weights: None makes those of this case."""
     if not ours:
         return of_folder(reference, case)
     if not hasattr(reference, "generate_weights"):

@@ -1,6 +1,4 @@
-"""The judge's matrix product on a GPU, in bf16. Its rate is the measured roofline of calls that are bound by
-computation. On a CPU integer instructions have four times the rate of any product that torch offers.
-"""
+"""The judge's matrix product on a GPU, in bf16: its rate is the measured roofline of calls bound by computation."""
 
 import torch
 

@@ -22,9 +22,7 @@ def region(leaf: dict, buffer: Shared) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two flat uint8 tensors hold the same bytes. Aligned ones are compared as words: torch.equal makes
-    a byte for each element, and a model's weights are compared after every call.
-    """
+    """Whether two flat uint8 tensors are equal: as words if aligned, since torch.equal makes a byte an element."""
     if one.numel() != other.numel():
         return False
     whole = one.numel() // WORD * WORD
@@ -77,9 +75,7 @@ def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
 
 
 def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
-    """Return the tensor that a runner copied to the place of a specification of `room_for`: of the dtype and stride of
-    `form`, where these leave no gaps, else contiguous; on the device of the reference's own answer.
-    """
+    """Return what a runner copied to a place of `room_for`, in the dtype, and stride without gaps, of `form`."""
     nbytes = math.prod(spec["shape"]) * getattr(torch, form["dtype"]).itemsize
     dense = tree.tensor({**spec, "dtype": form["dtype"], "nbytes": nbytes}, buffer.memory)
     return tree.with_strides(dense, form["stride"]).to(spec["device"])

@@ -44,9 +44,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp64 values in another type, saturated at its largest finite value; infinities and NaN stay if it has
-    them. Packed e2m1 takes whole numbers as its bytes.
-    """
+    """fp64 values in another type, saturated; infinities and NaN stay if it has them. Packed e2m1: its bytes."""
     _see_real(dtype)
     if dtype == torch.bool:
         return values != 0
@@ -95,9 +93,7 @@ def put(tensor: torch.Tensor, at: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values plus 5 to 10, without a period, since a softmax forgets what is added to all of its logits.
-    Integers and packed values move by one element: their range may mean something.
-    """
+    """Return the values plus 5 to 10, without a period; integers and packed values moved by one element."""
     if tensor.dtype in BITS:
         values = numbers(tensor)
         more = torch.arange(values.numel(), dtype=torch.float64, device=values.device).mul_(GOLDEN).frac_()
@@ -113,9 +109,7 @@ def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors are equal, or (floating point) nowhere over one representable value apart: a derived
-    tolerance must admit that, since it is as near as another way to round.
-    """
+    """Whether two tensors are equal, or nowhere over one representable value apart, which any tolerance must admit."""
     if one.dtype not in BITS:
         return torch.equal(bits(one), bits(two))
     x, y, type_ = numbers(one), numbers(two), torch.finfo(one.dtype)

@@ -74,9 +74,7 @@ def width() -> int:
 
 @contextlib.contextmanager
 def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
-    """Yield a function that passes a step on to `also`, and is shown: as a bar on a terminal, else as a line every ten
-    seconds, also while one step takes long.
-    """
+    """Yield what passes a step on to `also` and shows it: a bar on a terminal, else a line every ten seconds."""
     present, over, began_s, bar = Step("starting", 0, 1, ""), threading.Event(), time.monotonic(), is_terminal()
 
     def show(step: Step) -> None:
@@ -127,9 +125,7 @@ def note(said: str) -> None:
 
 
 class Failures:
-    """Prints each distinct failure once, when it first comes, and counts the others. A wrong answer has a line for each
-    case, and its elements once.
-    """
+    """Prints each distinct failure once, and counts the others; of a wrong answer a line for each case."""
 
     def __init__(self) -> None:
         self._more: dict[tuple[str, str, str], int] = {}
@@ -245,17 +241,24 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
     say("\n".join(textwrap.fill(line, width(), subsequent_indent="    ") for line in below))
 
 
+def bits(judged: list[Result]) -> None:
+    """Print whose bits depend on earlier calls, or on what else is in the batch."""
+    looked = [(j.submission.name, j.bits) for j in judged if j.bits]
+    for case in dict.fromkeys(str(bits.case) for _, bits in looked):
+        mine = [(name, bits) for name, bits in looked if str(bits.case) == case]
+        rows = [(name, *(bits.said(kind) or "-" for kind in ("call", "batch"))) for name, bits in mine]
+        say("\n".join([f"bits of {text.line(case)}:", *_aligned([("", "call", "batch"), *rows])]))
+
+
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     """Return rows of cells as lines of one length, names to the left and figures to the right. The first row names."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if name in ("", " ", "element") else ">" for name in rows[0]]
+    sides = ["<" if name in ("", " ", "element", "call", "batch") else ">" for name in rows[0]]
     return ["  ".join(map("{:{}{}}".format, row, sides, widths)) for row in rows]
 
 
 def places(judged: list[Result]) -> dict[str, str]:
-    """Return by submission its rank among those of this run, and the multiple of the leader's time, in words. Empty
-    where fewer than two are ranked.
-    """
+    """By submission its rank in this run, and the multiple of the leader's time, in words. {}: fewer than two."""
     ranked = [j for j in judged if not j.submission.baseline and not ranking.is_repeat(j.submission.name)]
     timed = sorted((j.metric, j.submission.name) for j in ranked if j.verdict == "PASSED" and j.metric)
     if len(timed) < 2:

@@ -75,9 +75,7 @@ class Content:
 
 
 class CheckerHandle:
-    """The checker of `problem` on `device` ("cpu" or "cuda"). ProblemError from any request: the problem's code failed;
-    CheckerLost: the checker is gone. module: another program than the checker that takes the same messages.
-    """
+    """The checker. ProblemError from any request: the problem's code failed; CheckerLost: it is gone."""
 
     def __init__(self, problem: Problem, device: str, module: str = "harness.checker.checker") -> None:
         self.problem, self.device = problem, device
@@ -102,9 +100,7 @@ class CheckerHandle:
         watch: Child | None = None,
         fds: Sequence[int] = (),
     ) -> tuple[dict, list[int]]:
-        """Return the checker's reply and its descriptors. failing: begins the error's message. watch: a runner that
-        works meanwhile. fds: closed here. Died: that runner took too much, and is gone.
-        """
+        """Return reply, descriptors. failing: begins errors. fds: closed. watch: a runner; Died: it took too much."""
         try:
             reply, given = self._answer(message, limit_s or replies.CHECKER_LIMIT_S, watch, fds)
         except Died as died:
@@ -164,9 +160,7 @@ class Printed:
 
 @dataclass(eq=False)
 class RunnerProcess:
-    """One process of a submission: its child process, its folder (None for the judge's own), and what it has received.
-    limit_s: for a request that is no call. printed: receives what it printed, when it has ended.
-    """
+    """One process of a submission, and what it has received. limit_s: of a request that is no call."""
 
     name: str
     child: Child
@@ -241,9 +235,7 @@ class RunnerProcess:
         return reply
 
     def report_of(self, timed: dict, limit_s: float) -> tuple[gate.Reading, list[int], list[int], str]:
-        """Return the report on a call on a CPU: the clock's reading, pids of what the runner had not ended before it
-        and after it, and what it noted of what came back. Died: it is gone, unready, late, or does not stop.
-        """
+        """Return (reading, pids ahead of the call, behind it, what it noted). Died: gone, late, or not to stop."""
         if timed["code"] == process.GONE:
             self.child.receive(replies.CANARY_LIMIT_S)  # raises what became of it
             raise Died("RUNTIME_ERROR", "its process was gone when its call should have been over")
@@ -273,9 +265,7 @@ class RunnerProcess:
 
 @dataclass(eq=False)
 class RunnerHandle:
-    """A submission, or (submission None) the judge's own calls: its process, and what became of earlier ones. name:
-    what times and limits of all its handles go by; runner: what this handle's process goes by, by default `name`.
-    """
+    """A submission (None: the judge's calls), and its process. name: for times and limits; runner: its process's."""
 
     name: str
     submission: Submission | None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from harness.judge import console, machine, phases, verdict
+from harness.judge import console, invariance, machine, phases, verdict
 from harness.judge.events import Events
 from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
@@ -55,9 +55,7 @@ def _is_leader(j: Result, leader: Leader) -> bool:
 
 @dataclass
 class Judging:
-    """Fills in the results of the submissions. The caller holds the device, and records. file: of a recorded run, with
-    its finished work; None: nothing is confirmed. enter: makes a submission part of the run, or returns None.
-    """
+    """Fills in results. file: of a recorded run; None: nothing is confirmed. enter: makes an opponent part of it."""
 
     selection: Selection
     recorder: Recorder
@@ -74,7 +72,9 @@ class Judging:
         self.problem, self.device, self.args = self.selection.problem, self.selection.device, self.selection.args
 
     def run(self, judged: list[Result], tests: list[Case], cases: list[Case]) -> None:
-        """Judge these on the test cases, unless the mode is "benchmark", and time those that pass, unless "test"."""
+        """Judge these on the test cases, and time those that pass, unless the mode is "test". Without any case, and in
+        a recorded run, see whether equal calls have equal bits.
+        """
         self.judged, self.cases = judged, cases
         with contextlib.ExitStack() as stack:
             self._note_others()
@@ -84,8 +84,10 @@ class Judging:
             asked = [{"op": "zeros", "case": case.params, "seed": case.seed} for case in (tests or cases)[:2]]
             if not self.problem.ours and any(session.checker.ask(one)["accepts"] for one in asked):
                 self._warn("this folder's check accepts an answer of zeros")
-            if self.args.mode != "benchmark":
+            if tests:
                 self._test(session, tests)
+            if self.file or not (tests or cases):
+                self._repeat(session)
             if self.args.mode != "test":
                 counts = phases.COUNTS[self.device, bool(self.args.against)]
                 counts = dataclasses.replace(counts, processes=self.args.processes or counts.processes)
@@ -129,6 +131,20 @@ class Judging:
             console.say(
                 f"{j.submission.name}  {count['PASSED']} of {text.counted(len(cases), 'test case')} right{rest}"
             )
+
+    def _repeat(self, session: Session) -> None:
+        """See whether equal calls have equal bits. A fault is that of a test case; without any, what passes is too."""
+        right = [j for j in self.judged if j.right]
+        handles, each_call = [self._handle(j) for j in right], phases_of(self.device).each_call
+        found = invariance.run(session, handles, self.selection.target, self.args.case or "", each_call)
+        for j in (j for j in right if j.submission.name in found):
+            bits = j.bits = found[j.submission.name]
+            if bits.fault or not self.file:
+                j.tests.append((bits.case, bits.fault or Outcome("PASSED")))
+            if bits.fault:
+                self.failures.add(j.submission.name, bits.case, bits.fault)
+        console.bits(right)
+        self.failures.close()
 
     def _time(self, session: Session, judged: list[Result], counts: phases.Counts, phase: str) -> None:
         """Time these, and pair the first with the second. Finished groups of `phase` come from the run's file."""

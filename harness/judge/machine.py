@@ -1,9 +1,8 @@
 """The machine that a run is on: one judge at a time on a device, which other processes use it, and failures that no
 submission caused, such as a full disk, no compiler or no memory, as a message.
 
-The lock is the kernel's, on a file of this user's: it ends with its process, however that ends, and children do not
-inherit it. Only `users` sees judges of other users. An exception that `said_of` does not know is a bug of the judge,
-and keeps its traceback.
+The lock is the kernel's, on a file of this user's: it ends with its process, and children do not inherit it. Only
+`users` sees judges of other users. What `said_of` does not know is a bug of the judge, and keeps its traceback.
 """
 
 import contextlib
@@ -33,9 +32,7 @@ _FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
 @contextlib.contextmanager
 def hold(device: str, say: Callable[[str], object] = print) -> Iterator[None]:
-    """Within, no other judge of this user is on `device`, "cpu" or a GPU's uuid. If one is, `say` receives once which
-    process that is, and this waits until it ends. SandboxError: the lock's folder belongs to another user.
-    """
+    """Hold `device`, "cpu" or a GPU's uuid, from this user's judges; `say` gets whom it waits for. SandboxError."""
     file = policy.runtime_folder("devices") / re.sub(r"[^A-Za-z0-9-]", "_", device)
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -53,9 +50,7 @@ def hold(device: str, say: Callable[[str], object] = print) -> Iterator[None]:
 
 
 def users(gpu_uuid: str) -> list[str]:
-    """Return the compute processes on a GPU, each as one line. A driver shows a container only what the container may
-    see. RuntimeError: nvidia-smi does not answer.
-    """
+    """The processes on a GPU, each a line, as far as a container may see. RuntimeError: no answer of nvidia-smi."""
     lines = []
     for row in gpu.asked("compute-apps", _FIELDS):
         # A process name may hold commas; the other fields do not.

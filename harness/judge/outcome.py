@@ -24,8 +24,7 @@ class Outcome:
     """The outcome of one call. us and the fields after it are None unless the call returned. us: the clock's reading,
     with its cost; host_us: on a GPU that of the player's host clock. self_timed: why it was timed in the submission's
     process, "" if it was not. On a CPU, late: the runner was told to stop too late, and could have worked on; busy: its
-    threads waited for a processor beside tasks of others. bytes: what a call must move, if the task says that of
-    contents.
+    threads waited for a processor beside others' tasks. bytes: that a call must move, if the task says it of contents.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for what is read from a run's file

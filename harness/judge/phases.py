@@ -6,7 +6,7 @@ of a pair it is A B B A. The judge checks each timed call, and draws its seed af
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from harness.judge import readings
@@ -25,6 +25,7 @@ STOPPED_LATE = (
     "worked on, or ran when stopped: run again when the machine is idle, or end threads before a call returns"
 )
 JUDGE = "(judge)"
+Calls = Iterator[tuple[Case, Callable[[RunnerHandle], Outcome]]]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def run_tests(
 ) -> dict[str, list[Outcome]]:
     """Call every submission once on every case. Return the outcomes by submission, in the order of the cases; `done`
     receives each. One that cannot be started any more has none for the cases that are left. What is in `have` is not
-    measured again. twice: cases to call
-    once more, where right, on contents of a secret seed, since a submission can hold the answers to public ones.
+    measured again. twice: cases to call once more, where right, on contents of a secret seed.
     """
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     total = len(cases) * len(handles)
@@ -106,6 +106,17 @@ def run_tests(
     return results
 
 
+def each_call(session: Session, handles: list[RunnerHandle], calls: list[Case]) -> Calls:
+    """Make the contents of these calls the present one in turn, with equal weights. Yield each, and what calls it."""
+    session.start(*handles)
+    session.weights(calls[0], calls[0].seed)
+    for before, call in zip([None, *calls], calls, strict=False):
+        if call != before:
+            session.content(call, call.seed)
+        yield call, lambda handle: session.call(handle, CallRequest(1))
+    session.stop(*handles)
+
+
 def over(handle: RunnerHandle, outcomes: list[Outcome]) -> bool:
     """Whether a submission failed so that it is not started again, and the last of its outcomes says it."""
     return bool(outcomes) and outcomes[-1] == handle.given_up
@@ -120,9 +131,7 @@ def run_benchmarks(
     have: Finished = NOTHING,
     kind: "type[Benchmark] | None" = None,
 ) -> tuple[dict[str, list[Timing]], list[ReferenceReadings]]:
-    """Time every submission on every case. Return (timings by submission, the judge's readings by case). done: receives
-    each finished group; one in `have` is not measured again. kind: how they are made.
-    """
+    """Time all. Return (timings by submission, readings by case). done: gets finished groups; have: not made again."""
     benchmark = (kind or Benchmark)(session, handles, cases, counts, done, have)
     for handle in handles:
         handle.lost = 0
@@ -260,9 +269,7 @@ class Benchmark:
         return [name for name, t in timings.items() if not t.failure and len(t.outcomes[process]) < samples]
 
     def _round(self, case: Case, sample: int, measure: bool = False) -> None:
-        """Make one call of each submission on the same new contents; of a pair both count or none, unless one of them
-        does not serve the case. A negative sample is not scored. measure: what it leaves behind in memory counts.
-        """
+        """Call each submission on the same contents. sample < 0: not scored. measure: what stays in memory counts."""
         self.group.seeds.append(self.session.content(case))
         paired, outcomes = self.counts.paired, dict[str, Outcome]()
         called = [e.name for e in self.living] if sample < 0 or paired else self._lacking()
@@ -295,9 +302,7 @@ class Benchmark:
                 self._add(name, outcome)
 
     def _order(self, sample: int) -> list[RunnerHandle]:
-        """Return the handles of the group in the order of their calls in a round: rotated by 0, 2, 4, ..., each
-        followed by the same backwards. So each comes before each other one in half of the rounds.
-        """
+        """Return handles in the order of a round: rotated by 0, 2, 4, ..., each followed by the same backwards."""
         # Odd, since what has a period of two in all processes, as buffers on a CPU have, must not go with the order.
         number = self.group.process * (self.counts.samples | 1) + sample
         shift = number // 2 * 2 % max(1, len(self.living))

@@ -116,9 +116,7 @@ class ReferenceReadings:
 
 @dataclass
 class CaseReadings:
-    """What the judge has read so far on one case besides the submissions. bytes: that a call must move, None while it
-    is unknown; judge_us: by the judge's call its times in us; state: of the GPU behind the last group.
-    """
+    """What the judge has read on a case. bytes: a call must move, None: unknown; judge_us: us by the judge's call."""
 
     case: Case
     bytes: int | None
@@ -134,9 +132,7 @@ class CaseReadings:
 
 
 def reference(beside: CaseReadings, timings: list[Timing], device: str, matmul_us: list[float]) -> ReferenceReadings:
-    """Return the reference readings of a case. On a CPU, take the clock's cost off its timings; on a GPU, fail those
-    that the host's clock contradicts. matmul_us: of all cases of the run, which share one reading.
-    """
+    """Return a case's readings. Take the clock's cost off its timings; on a GPU fail what the host contradicts."""
     judge_us, resolution = beside.judge_us, 0.0
     reads = [name for name in judge_us if name not in ("empty", HOST, PRODUCT)]
     if device == "cpu":
@@ -183,9 +179,7 @@ def _take_off_cost(judge_us: dict[str, list[float]], timings: list[Timing], read
 
 
 def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
-    """Return what no call can undercut, in us: 95 % of bytes or flops at the datasheet's rate, or of the empty call; 0
-    for a device without a datasheet here, since a rate that was measured is no bound.
-    """
+    """What no call undercuts, in us: 95 % of the datasheet's time, or of the empty call; 0 without a datasheet."""
     named = next((name for name in environment.RATES if gpu and name in gpu), None)
     if named is None:
         return 0.0

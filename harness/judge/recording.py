@@ -74,17 +74,13 @@ class Player:
         raise Died("RUNTIME_ERROR", f"{text}; {MEMORY_HINT}" if MEMORY in text else text)
 
     def scratch(self, nbytes: int) -> tuple[dict, int]:
-        """Forget the call, and make scratch memory for those of the next runner. Return what the runner needs, with the
-        descriptor.
-        """
+        """Forget the call, make scratch memory for those of a runner. Return what it needs, with the descriptor."""
         nbytes = -(-nbytes // player.PAGE) * player.PAGE
         reply, (fd,) = self._request({"op": "scratch", "bytes": nbytes})
         return {"address": reply["address"], "nbytes": nbytes}, fd
 
     def memory(self, number: int, sizes: dict[str, int]) -> list[int]:
-        """Forget the call, and make the memory of another: "inputs", "outputs" and "weights" bytes. Return the
-        descriptors.
-        """
+        """Forget the call, and make memory for another: bytes of "inputs", "outputs", "weights". Return descriptors."""
         return self._request({"op": "memory", "number": number, **sizes})[1]
 
     def snapshot(self, used: list[int]) -> list[int]:
@@ -92,9 +88,7 @@ class Player:
         return self._request({"op": "snapshot", "used": used})[1]
 
     def load(self, recorded: replies.Recorded, images: list[int], kept: list[int]) -> None:
-        """Take a recorded call, whose memory was made. images, kept: descriptors of its code, which stay open as long
-        as the process lives, and of the copy of the scratch memory that it uses.
-        """
+        """Take a recorded call. images, kept: descriptors of its code, which stay open, and of its scratch memory."""
         parts = recorded.model_dump(by_alias=True, include={"before", "nodes", "variables", "used"})
         fresh = [fd for fd in dict.fromkeys(images) if fd not in self._images]
         for fd in fresh:
@@ -134,9 +128,7 @@ class Recording:
     kept: list[int] = field(default_factory=list)  # of the scratch memory that it uses, as it was then: none or one
 
     def make(self, session: Session, made: Player, baseline: bool) -> list[int]:
-        """Make the memory of the call, with the weights in it, which the checker maps. Return descriptors for its
-        runner.
-        """
+        """Make the memory of the call, with its weights, which the checker maps. Return descriptors for its runner."""
         sizes = {**self.content.parts, "weights": session.weights_bytes}
         fds = made.memory(self.number, sizes)
         pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
@@ -166,9 +158,7 @@ def _close(*those: list[int]) -> None:
 
 @dataclass
 class Played:
-    """A submission in a wave: its player, whether that has scratch memory, and how many bytes of it a runner gets; by
-    the case's number its recorded calls.
-    """
+    """A submission in a wave: its player, scratch memory that this has and a runner gets, and recordings by case."""
 
     handle: RunnerHandle
     player: Player | None = None
@@ -195,8 +185,7 @@ class Played:
 class Replays:
     """The recorded calls of some submissions on some cases. A context manager: it ends players and frees memory.
 
-    seeds: by case, of the weights. compiles: this is a compile step, whose contents are public and whose caches are
-    kept.
+    seeds: by case, of the weights. compiles: a compile step, whose contents are public and whose caches are kept.
     """
 
     def __init__(
@@ -332,18 +321,14 @@ class Replays:
         return min(SCRATCH_BYTES + int(largest), (device_bytes - RESERVE_BYTES) // (2 * len(self.played)))
 
     def _has_room(self, many: int) -> bool:
-        """Return whether the present content has room for as many submissions, each with its memory and a copy of
-        scratch memory, beside the judge's readers.
-        """
+        """Whether so many submissions have room, each with a copy of scratch memory, beside the judge's readers."""
         present, weights = self.session.present, self.session.weights_bytes
         need = player.COPIES * (present.parts["inputs"] + present.parts["outputs"]) + int((1 + PREPARED) * weights)
         spare = RESERVE_BYTES + player.COPIES * min(present.moved, READ_BYTES)
         return bool(self.session.checker.ask({"op": "memory"})["free"] > spare + many * need)
 
     def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
-        """Record a submission's call on the present content, of this case, under this number. Return None if its runner
-        was lost by another call, and it may get a further one.
-        """
+        """Record a call on the present content. None: another call lost its runner, and it may get a further one."""
         handle = one.handle
         recording = Recording(f"{handle.name} {case}", number, self.session.present)
         if handle.submission and not handle.serves(self.cases[case]):

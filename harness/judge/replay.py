@@ -51,9 +51,7 @@ def run_tests(
     have: Finished = NOTHING,
     twice: tuple[Case, ...] = (),
 ) -> dict[str, list[Outcome]]:
-    """As phases.run_tests does on a CPU. The calls on cases in `twice` are recorded and made on secret weights and
-    contents only.
-    """
+    """As phases.run_tests. Cases in `twice` are recorded and called on secret weights and contents only."""
     results: dict[str, list[Outcome]] = {handle.name: [] for handle in handles}
     total = len(cases) * len(handles)
     todo = {n: case for n, case in enumerate(cases) if any(have.test(e.name, n) is None for e in handles)}
@@ -81,6 +79,22 @@ def run_tests(
                 replays.free(number)
     session.progress(Step("test", total, total, "done"))
     return results
+
+
+def each_call(session: Session, handles: list[RunnerHandle], calls: list[Case]) -> phases.Calls:
+    """As phases.each_call, those of as many rows one after another: their calls are recorded once."""
+    parts = [[call for call in calls if len(call.rows or ()) == n] for n in {len(call.rows or ()): 0 for call in calls}]
+    session.build(*handles, try_out=functools.partial(_try_out, session))
+    first = {number: part[0] for number, part in enumerate(parts)}
+    with Replays(session, handles, first, dict.fromkeys(first, calls[0].seed)) as replays:
+        for wave in replays.waves():
+            replays.renew()
+            for number in wave:
+                replays.place(number)
+                for copy, call in enumerate(parts[number]):
+                    session.content(call, call.seed)
+                    yield call, functools.partial(replays.play, number=number, copy=copy % player.COPIES)
+                replays.free(number)
 
 
 class ReplayBenchmark(Benchmark):

@@ -58,9 +58,7 @@ Taken = Annotated[float, Field(ge=_LEAST_US, le=_MOST_US, allow_inf_nan=False)]
 
 
 class Reply(BaseModel):
-    """Any reply: its own fields and no others, and no value turned into another type. most_values: of objects, lists
-    and what is in them, since pydantic lists all faults.
-    """
+    """A reply: its fields only, no value converted. most_values: in it, since pydantic lists all faults."""
 
     most_values: ClassVar[int] = 10_000
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -92,9 +90,7 @@ class Prepared(Reply):
 
 
 class Claim(Reply):
-    """One object that a call returned. same: it is the judge's own tensor. In a GPU MODE folder a container has
-    `items`, their `keys`, and its class as `value`; a plain value has it as JSON.
-    """
+    """An object that a call returned. same: the judge's own tensor. value: JSON, or a container's class."""
 
     type: Name
     dtype: Name = ""
@@ -196,8 +192,7 @@ Nodes = Annotated[list[Node], Field(max_length=NODES)]
 
 class Recorded(Reply):
     """A recorded call. before: a baseline's setup; used: offset and size of each range of scratch memory in use;
-    scratch: bytes from its beginning that were ever handed out; unrecorded: why there is none; branches: its work is in
-    no single order.
+    scratch: bytes of it that were ever handed out; unrecorded: why there is none; branches: its work has no one order.
     """
 
     most_values: ClassVar[int] = 1_000_000

@@ -31,9 +31,7 @@ def options(arguments: Options) -> dict:
 
 
 def chosen(files: Iterable[Contents], run_id: str, where: str) -> RunFile:
-    """Return the file of the run `run_id`; of "": the newest unfinished one that no process holds. files: oldest first;
-    where: what these are. UsageError: there is no such run, or a living process holds it.
-    """
+    """The file of run `run_id`, "": the newest that is free. where: of these. UsageError: none such, or it is held."""
     unfinished = [file for file in files if file.unfinished]
     busy = []
     for file in reversed(unfinished):

@@ -68,9 +68,7 @@ class CallRequest:
 
 
 class Session:
-    """A context manager: a checker for `problem` on `device` ("cpu" or "cuda"), and runners as they are needed. notes:
-    for the record. progress: what is compiled or recorded.
-    """
+    """A context manager: a checker, and runners as needed. notes: for the record. progress: of compiling."""
 
     def __init__(self, problem: Problem, device: str, timeout_s: float | None = None) -> None:
         self.problem, self.device = problem, device
@@ -111,7 +109,7 @@ class Session:
     def content(self, case: Case, seed: int | None = None) -> str:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self.secret_seed(case) if seed is None else seed
-        made = self.checker.ask({"op": "content", "case": case.params, "seed": seed})
+        made = self.checker.ask({"op": "content", "case": case.params, "seed": seed, "rows": case.rows})
         self.present = Content(case, made["host"], made["parts"], made["open"], made["bytes"], made["held"])
         if (device := made["device"]) != self.device:
             said = f"makes its data on {device}, the session runs on {self.device}: use --device {device}"
@@ -119,9 +117,7 @@ class Session:
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:
-        """Return a secret seed: of 63 bits; in a GPU MODE folder of as many as its contents take (`foreign.seed_bits`),
-        or if that is 0, of as many as the case's own seed has.
-        """
+        """Return a secret seed: of 63 bits; in a GPU MODE folder of as many as its contents, or case's seed, have."""
         if self._seed_bits is None:
             message = {"op": "seeds", "case": case.params, "seed": case.seed}
             most = 63 if self.problem.ours else self.checker.ask(message)["bits"]
@@ -181,9 +177,7 @@ class Session:
             ended.remove()
 
     def call(self, handle: RunnerHandle, request: CallRequest) -> Outcome:
-        """Make one call of a submission on a CPU, or one of the judge's own, on the present content. Return its
-        outcome: UNSUPPORTED, without a call, if a baseline says that it does not serve the content's case.
-        """
+        """Make one call on a CPU, also of the judge's own. Return its outcome: UNSUPPORTED if ONLY lacks the case."""
         if refused := self._refused(handle):
             return refused
         process = handle.running
@@ -226,9 +220,7 @@ class Session:
     def ask_runner(
         self, handle: RunnerHandle, wanted: type[Wanted], message: dict, limit_s: float, buffers: int = 0
     ) -> Wanted | Outcome:
-        """Make a request other than a call ("compile", "profile"). Return the reply, or the failure. buffers: that the
-        runner gets on a CPU, with the present content in the first.
-        """
+        """Make a request that is no call. Return the reply, or the failure. buffers: on a CPU; the first is filled."""
         compiles = message["op"] == "compile"
         if failure := self._started(handle, compiles):
             return failure
@@ -245,9 +237,7 @@ class Session:
         return reply
 
     def build(self, *handles: RunnerHandle, try_out: Callable[[RunnerHandle, list[Case]], None] | None = None) -> None:
-        """Make the compile step of each handle that had none. A failed one is `broken`.
-        try_out: calls a submission on cases, for code that compiles when it sees its arguments.
-        """
+        """Make the compile step of each handle that had none. A failed one is `broken`. try_out: calls cases."""
         todo = []
         for handle in handles:
             one, target = handle.submission, handle.target
@@ -296,9 +286,7 @@ class Session:
         return None if handle.process else handle.broken or handle.loss
 
     def _give(self, handle: RunnerHandle, buffers: int, reads: dict[str, int] | None) -> Outcome | None:
-        """Give a runner buffers for the present content, and the present weights, unless it has them. Return the fault
-        of what it kept of the previous weights.
-        """
+        """Give a runner buffers and the present weights, unless it has them. Return the fault of what it kept."""
         handle.running.open(self.present, buffers, reads)
         if not self._split or handle.submission is None or handle.running.holds == self._weights:
             return None
@@ -307,9 +295,7 @@ class Session:
     def verdict(
         self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False
     ) -> Outcome:
-        """Return the checker's verdict on inputs and outputs in a buffer of a runner, by its name there, and on what
-        the runner says that came back. fixed: inputs and weights were read-only.
-        """
+        """Return the checker's verdict on a buffer, and on what came back. fixed: inputs and weights were read-only."""
         told = None if claims is None else [claim.model_dump() for claim in claims]
         message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
         verdict = self.checker.ask({**message, "fixed": fixed})
@@ -324,9 +310,7 @@ class Session:
 def cpu_call(
     handle: RunnerHandle, request: CallRequest, content: Content, buffer: int, limit_s: float
 ) -> tuple[Outcome, list[replies.Claim] | None]:
-    """Make one call on a CPU, which the checker times. Return its times, with the fault of what went on after it, and
-    what the runner says of the tensors that came back, None if it was not asked. Died: the call failed.
-    """
+    """Make one call on a CPU. Return its times, with a fault, and what came back, None: not asked. Died: failed."""
     process, checker, judges = handle.running, handle.running.checker, handle.submission is None
     nbytes = content.moved if judges else 0
     address = {"runner": handle.runner, "buffer": buffer}

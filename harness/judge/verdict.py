@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 
 from harness.judge import session
+from harness.judge.invariance import Bits
 from harness.judge.outcome import Outcome
 from harness.judge.readings import ReferenceReadings, Timing, ratios, sol_us
 from harness.problem import sources
@@ -45,7 +46,7 @@ class Result:
     """All that came out for one submission. reason: of a verdict on it as a whole. source_hash: of its closure when it
     was chosen. ranking_by: the problem's. attempt: how many runs timed a variant of this name here, this one included;
     None for a run that does not count. confirms: of times that confirm a first place, the leader then. before: the
-    submission at each earlier, superseded measurement of this run. audit: as in the record.
+    submission at each earlier, superseded measurement of this run. audit, bits: as in the record.
     remark: what the verdict PASSED does not show, in words.
     """
 
@@ -65,6 +66,7 @@ class Result:
     confirms: dict | None = None  # {variant, run_id, source_hash, paired}
     before: list[Result] = field(default_factory=list)
     audit: dict | None = None
+    bits: Bits | None = None
     remark: str = ""
 
     def __post_init__(self) -> None:
@@ -111,9 +113,7 @@ def source_hash(submission: Submission) -> str:
 
 
 def exit_code(verdicts: list[str], everything: bool) -> int:
-    """The single verdict's code; for --all, that of the gravest one, variants of other machines aside. BUSY times are
-    no measurement.
-    """
+    """Of one verdict its code; for --all that of the gravest, other machines' aside. BUSY times are no measurement."""
     verdicts = ["INVALID_MEASUREMENT" if v == "BUSY" else v for v in verdicts]
     if everything:
         verdicts = [v for v in verdicts if v != "UNSUPPORTED"] or ["UNSUPPORTED"]
@@ -275,6 +275,7 @@ class Recorder:
             "ranking_by": judged.ranking_by,
             "attempt": judged.attempt,
             "audit": judged.audit,
+            "bits": judged.bits.record() if judged.bits else None,
         }
         if judged.confirms:
             line["confirms"] = judged.confirms

@@ -86,9 +86,7 @@ class Row:
 
 
 def run(problem: Problem, device: str, target: str, say: Say) -> bool:
-    """Lint `problem` on `device`, a GPU of architecture `target` or "cpu", and print tables through `say`. Return
-    whether it passes. ProblemError: the problem's own code raises, or ends its process.
-    """
+    """Lint `problem` for `target`, print tables through `say`. Return whether it passes. ProblemError: it raises."""
     helper = CheckerHandle(problem, device, "harness.lint.trivial")
     with console.progress() as progress:
         try:

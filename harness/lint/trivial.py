@@ -44,9 +44,7 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a candidate in a case. status: refused, accepted, right (the exact answer or its neighbour
-    everywhere), luck (accepted, but not with most other seeds) or absent. text: why, or of how many other seeds.
-    """
+    """Of a candidate in a case. status: refused, accepted, right, luck (another seed refuses it), absent. text: why."""
 
     name: str
     kind: str
@@ -57,8 +55,7 @@ class Tried:
 class Trivial(Checker):
     """A checker that makes up the answers itself. truth: what the reference returns, an item per output; exact: the
     same in the outputs' types and layouts; before: the exact answer to another seed; unweighted: to other weights. In a
-    folder from elsewhere an output is a leaf of the answer, whose containers are `form`: a number is a tensor without
-    axes, a text or None is as it is.
+    folder from elsewhere an output is a leaf of the answer, in containers `form`; a number is a tensor without axes.
     """
 
     def lint(self, message: dict, _: list[int]) -> dict:

@@ -44,9 +44,7 @@ def place_of(number: int) -> int:
 
 
 class Player:
-    """A public method handles the request of its name: it takes the message and its descriptors, and returns the reply;
-    "fds" are the descriptors that go with it.
-    """
+    """A public method handles the request of its name, and returns the reply; "fds" are descriptors that go with it."""
 
     def __init__(self, library: str) -> None:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -70,9 +68,7 @@ class Player:
         return {"address": BASE, "fds": [fd.value]}
 
     def memory(self, message: dict, _: list[int]) -> dict:
-        """Forget the call, and make the memory of another: "inputs", "outputs" and "weights" bytes. Descriptors: inputs
-        and outputs COPIES times, then weights, without those of no bytes.
-        """
+        """Make the memory of another call. Descriptors: inputs and outputs COPIES times, weights; none of no bytes."""
         made = (c_int * (2 * COPIES + 1))()
         self._do("memory", *(message[name] for name in ("number", "inputs", "outputs", "weights")), made)
         return {"fds": [fd for fd in made if fd >= 0]}
@@ -84,10 +80,7 @@ class Player:
         return {"fds": [fd.value] if fd.value >= 0 else []}
 
     def load(self, message: dict, fds: list[int]) -> dict:
-        """Take a recorded call, whose memory was made: its kernels, copies, fills and variables, and its images, by the
-        numbers in which they were loaded. fds: of the images that follow those loaded so far, and of the copy of
-        scratch memory, if there is one.
-        """
+        """Take a recorded call. fds: of images that follow those loaded so far, and of scratch memory, if any."""
         used, count = _ranges(message)
         kept = fds.pop() if message["kept"] else -1
         images, numbers = [_content(fd) for fd in fds], message["images"]
@@ -127,9 +120,7 @@ class Player:
         self._do("fill", *(node[name] for name in ("to", "pitch", "width", "height", "value", "element")))
 
     def play(self, message: dict, _: list[int]) -> dict:
-        """Make the call on the contents of one of its copies. Return "us" of the event pair, "host_us" of the host's
-        clock. what: 0 the call, 1 nothing, 2 and more a plain reader over "bytes".
-        """
+        """Make the call on one of its copies. what: 0 the call, 1 nothing, 2 and more a plain reader over "bytes"."""
         us, limit_s = (c_double * 2)(), c_double(message["limit_s"])
         self._do("play", message["copy"], message["what"], message["bytes"], limit_s, us)
         for take in message["takes"]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import numbers
+import random
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from harness.results import text
 from problems.common import build, load, terminal
 
 TARGETS = ("cpu", "sm90", "sm100")
-DRAWN = 16  # test cases that only one run has
+DRAWN, AT_TIMED = 16, 2  # test cases that only one run has, and those of the smallest timed shapes
 _TASKS = ("task.py", "task.yml", "task.yaml")  # of which a problem folder has one
 _NAMED = 5  # problem folders in a message
 
@@ -34,9 +35,7 @@ class ProblemError(RuntimeError):
 
 @contextlib.contextmanager
 def reading(what: str, named: bool = False) -> Iterator[None]:
-    """Turn any trouble with reading files of a problem or a submission into a UsageError of one line. named: an error
-    of values says which file it is about.
-    """
+    """Turn what goes wrong in files into a UsageError of one line. named: an error of values says which file."""
     try:
         yield
     except UsageError:
@@ -61,15 +60,14 @@ def has_words(case: str, words: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One argument set of generate_input. bytes: least traffic, None where the folder does not say; flops likewise.
-    weight_bytes: what the weights take in memory, 0 where it does not say.
-    """
+    """One argument set of generate_input. bytes: least traffic, None: not said; flops likewise; weight_bytes: or 0."""
 
     params: dict
     seed: int
     bytes: int | None = None
     flops: int | None = None
     weight_bytes: int = 0
+    rows: tuple[int, ...] | None = None  # only these of the call, in this order (harness/judge/invariance.py)
 
     def __str__(self) -> str:
         return text.label(self.params) or "(no parameters)"
@@ -77,9 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission file and its literals, read without running it. folder: its problem's. only: (field of the case,
-    values that it serves); () serves all. ours: its problem's folder is.
-    """
+    """A submission file and its literals. folder, ours: its problem's. only: (field of the case, values); (): all."""
 
     name: str
     file: Path
@@ -116,10 +112,16 @@ class Problem:
         """Return the cases that submissions for `target` are timed on."""
         return self.benchmarks.get(target, self.benchmarks["cpu" if target == "cpu" else "cuda"])
 
-    def drawn(self, seed: int) -> tuple[Case, ...]:
-        """Return test cases that `seed` draws; none where task.py has no axes to draw from."""
+    def drawn(self, seed: int, target: str) -> tuple[Case, ...]:
+        """Return test cases that `seed` draws, of timed shapes with contents of test cases too; none without axes."""
         task = load.module(self.folder, "task") if self.ours else None
-        return _cases(self.folder, task.tests(seed)[:DRAWN]) if hasattr(task, "tests") else ()
+        if not hasattr(task, "tests"):
+            return ()
+        contents = sorted({case.params["content"] for case in self.tests if "content" in case.params})
+        small = sorted(self.timed(target), key=lambda case: case.bytes or 0)[: AT_TIMED if contents else 0]
+        chosen = zip(small, random.Random(seed).choices(contents or [""], k=len(small)), strict=True)
+        hard = (dataclasses.replace(case, params=case.params | {"content": one}, seed=seed) for case, one in chosen)
+        return (*_cases(self.folder, task.tests(seed)[:DRAWN]), *hard)
 
     def submissions(self) -> list[Submission]:
         """Return every file in variants/, by name."""
@@ -183,9 +185,7 @@ def problem_names() -> list[str]:
 
 
 def submission(problem: Problem, file: Path, option: str = "--submission") -> Submission:
-    """What the submission `file`, which `option` names, says of itself. UsageError: no such file, no Python, the name
-    of a module of the problem, an unknown target, or a wrong ONLY.
-    """
+    """What the file that `option` names says of itself. UsageError: it is no submission, or its literals are wrong."""
     if not file.is_file():
         raise UsageError(f"{option} must be a Python file, found none at {file}")
     if file.suffix != ".py":

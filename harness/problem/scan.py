@@ -34,10 +34,7 @@ class Finding:
 
 
 def findings(files: Iterable[Path], ours: bool = True) -> list[Finding]:
-    """Return where these files have the word, in order, at most MOST of a file, of which those that break the rule come
-    first. ours: the problem has our format; in a comment of a submission to another the word is a warning. OSError,
-    BuildError: a file cannot be read.
-    """
+    """At most MOST findings a file, of rule 1 first. ours: of the problem. OSError, BuildError: unreadable."""
     return [
         finding for file in files for finding in sorted(_findings(file, ours), key=lambda finding: finding.warns)[:MOST]
     ]

@@ -32,9 +32,7 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def closure(file: Path, folder: Path | None = None) -> list[Path]:
-    """All that the submission `file` to the problem `folder` is made of; without a folder its own sources alone.
-    ValueError, SyntaxError: one of them cannot be read (harness/problem/folders.py says so beforehand).
-    """
+    """All that `file` is made of; without a folder its own sources alone. ValueError, SyntaxError: unreadable."""
     return files_of(file) + (brought(file, folder) if folder else [])
 
 
@@ -93,9 +91,7 @@ def shared(files: Iterable[Path]) -> list[Path]:
 
 
 def problem_hash(folder: Path, others: Iterable[Path] = ()) -> str:
-    """Hash of the files that define a problem, with what they import: names and contents. others: further ones of a
-    GPU MODE folder. ValueError, SyntaxError, YAMLError: one is unreadable.
-    """
+    """Hash of what defines a problem. others: of GPU MODE's files. ValueError, SyntaxError, YAMLError: unreadable."""
     files = [folder / name for name in ("task.py", "reference.py")] + list(others)
     files = [file.resolve() for file in files if file.is_file()]
     if is_composition(folder):  # whose reference is made of the folder's modules
@@ -126,9 +122,7 @@ def _targets(node: ast.Assign) -> set[str]:
 
 
 def _dump(tree: ast.AST, docstrings: bool) -> str:
-    """A syntax tree as text, equal for every version of Python: `ast.dump` differs in what it shows of empty fields.
-    A tree of any depth, and a number of any length, has one.
-    """
+    """A syntax tree of any depth as text, the same for every version of Python, which `ast.dump` is not."""
     parts: list[str] = []
     todo: list[tuple[str, Any]] = [("", tree)]  # texts, and what comes behind each; the last one is the next
     while todo:
@@ -184,9 +178,7 @@ def modules(file: Path, folder: Path) -> list[Path]:
 
 
 def helpers(folder: Path) -> dict[str, Path]:
-    """Return the modules beside reference.py that it imports by their own names, at any distance, by their places. No
-    submission sees them. SyntaxError: one is not Python.
-    """
+    """By place, the modules that reference.py imports by name; hidden from submissions. SyntaxError: no Python."""
 
     def used(path: Path) -> list[Path | None]:
         return [_found(f".{name}", folder, "") for _, name in imported(path)] if path.is_file() else []
@@ -281,7 +273,5 @@ def task_yml(folder: Path) -> Path:
 
 
 def qualified(folder: Path) -> str:
-    """Return the name of a problem with where it comes from: in GPU MODE's format, or a copy of one of ours elsewhere.
-    Records of two folders of one name stay apart, and none is taken for a record of ours.
-    """
+    """Return a problem's name with where it comes from, if that is no folder of ours: records stay apart."""
     return f"{folder.name}@{folder.parent.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"

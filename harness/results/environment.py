@@ -87,9 +87,7 @@ def gpu_state() -> GpuState:
 
 @functools.cache
 def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
-    """(commit of the checkout at `root`, whether anything but records is uncommitted); None: not known, as outside git.
-    Whoever copied the tree may say it in $GIT_COMMIT and $GIT_DIRTY, 0 or 1.
-    """
+    """(commit at `root`, whether more than records is uncommitted), or None. $GIT_COMMIT, $GIT_DIRTY may say it."""
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"], {"0": False, "1": True}.get(os.environ.get("GIT_DIRTY", ""))
     status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]

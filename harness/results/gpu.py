@@ -27,9 +27,7 @@ class Gpu:
 
 
 def asked(what: str, fields: tuple[str, ...]) -> list[list[str]]:
-    """Return the cells of nvidia-smi's table of `what`, "gpu" or "compute-apps", a row for each. RuntimeError: there is
-    no nvidia-smi, or it does not answer.
-    """
+    """Return the rows of nvidia-smi's table of `what`, "gpu" or "compute-apps". RuntimeError: it does not answer."""
     if not shutil.which("nvidia-smi"):
         raise RuntimeError("there is no nvidia-smi to ask")
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -73,9 +71,7 @@ def current() -> Gpu | None:
 
 
 def select(number: int = 0) -> Gpu:
-    """Leave only GPU `number` of the visible ones to this process and its children, and return it. To be called before
-    CUDA is used. LookupError: there is no such GPU; it says which there are.
-    """
+    """Leave this process, ahead of CUDA, and its children GPU `number` of the visible ones. LookupError: none such."""
     found = visible()
     if number >= len(found):
         names = "; ".join(f"cuda:{i} is {gpu.name} ({gpu.uuid})" for i, gpu in enumerate(found)) or "there is none"

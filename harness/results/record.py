@@ -142,18 +142,14 @@ def contents_of(path: Path, results: Path, check: Check = UNCHECKED) -> Contents
 
 
 def parsed(data: bytes | str, path: Path, source: str, check: Check = UNCHECKED) -> Contents:
-    """Return what the lines of a file hold. source: its name in complaints. Unknown keys are kept, and a lone surrogate
-    in a text becomes U+FFFD, so that all can be written.
-    """
+    """What the lines hold. source: named in complaints. Unknown keys stay; a lone surrogate becomes U+FFFD."""
     found = Contents(path)
     _, found.complaints = parse_lines(data, source, lambda line: found.take(loads(line), check))
     return found
 
 
 def records_of(found: Iterable[Contents]) -> list[dict]:
-    """Return the records of these files. Runs with --shard that are parts of one run get one run id, the first one's:
-    those of one set, up to the next that has a part once more.
-    """
+    """Return the records of files. Parts of one run (--shard), up to a part that comes again, share a run id."""
     records: list[dict] = []
     sets: dict[str, tuple[str, set[int]]] = {}
     for one in found:
@@ -198,9 +194,7 @@ def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], Any
 
 
 def loads(line: bytes) -> dict:
-    """Return the JSON object of a line. ValueError: it is too long, or is none. NaN and infinity pass, since lines of
-    work may have them; `checked` refuses them in records.
-    """
+    """The JSON object of a line. ValueError: too long, or none. NaN and infinity are left for `checked`."""
     if len(line) > LINE_BYTES:
         raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are read")
     try:

@@ -176,6 +176,10 @@ class Record(_Checked):
     ranking_by: Literal["geom", "mean", "last"] | None = _field("geom, mean or last: the metric", ("benchmark",))
     attempt: Count | None = _field("how many runs timed a variant of this name here, this one included", ("benchmark",))
     audit: Any = _field("what was looked at beside the outputs", ("benchmark",))
+    bits: dict[str, Any] | None = _field(
+        "whether equal calls had equal bits: call, the same one; batch, a row in any (null: it has none); calls, case",
+        ("benchmark",),
+    )
     superseded: bool | None = _field("a later measurement of the same run counts instead", ("benchmark",))
     confirms: Confirms | None = _field("the leader against whom these times confirm a first place", ("benchmark",))
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))

@@ -40,9 +40,7 @@ class Ratio:
     processes: int
 
     def word(self, band: float = SAME_WITHIN) -> str:
-        """Return FASTER or SLOWER if the 99 % interval excludes 1, so that of a hundred comparisons with itself one is
-        called something else; else SAME if the 95 % interval is within 1 -+ `band`; else UNDECIDED.
-        """
+        """Return FASTER or SLOWER if ci99 excludes 1, else SAME if ci95 is within 1 -+ `band`, else UNDECIDED."""
         if self.ci99[1] < 1 or self.ci99[0] > 1:
             return "FASTER" if self.ci99[1] < 1 else "SLOWER"
         return "SAME" if self.ci95[0] >= 1 - band and self.ci95[1] <= 1 + band else "UNDECIDED"
@@ -134,9 +132,7 @@ def _widening(count: int, level: float) -> float:
 
 @functools.cache
 def _students_t(free: int, level: float) -> float:
-    """Return how far from 0 `level` % of Student's t with `free` degrees of freedom reaches. In the angle of which t is
-    root(free) times the tangent, its density is a power of the cosine. Of many degrees it is the normal distribution.
-    """
+    """Return how far from 0 `level` % of Student's t reaches; t is root(free) times the tangent of an angle."""
     if free > 10_000:
         return NormalDist().inv_cdf(0.5 + level / 200)
     angle = np.linspace(0, np.pi / 2, 50_001)
@@ -148,8 +144,7 @@ def _students_t(free: int, level: float) -> float:
 def mean_interval(cases: Sequence[Groups], seed: int = 0) -> tuple[float, float]:
     """95 % interval (lo, hi) of the mean of the cases' medians; of one case, of its median. cases: the groups of each.
     The draw of processes is common to all cases, since process i of one is, or ran beside, process i of another: what
-    it adds to all of them does not average out. ValueError: there is no case or group, one is empty, or a sample is not
-    finite or not positive.
+    it adds to all does not average out. ValueError: no case or group, an empty one, a sample not finite or positive.
     """
     return _bounds(_case_medians(cases, seed).mean(axis=0))
 

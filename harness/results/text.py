@@ -59,9 +59,7 @@ def can_name(value: str) -> bool:
 
 
 def plain(value: Any, depth: int = DEPTH - 2) -> Any:
-    """`value` as JSON that every reader takes: a number that is not finite is None, text is clean, an integer too large
-    is text, and so is what lies too deep or is of another type.
-    """
+    """`value` as JSON that every reader takes: what JSON, or a reader, does not hold is None or text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

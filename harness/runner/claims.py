@@ -19,9 +19,7 @@ TEXT_CHARS = 16_000  # of all texts in an answer, as JSON: a text of a reply has
 
 
 class Noting:
-    """A kernel that notes for the judge where the tensors are that it returned, and what they are. One with gaps, where
-    the judge would look in vain, is copied to memory without any within the call. said: the claim of the latest answer.
-    """
+    """A kernel that notes for the judge the tensors that it returned, without gaps. said: the latest claim."""
 
     def __init__(self, kernel: Callable, page: Page) -> None:
         self.kernel, self.page, self.said = kernel, page, [{"type": "nothing"}]

@@ -23,9 +23,7 @@ class RefusedError(ValueError):
 
 
 def reply(where: str, error: BaseException, file: str | None, module: Any = None) -> dict:
-    """Return the reply to the request `where`. Its text is the submission's own line, "my.py:12: KeyError: 'x'", and
-    the traceback from its first frame there, or the compiler's report. module: the submission, if imported.
-    """
+    """Return the reply to the request `where`: the submission's own line, and the traceback from there. module: it."""
     # By name too: a submission of another commit has that commit's class.
     kind = type(error)
     compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
@@ -48,9 +46,7 @@ def first_line(where: str, error: BaseException, file: str, module: Any) -> str:
 
 
 def of_folder(error: BaseException, file: Path) -> str:
-    """Return a report of what a problem's code raised, whose reference is `file`: its own line, "reference.py:12:
-    KeyError: 'x'", and the traceback from its first frame in the folder, or all. One line: RefusedError, SyntaxError.
-    """
+    """Report what a problem's code raised, whose reference is `file`: its own line, and the traceback from there."""
     if isinstance(error, RefusedError):
         return _clip(str(error))
     if isinstance(error, SyntaxError):

@@ -59,9 +59,7 @@ class Gate:
     def time(
         self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float, outputs: list[tuple[int, int]]
     ) -> tuple[Reading, list[tuple[int, int]]]:
-        """Let a stopped runner make call `number`, and stop it again. which: of its calls. outputs: (address, bytes) of
-        what it writes; address 0: the runner notes where. Return (the reading, these as noted, untrusted).
-        """
+        """Let a runner make call `number`, and stop it. outputs: (address, bytes). Return (the reading, as noted)."""
         regions, sizes, found = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
         code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
         reading = Reading(code, *(getattr(found, name) for name, *_ in _Reading._fields_))
@@ -111,9 +109,7 @@ def flush_bytes() -> int:
 
 
 def evict(flush: Any) -> None:
-    """Leave nothing but `flush` in the caches of all processors, of which each reads a share. flush: `flush_bytes`
-    bytes (uint8) that were written, since pages that were only read would be one page.
-    """
+    """Leave only `flush` in all caches: `flush_bytes` bytes (uint8) that were written, so that each has a page."""
     artefact().function("judge_evict", c_void_p, c_size_t)(flush.data_ptr(), flush.numel())
 
 

@@ -50,9 +50,7 @@ def see_found(spec: dict) -> None:
 
 
 def needed(reference: types.ModuleType, spec: dict, hidden: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Return the text of a reference, by its module's name, if a specification of data names what it defines, and as
-    `reference`, which a submission may import, the classes among that; else {}. hidden: modules that stay here.
-    """
+    """The text of a reference, by module, if a specification names what it defines, else {}. hidden: stays here."""
     names, todo = set[str](), [spec]
     for node in todo:
         todo += node.get("items", ())

@@ -62,9 +62,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 class Mapped:
-    """The player's memory in this process: a flat uint8 tensor, `memory`. parts: (descriptor, bytes) of one or two that
-    lie behind each other, whose descriptors are closed here; address: 0 for any.
-    """
+    """The player's memory here, flat uint8. parts: (descriptor, bytes), one behind the other; address: 0 for any."""
 
     def __init__(self, parts: list[tuple[int, int]], address: int = 0) -> None:
         torch.cuda.init()
@@ -94,9 +92,7 @@ def _mapped(parts: list[tuple[int, int]], address: int) -> int:
 
 
 def prepare(target: str) -> None:
-    """Have torch take its memory from the player's, and be told of every module. Before CUDA starts. NotRecordedError:
-    CUPTI is missing.
-    """
+    """Have torch use the player's memory, and report modules; before CUDA starts. NotRecordedError: no CUPTI."""
     _plain_compile()
     path, faults = artefact(target).path, []
     library = _loaded(path)  # with the driver's library, which the allocator's loader does not know

@@ -34,9 +34,7 @@ AHEAD_CYCLES = 500_000  # that the GPU waits, ahead of a call that is timed here
 
 
 class Runner:
-    """A submission in this process, the buffers that it is called on, and its weights. A public method handles the
-    request of its name: it takes the message and its descriptors, and returns the reply.
-    """
+    """A submission in this process, its buffers and weights. A public method handles the request of its name."""
 
     def __init__(self, sock: socket.socket, start: dict, fds: list[int]) -> None:
         self.sock = sock
@@ -58,8 +56,7 @@ class Runner:
             recorder.prepare(start["records"])
             recorder.use_scratch(**start["scratch"], fd=fds.pop(0))
         gate.read_configs()  # loads the judge's code before the submission can replace it
-        # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`. Nothing is a
-        # submission's yet.
+        # What torch made on import stays, and to walk it takes a tenth of a second of every `trim`.
         gc.freeze()
         if start["file"]:
             if start["files"] is not None:  # a folder in GPU MODE's format
@@ -207,9 +204,7 @@ class Runner:
         return {"us": 1e3 * start.elapsed_time(stop), "claims": returned}
 
     def call(self, message: dict, _: list[int]) -> dict:
-        """Make calls on a CPU: for each, wait for the judge's "go", call the kernel, and say "done". Reply after the
-        last one. The judge's own calls are one for each of `whats` and each buffer.
-        """
+        """Make calls on a CPU, each on the judge's "go"; reply after the last. whats: the judge's own, per buffer."""
         if self.module is None:
             kernel = operator.call
             pairs = [(what, buffer) for what in message["whats"] for buffer in self.buffers]
@@ -316,9 +311,7 @@ def _trace(profiler: torch.profiler.profile) -> str:
 
 
 class _FreshCall:
-    """A call on its own data, which it may change: a list, an attribute, a gradient. values: the data's numbers, texts
-    and objects, which come with the contents. Data made ahead is used only while these stay the same.
-    """
+    """A call on its own data. values: its numbers, texts and objects, with which data made ahead is used."""
 
     def __init__(self, kernel: Callable, build_data: Callable[[], Any], values: torch.Tensor | None) -> None:
         self.kernel, self.build_data, self.values = kernel, build_data, values

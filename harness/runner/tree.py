@@ -69,9 +69,7 @@ def describe(value: Any, layout: Layout) -> dict:
 
 
 def rearrange(spec: dict, writable: Container[int], page: int) -> tuple[int, Layout]:
-    """Give the tensors of a specification other places on the device: first those that a call only reads, then, from
-    the next page on, those numbered in `writable`. Return the bytes of the first part, and the layout of both.
-    """
+    """Place tensors on the device: first what a call only reads, from a page on `writable`. -> bytes of both."""
     layout, found, first = Layout(), list(enumerate(leaves(spec))), 0
     for written in (False, True):
         first = layout.used = -(-layout.used // page) * page
@@ -108,9 +106,7 @@ def walk(
 
 
 def _opened(value: Any) -> tuple[str, list[tuple[Any, Any]]]:
-    """Return which of CONTAINERS a value is, and its items with their keys, fields or positions; "": it is none. No
-    method of its class runs: of an answer that would be work off the clock.
-    """
+    """Which of CONTAINERS a value is ("": none), and items with keys. No method of its class runs, off the clock."""
     kind = type(value)
     if issubclass(kind, tuple):  # a torch.Size and a struct sequence arrive as plain ones
         fields, items = getattr(kind, "_fields", ()), list(tuple.__iter__(value))

@@ -41,9 +41,7 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
 def receive(
     sock: socket.socket, timeout_s: float = math.inf, look: Callable[[], None] = lambda: None, look_s: float = LOOK_S
 ) -> tuple[dict, list[int]]:
-    """Return (message, descriptors). TimeoutError after timeout_s; WireError as described above. look: called every
-    look_s while a message, or its rest, is waited for; what it raises comes through.
-    """
+    """Return (message, descriptors). TimeoutError, WireError. look: called every look_s meanwhile, and may raise."""
     deadline = time.monotonic() + timeout_s
     fds: list[int] = []
 

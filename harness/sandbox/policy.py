@@ -81,9 +81,7 @@ class Jail:
         }
 
     def taken(self, option: str = "-B1") -> int:
-        """Return the bytes of disk that home/, tmp/ and cache/ take now, with "--inodes" the number of what is in them,
-        however long the paths and whatever the rights there are.
-        """
+        """Return the bytes of disk that home/, tmp/ and cache/ take; with "--inodes" the number of what is in them."""
         folders = list(map(str, dict.fromkeys((self.home, self.tmp, self.cache))))
         for _ in range(2):
             status, counts = reaper.run_tool("du", "-s", option, "--", *folders)

@@ -148,9 +148,7 @@ def run_tool(*argv: str) -> "tuple[int, str]":
 
 
 def remove_tree(path: str) -> None:
-    """Delete a folder with all that is in it, also where a process made it unreadable or deeper than any path. OSError:
-    something is still there after a while.
-    """
+    """Delete a folder with all in it, unreadable or however deep. OSError: something is there after a while."""
     for _ in range(50):
         run_tool("rm", "-rf", "--one-file-system", "--", path)
         if not os.path.lexists(path):

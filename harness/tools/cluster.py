@@ -30,9 +30,7 @@ GRAVEST = (2, 3, 4, 5, 1, 6, 7, 0)  # exit codes, as harness/judge/verdict.py ra
 
 
 def run(address: str, args: Options, stdout: TextIO) -> int:
-    """Run the jobs that `args` names on the cluster there. Return the exit code of the gravest one. stdout: where
-    --json - writes. UsageError: no Ray here, or no cluster there.
-    """
+    """Run the jobs of `args`. Return the gravest exit code. stdout: of --json -. UsageError: no Ray, no cluster."""
     for problem in str(args.problem).split(","):
         options.see(dataclasses.replace(args, problem=problem))
     try:

@@ -119,9 +119,7 @@ def measured(hook: Any, case: dict) -> dict:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, copy or fill that a GPU has run. start_us: on its clock; op: the innermost range around its launch, or
-    "".
-    """
+    """A kernel, copy or fill that a GPU has run. start_us: on its clock; op: the innermost range around it, or ""."""
 
     name: str
     start_us: float

@@ -1,6 +1,4 @@
-"""`--device model`: have GPU variants executed on the CPU by a model of their GPU, in a process of its own
-(ptx_model/tools/check.py).
-"""
+"""`--device model`: a separate process executes GPU variants on the CPU, by ptx_model/tools/check.py."""
 
 import importlib.util
 import json

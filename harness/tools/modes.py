@@ -49,9 +49,7 @@ sys.exit({returned} if repr(code) == "0" else code or 1)
 
 
 def check(problem: Problem, device: str, words: Sequence[str], quiet: bool = False) -> tuple[int, str]:
-    """Run the check in a separate process. Return its exit status, and why it does not pass; "" if it does, or has
-    refused its arguments and said why: 2. UsageError: there is none. SandboxError: it could not be started.
-    """
+    """Run the check. Return its status, and why it fails, "": passed, or arguments refused. UsageError: none."""
     found = problem.folder / CHECK
     if not problem.ours or not found.is_file():
         raise UsageError(f"{problem.name} has no {CHECK}")
@@ -169,9 +167,7 @@ def _is_trace(said: str) -> bool:
 
 
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
-    """Run one call of `case` under ncu, and keep the report. Return its page of details, with what ncu advises.
-    RuntimeError, UsageError: none.
-    """
+    """Run one call under ncu, and keep the report. Return its page of details. RuntimeError, UsageError: none."""
     report = place(problem, submission, case, ".ncu-rep")
     options = "--clock-control none --profile-from-start off --target-processes application-only -f"
     options += f" --section {' --section '.join(NCU_SECTIONS.split())}"

@@ -1,6 +1,4 @@
-"""What there is, problems, variants of one, and words that a shell completes; and files of new ones, which work before
-anything in them is changed.
-"""
+"""Problems, variants of one and words that a shell completes; and new ones, which work before they are changed."""
 
 import argparse
 import keyword
@@ -108,9 +106,7 @@ def new_variant(problem: Problem, name: str) -> list[Path]:
 
 
 def plainest(problem: Problem, target: str) -> Submission:
-    """Return the variant that a new one for `target` begins as: for every CPU, with its own C++ or CUDA source, plain
-    by its name, and the shortest of these, as far as there is one. UsageError: there is none for the target.
-    """
+    """The variant that a new one for `target` begins as: for every CPU, plain, short. UsageError: there is none."""
     found = [one for one in problem.submissions() if target in one.targets and not one.baseline]
     found = [one for one in found if one.name.partition("_")[0] not in {*folders.TARGETS} - {target}]
     if not found:

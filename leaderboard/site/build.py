@@ -211,9 +211,7 @@ def _digests(files: Iterable[Path]) -> list[tuple[str, str]]:
 
 
 def _downloads(page: Path, found: Sequence[dict], copied: Iterable[Path]) -> list[tuple[str, str]]:
-    """Write the variant's records, which have its samples, beside its page, and copy files there. Return (name,
-    address) of each.
-    """
+    """Write the variant's records beside its page, and copy files there. Return (name, address) of each."""
     folder, stem, written = page.parent, page.stem, []
     folder.mkdir(parents=True, exist_ok=True)
     if records := [one for section in found for one in section["judged"]]:
@@ -227,9 +225,7 @@ def _downloads(page: Path, found: Sequence[dict], copied: Iterable[Path]) -> lis
 
 
 def slug(name: str) -> str:
-    """Letters, digits, dot, dash and underscore as they are, others as ~ and their number. Different for different
-    names. A long one ends in a digest.
-    """
+    """Letters, digits, ".", "-", "_" as they are, others as ~ and a number. A long name ends in a digest."""
     said = re.sub(r"[^A-Za-z0-9._-]", lambda found: f"~{ord(found[0]):x}~", name)
     said = f"~{said}" if said.startswith(".") else said
     return said if len(said) <= LONGEST else f"{said[:80]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"

@@ -243,6 +243,11 @@ def _magnitudes(count: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.T
     return codes.flatten(1).byte().view(torch.float8_e4m3fn), scales.byte(), rope.bfloat16()
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these sequences alone, from the same pages. index: int64 (n,)."""
+    return Data(*(p if name in ("window", "compressed", "sink") else p[index] for name, p in data._asdict().items()))
+
+
 # ---------------------------------------------------------------- oracle
 
 
@@ -378,9 +383,7 @@ def _sequences(data: input_t, want: tuple[torch.Tensor, torch.Tensor], out: torc
 
 
 def _report(out: torch.Tensor, want: torch.Tensor, each: torch.Tensor, size: torch.Tensor, bad: torch.Tensor) -> str:
-    """The rows that are wrong, the largest errors of the first ones, and where in heads, queries, sequences and dims
-    errors are: a part that is right says what is not.
-    """
+    """Wrong rows, errors of the first, and where in heads, queries, sequences and dims: a right part says much."""
     lines = [
         "mismatch found! custom implementation doesn't match reference: "
         f"Number of mismatched rows: {int(bad.sum())} of {bad.numel()}"

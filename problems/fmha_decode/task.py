@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
 input_t = Data
 output_t = tuple[torch.Tensor, torch.Tensor]  # out and lse themselves
 OUTPUTS = ("out", "lse")  # allocated and poisoned by the judge
+BATCH, INVARIANT = "batch", ("call",)
 OPAQUE = (
     "window",
     "window_index",

@@ -224,6 +224,12 @@ def _powers(shape: tuple[int, ...], low: int, high: int, gen: torch.Generator) -
     return _integers(shape, low, high, gen).exp2()
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these sequences alone, from the same pages; out, whose order is free, in order. index: int64 (n,)."""
+    q, weights, keys, *others, out = data
+    return Data(q[index], weights[index], keys, *(part[index] for part in others), out[index].sort(2).values)
+
+
 # ---------------------------------------------------------------- oracle
 
 
@@ -259,9 +265,7 @@ def _tiles(data: input_t) -> list[Tile]:
 
 
 def _places(data: input_t, some: slice) -> torch.Tensor:
-    """int64 (b, n): the places of these sequences' entries, as many as any query of any sequence sees. Of what a
-    sequence does not see they are anything.
-    """
+    """int64 (b, n): places of these sequences' entries, up to the most that a query sees; anything behind its own."""
     per_page = unpack(data).per_page
     entry = torch.arange(int(data.visible.max()), device=data.q.device)
     return data.table[some, entry // per_page].long() * per_page + entry % per_page
@@ -297,9 +301,7 @@ def _dots(q: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Answer:
-    """What outputs are judged by. score and error, what it may be off by: fp64 (B * S, n), -inf and 0 where hidden;
-    exact: bool (B * S,), whether the row's sums are exact.
-    """
+    """score, and error that it may have, fp64 (B * S, n), -inf and 0 where hidden; exact: are sums, bool (B * S,)."""
 
     score: torch.Tensor
     error: torch.Tensor

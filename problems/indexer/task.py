@@ -60,6 +60,7 @@ class Sizes(NamedTuple):
 input_t = Data
 output_t = torch.Tensor  # out itself
 OUTPUTS = ("out",)  # allocated and poisoned by the judge
+BATCH, INVARIANT = "batch", ("call",)
 OPAQUE = ("keys", "table", "visible")
 PRECISION = "e4m3"  # of queries and keys, which have no more bits
 
@@ -236,9 +237,7 @@ def unpack(data: Data) -> Sizes:
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes: uint8 (..., 64 or 128); scales: uint8 (..., 4) -> fp32 (..., 128), exactly but for fp8 scales that are no
-    powers of two, whose products are rounded once.
-    """
+    """codes: uint8 (..., 64 or 128), scales: uint8 (..., 4) -> fp32 (..., 128), rounded once for odd fp8 scales."""
     if codes.shape[-1] == DIM:
         return fp8.decode_e4m3(codes.view(torch.float8_e4m3fn)).mul_(scales.contiguous().view(torch.float32))
     return (

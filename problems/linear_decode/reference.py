@@ -97,10 +97,14 @@ def generate_input(
     return Inputs(x.bfloat16().view(tokens, groups * k)), Outputs(out.to(device))
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these tokens alone. index: int64 (n,)."""
+    out = [part[index].flatten() for link in parts(data.outputs.out, unpack(data)) for part in link]
+    return data._replace(inputs=Inputs(data.inputs.x[index]), outputs=Outputs(torch.cat(out)))
+
+
 def _profile(k: int, format: str, device: str | torch.device) -> torch.Tensor:
-    """Binary exponents fp32 (k,) of x, which the weights undo: a block of 128, or of 16 in nvfp4, has one. Weights and
-    inputs have separate seeds, so that only shapes decide.
-    """
+    """Exponents fp32 (k,) of x's blocks of 128, in nvfp4 of 16, which weights undo. Only shapes decide."""
     width = 16 if format.startswith("nvfp4") else BLOCK
     block = torch.arange(-(-k // width), device=device)
     span = 9 if width == 16 else 17

@@ -97,6 +97,7 @@ class Sizes(NamedTuple):
 input_t = Data
 output_t = torch.Tensor  # outputs.out itself
 OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
+BATCH, INVARIANT = "tokens", ("call",)
 
 FORMATS = ("fp8", "nvfp4", "bf16")  # of Weights
 KINDS = (*FORMATS, "nvfp4_a16")  # of Case: the last is nvfp4 with an input that stays bf16
@@ -288,9 +289,7 @@ def parts(out: torch.Tensor, sizes: Sizes) -> list[list[torch.Tensor]]:
 
 
 def unpack(data: Data) -> Sizes:
-    """Sizes of one call with the weights as they came. ValueError, naming the tensor, where a dtype, shape, layout or
-    device is not as the types say.
-    """
+    """Sizes of one call, weights as they came. ValueError, naming the tensor, for one that is not as the types say."""
     fmt, links = unpack_weights(data.weights)
     sizes = unpack_call(data.inputs, data.outputs, fmt, links)
     device = data.weights.links[0][0].codes.device

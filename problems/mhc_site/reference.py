@@ -122,6 +122,13 @@ def _addends(y: torch.Tensor, noise: torch.Tensor, addends: str, content: str) -
     return y.to(first), second.to(more[0])
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these tokens alone. index: int64 (n,)."""
+    shared = {name: getattr(data, name) for name in ("fn", "base", "scale", "norm")}
+    shared |= {} if len(data.second) else {"second": data.second}
+    return Data(**({name: part[index] for name, part in data._asdict().items() if name not in shared} | shared))
+
+
 # ---------------------------------------------------------------- oracle
 
 

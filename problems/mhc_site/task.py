@@ -65,6 +65,7 @@ class Data(NamedTuple):
 input_t = Data
 output_t = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # the four outputs themselves, in order
 OUTPUTS = ("new_copies", "out", "new_post", "new_comb")  # allocated and poisoned by the judge
+BATCH, INVARIANT = "tokens", ("call",)
 
 CONTENTS = ("plain", "alike", "magnitudes", "cancelling", "saturated", "tiny_pre", "zeros", "positive")
 

@@ -90,9 +90,7 @@ def generate_input(
     seed: int,
     device: str,
 ) -> tuple[Inputs, Outputs]:
-    """x Gaussian, in blocks as generate_weights says; routing weights U(0.1, 1), in "magnitudes" 2^U(-4, 1) with
-    random signs, and 3e38 where an id is -1; out NaN.
-    """
+    """x in blocks as generate_weights says; routing weights U(0.1, 1), "magnitudes" +-2^U(-4, 1), 3e38 for id -1."""
     gen = torch.Generator(device).manual_seed(seed)
     column, _ = _profiles(hidden, inner, content, device)
     x = torch.randn(tokens, hidden, generator=gen, device=device)
@@ -113,10 +111,14 @@ def generate_input(
     return Inputs(x.bfloat16(), ids, weights), Outputs(out)
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these tokens alone. index: int64 (n,)."""
+    inputs, outputs = Inputs(*(part[index] for part in data.inputs)), Outputs(data.outputs.out[index])
+    return data._replace(inputs=inputs, outputs=outputs)
+
+
 def _profiles(hidden: int, inner: int, content: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Binary exponents fp32 (H / 16,) of x's blocks, which w13's scales undo, and (I / 16,) of w2's scales, which the
-    rows of up undo. Weights and inputs have separate seeds, so that only shapes decide.
-    """
+    """Exponents fp32 (H / 16,) of x's blocks and (I / 16,) of w2's, which w13 undoes. Only shapes decide."""
     column, row = torch.arange(hidden // 16, device=device), torch.arange(inner // 16, device=device)
     if content != "magnitudes":
         return torch.zeros_like(column).float(), torch.zeros_like(row).float()
@@ -226,9 +228,7 @@ def check_implementation(data: input_t, output: output_t) -> tuple[bool, str]:
 
 
 def compare(data: input_t, want: torch.Tensor, output: output_t, peer: bool = False) -> check.Result:
-    """`output` against `want` = ref_kernel(data), row by row and as one, as task.py derives it; a peer is held to
-    PEER_TOL, as one. A row of zeros must be zeros. rel is that of all rows as one.
-    """
+    """`output` against `want`, rows and all as one; a peer all as one. Zero rows must be zeros. rel: of all as one."""
     if fault := check.form_error(output, want.shape, torch.bfloat16):
         return check.Result(False, fault)
     row_limit, whole_limit = _limits(data.weights.activation, peer)

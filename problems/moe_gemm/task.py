@@ -89,6 +89,7 @@ class Sizes(NamedTuple):
 input_t = Data
 output_t = torch.Tensor  # outputs.out itself
 OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
+BATCH, INVARIANT = "tokens", ("call",)
 PRECISION = "bf16"  # of v, and of dequantised weights, which it holds exactly without g
 
 ACTIVATIONS = ("bf16", "nvfp4")

@@ -38,6 +38,13 @@ def generate_input(m: int, k: int, l: int, seed: int, device: str) -> input_t:
     return Data(codes(m), codes(128), sfa, sfb, nvfp4.permute_scales(sfa), nvfp4.permute_scales(sfb), c)
 
 
+def rows(data: input_t, index: torch.Tensor) -> input_t:
+    """The call of these batches alone. index: int64 (n,)."""
+    parts = (part.view(torch.uint8) if part.element_size() == 1 else part for part in data)
+    taken = (part.movedim(-1, 0)[index].movedim(0, -1) for part in parts)
+    return Data(*(new.view(part.dtype) for new, part in zip(taken, data, strict=True)))
+
+
 def ref_kernel(data: input_t) -> torch.Tensor:
     """c before rounding, fp64 (m, 1, l). The sum over k in fp64 is off by less than 2^-40 of its terms."""
     a, b, sfa, sfb, *_ = data

@@ -36,6 +36,7 @@ class Data(NamedTuple):
 input_t = Data
 output_t = torch.Tensor  # c itself
 OUTPUTS = ("c",)  # allocated and poisoned by the judge
+BATCH, INVARIANT = "l", ("call",)
 
 
 @dataclass(frozen=True)

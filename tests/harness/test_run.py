@@ -152,22 +152,21 @@ def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, sourc
     assert first in lines[-2] and lines[-1].startswith("next: "), "and in the verdict"
 
 
-def test_a_forbidden_word_is_rule_broken(tmp_path, results, capsys):
-    file = tmp_path / "side.py"
-    file.write_text(MINE + "\n# on a side str" + "eam\n")
-    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 3
-    where = f"side.py:{MINE.count(chr(10)) + 2}: "
-    assert where in capsys.readouterr().out
+REFUSED = [
+    ("# on a side str" + "eam", 3, "RULE_BROKEN", f"odd.py:{MINE.count(chr(10)) + 2}: "),
+    ('REQUIRES = ("no_such_package",)', 7, "UNSUPPORTED", "no_such_package"),
+]
+
+
+@pytest.mark.parametrize(("more", "code", "status", "said"), REFUSED)
+def test_a_forbidden_word_is_rule_broken_and_a_missing_package_unsupported(
+    tmp_path, results, capsys, more, code, status, said
+):
+    file = tmp_path / "odd.py"
+    file.write_text(f"{MINE}\n{more}\n")
+    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == code
     (line,) = lines_of(results)
-    assert line["status"] == "RULE_BROKEN" and line["kind"] == "test" and where in line["reason"]
-
-
-def test_a_missing_package_is_unsupported(tmp_path, results, capsys):
-    file = tmp_path / "needy.py"
-    file.write_text(MINE + '\nREQUIRES = ("no_such_package",)\n')
-    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == 7
-    assert "no_such_package" in capsys.readouterr().out
-    assert [line["status"] for line in lines_of(results)] == ["UNSUPPORTED"]
+    assert said in capsys.readouterr().out and line["status"] == status and said in line["reason"]
 
 
 def test_a_variant_for_another_machine_is_unsupported_and_the_others_are_named(capsys):
@@ -273,10 +272,7 @@ def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_
     head = 'import torch\n\nTARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n'
     for name, body in (("right", "torch.add(data.x, data.y, out=data.z)"), ("wrong", "data.z.zero_()")):
         (tmp_path / f"{name}.py").write_text(f"{head}    {body}\n    return data.z\n")
-    folder, files = (
-        str(SUPPORT / "problems" / "vector_add"),
-        [str(tmp_path / f"{name}.py") for name in ("right", "wrong")],
-    )
+    folder, files = str(SUPPORT / "problems" / "vector_add"), [str(tmp_path / f"{n}.py") for n in ("right", "wrong")]
     for mine, other in (files, files[::-1]):
         words = [folder, "--device", "cpu", "--mode", "benchmark", "--quiet", "--submission", mine, "--against", other]
         assert run.main([*words, "--processes", "2"]) == 1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge import judging, phases
+from harness.judge import invariance, judging, phases
 from harness.results import record
 from tests.support.recorded import SOURCE, TASK, FakeSession, World
 
@@ -14,6 +14,7 @@ def world(monkeypatch, tmp_path) -> World:
     made = World()
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(judging, "Session", FakeSession)
+    monkeypatch.setattr(invariance, "run", lambda *_: {})
     monkeypatch.setattr(phases, "run_tests", made.run_tests)
     monkeypatch.setattr(phases, "run_benchmarks", made.run_benchmarks)
     return made

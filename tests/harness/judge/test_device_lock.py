@@ -24,15 +24,17 @@ def device(tmp_path, monkeypatch):
 
 
 def holder(device: str, then: str = "pass") -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(device=device, then=then)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    command, pipe = [sys.executable, "-c", HOLD.format(device=device, then=then)], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
     assert process.stdout.readline() == "held\n"
     return process
+
+
+def told(device: str) -> list[str]:
+    """What is said to who holds it next."""
+    said: list[str] = []
+    with machine.hold(device, said.append):
+        return said
 
 
 def end(process: subprocess.Popen) -> None:
@@ -57,11 +59,8 @@ def test_a_second_one_waits_and_is_told_once_for_whom(device):
 
 def test_other_devices_are_free(device):
     first = holder(device)
-    said = []
-    with machine.hold("cpu", said.append):
-        pass
+    assert told("cpu") == []
     end(first)
-    assert said == []
 
 
 def test_it_goes_with_its_holder_however_that_ends(device):
@@ -69,19 +68,13 @@ def test_it_goes_with_its_holder_however_that_ends(device):
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     end(first)
-    said = []
-    with machine.hold(device, said.append):
-        pass
-    assert said == []
+    assert told(device) == []
 
 
 def test_children_do_not_inherit_it(device):
     """One that outlives the holder would keep the device locked."""
     end(holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)"))
-    said = []
-    with machine.hold(device, said.append):
-        pass
-    assert said == []
+    assert told(device) == []
 
 
 def test_a_folder_of_somebody_elses_is_refused(device, tmp_path):
@@ -106,10 +99,8 @@ def test_other_users_of_a_gpu_are_named(monkeypatch, tmp_path):
     smi.write_text(f"#!/bin/sh\ncat <<'EOF'\n{SMI}EOF\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert machine.users("GPU-aaaa") == [
-        "process 4242 (/usr/bin/python3), 512 MiB",
-        "process 4243 (/opt/a,strange,name)",
-    ]
+    named = ["process 4242 (/usr/bin/python3), 512 MiB", "process 4243 (/opt/a,strange,name)"]
+    assert machine.users("GPU-aaaa") == named
     smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
     with pytest.raises(RuntimeError, match="nvidia-smi failed with 9: no driver"):
         machine.users("GPU-aaaa")

@@ -41,9 +41,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     place = tmp_path / "vector_add"
     shutil.copytree(VECTOR_ADD, place)
     text = (place / "task.py").read_text().replace("(1024, 1, 1025, 4099)", "(4099, 1024)")
-    (place / "task.py").write_text(
-        text.replace("[Case(2**20, seed=20)]", "[Case(2**19, seed=19), Case(2**20, seed=20)]")
-    )
+    text = text.replace("[Case(2**20, seed=20)]", "[Case(2**19, seed=19), Case(2**20, seed=20)]")
+    (place / "task.py").write_text(text)
     (place / "variants").mkdir()
     for name, only, refuses in (("whole", "", "False"), ("peer_part", ONLY, "len(data.x) in (4099, 2**19)")):
         (place / "variants" / f"{name}.py").write_text(KERNEL.format(name=name, only=only, refuses=refuses))

@@ -41,28 +41,27 @@ def test_the_folder_is_read_as_it_stands():
     assert found.ranking_by == "geom"
 
 
-def test_a_right_submission_passes(capsys):
-    assert run.main([str(FOLDER), "--mode", "test", "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "2 of 2 test cases right" in said and "zeros" not in said
+WRONG = str(FOLDER / "solutions" / "wrong.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "codes", "said"),
+    [  # 6: BUSY
+        (["--mode", "test"], {0}, "2 of 2 test cases right"),
+        (["--mode", "test", "--submission", WRONG], {1}, "elements differ"),
+        (["--mode", "benchmark"], {0, 6}, "geomean"),
+    ],
+)
+def test_right_and_wrong_are_told_apart_and_it_is_timed(words, codes, said, capsys):
+    assert run.main([str(FOLDER), "--device", "cpu", *words]) in codes
+    out = capsys.readouterr().out
+    assert said in out and "zeros" not in out and ("INCORRECT" in out) == (codes == {1})
 
 
 def test_a_check_that_accepts_zeros_is_told_once(tmp_path, capsys):
     check = "def check_implementation(data, output):\n    return torch.allclose(output, data * 2, atol=1e2), 'differs'"
     assert run.main([str(write(tmp_path, Folder(more=check))), "--mode", "test", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.count("warning: this folder's check accepts an answer of zeros\n") == 1
-
-
-def test_a_wrong_one_does_not(capsys):
-    wrong = FOLDER / "solutions" / "wrong.py"
-    assert run.main([str(FOLDER), "--submission", str(wrong), "--mode", "test", "--device", "cpu"]) == 1
-    out = capsys.readouterr().out
-    assert "INCORRECT" in out and "elements differ" in out
-
-
-def test_it_is_timed(capsys):
-    assert run.main([str(FOLDER), "--mode", "benchmark", "--device", "cpu"]) in (0, 6)  # 6: BUSY
-    assert "geomean" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

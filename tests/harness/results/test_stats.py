@@ -21,16 +21,18 @@ def test_geomean_is_in_log_space():
     assert stats.geomean([7.0]) == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize("bad", [[], [1.0, 0.0], [1.0, -2.0], [1.0, math.nan], [math.inf]])
-def test_geomean_refuses_what_is_not_a_time(bad):
-    with pytest.raises(ValueError):
-        stats.geomean(bad)
+NO_TIMES = {
+    stats.geomean: ([], [1.0, 0.0], [1.0, -2.0], [1.0, math.nan], [math.inf]),
+    stats.mean_interval: ([[]], [[[]]], [[[1.0], []]], [[[1.0, math.nan]]], [[[math.inf]]]),
+    stats.geomean_interval: ([], [[]], [[[1.0]], [[0.0]]], [[[1.0]], [[math.nan]]]),
+    stats.compare: ([[]], [[[]]], [[[(1.0, 0.0)]]], [[[(-1.0, 1.0)]]], [[[(1.0, math.nan)]]]),
+}
 
 
-@pytest.mark.parametrize("bad", [[], [[]], [[1.0], []], [[1.0, math.nan]], [[math.inf]]])
-def test_interval_refuses_empty_and_not_finite_groups(bad):
+@pytest.mark.parametrize(("call", "bad"), [(call, bad) for call, every in NO_TIMES.items() for bad in every])
+def test_what_is_no_time_or_missing_is_refused(call, bad):
     with pytest.raises(ValueError):
-        stats.mean_interval([bad], 0)
+        call(bad)
 
 
 def test_interval_is_deterministic_and_depends_on_the_seed():
@@ -77,11 +79,7 @@ def test_ratio_of_pairs_cancels_drift():
     found = stats.compare([[[(1.25 * base, base) for base in np.linspace(10, 20, 10)] for _ in range(3)]])
     assert (found.ratio, *found.ci95) == pytest.approx((1.25, 1.25, 1.25)) and found.word() == "SLOWER"
     found = stats.compare([[[(10 + 0.1 * i, 10.0) for i in range(-4, 5)] for _ in range(3)]])
-    assert (
-        found.ratio == pytest.approx(1.0, abs=1e-3)
-        and found.ci95[0] < 1 < found.ci95[1]
-        and found.word() == "UNDECIDED"
-    )
+    assert abs(found.ratio - 1) < 1e-3 and found.ci95[0] < 1 < found.ci95[1] and found.word() == "UNDECIDED"
 
 
 def _comparisons(processes, calls, true, seeds):
@@ -182,12 +180,6 @@ def test_a_process_counts_by_its_level_and_not_by_its_calls():
     assert found.ratio == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("bad", [[], [[]], [[(1.0, 0.0)]], [[(-1.0, 1.0)]], [[(1.0, math.nan)]]])
-def test_ratio_refuses_what_is_not_a_pair_of_times(bad):
-    with pytest.raises(ValueError):
-        stats.compare([bad])
-
-
 def test_geomean_interval_of_one_case_is_the_interval_of_its_median():
     groups = np.random.default_rng(1).normal(100, 5, (3, 10)).tolist()
     assert stats.geomean_interval([groups], 5) == pytest.approx(stats.mean_interval([groups], 5))
@@ -199,9 +191,3 @@ def test_geomean_interval_keeps_what_a_process_adds_to_all_its_cases():
     lo, hi = stats.geomean_interval(common, 0)
     middle = stats.geomean([10.0, 20.0, 40.0, 80.0])
     assert (lo / middle, hi / middle) == pytest.approx((0.9, 1.1))
-
-
-@pytest.mark.parametrize("bad", [[], [[]], [[[1.0]], [[0.0]]], [[[1.0]], [[math.nan]]]])
-def test_geomean_interval_refuses_missing_cases(bad):
-    with pytest.raises(ValueError):
-        stats.geomean_interval(bad, 0)

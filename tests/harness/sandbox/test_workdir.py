@@ -26,6 +26,7 @@ GEMV = folders.find("nvfp4_gemv")
 CPU = GEMV.variant("cpu_portable").file
 GPU_MODE = folders.find(str(SUPPORT / "gpu_mode" / "vectoradd"))
 LIMIT_S = 120
+START = {"device": "cpu", "files": None, "compile": False, "definitions": {}, "records": ""}
 
 
 @pytest.fixture
@@ -67,15 +68,7 @@ def files(folder: Path) -> set[str]:
 def runner(box: Workdir, extra: dict[str, str] | None = None, **message: object) -> Child:
     """A started runner in `box`, ready."""
     child = Child("harness.runner.runner", extra, box.jail)
-    start = {
-        "device": "cpu",
-        "folder": str(box.folder),
-        "file": str(box.file),
-        "files": None,
-        "compile": False,
-        "definitions": {},
-    }
-    reply, _ = child.request({**start, "records": "", **message}, LIMIT_S)
+    reply, _ = child.request({**START, "folder": str(box.folder), "file": str(box.file), **message}, LIMIT_S)
     assert reply.get("ready"), reply
     return child
 

@@ -47,10 +47,12 @@ def test_a_new_problem_passes_its_tests_and_the_linter_untouched(written, capsys
 
 
 @needs_nvcc
-def test_the_kernels_of_a_new_problem_compile(written):
+def test_a_new_problem_and_a_new_variant_compile_each_by_its_own_name(written):
     scaffold.new_problem("compiled")
-    (made,) = load.module(written / "compiled", "variants/sm90_plain").compile_for("sm90")
-    assert [kernel.spill_bytes for kernel in made.kernels()] == [0]
+    scaffold.new_variant(folders.find("nvfp4_gemv"), "sm90_again")
+    for place, name in (("compiled", "sm90_plain"), ("nvfp4_gemv", "sm90_again")):
+        (made,) = load.module(written / place, f"variants/{name}").compile_for("sm90")
+        assert made.path.stem == name and [kernel.spill_bytes for kernel in made.kernels()] == [0]
 
 
 def test_a_name_with_the_reserved_word_is_refused(written, capsys):
@@ -78,13 +80,6 @@ def test_a_new_variant_for_a_gpu_is_the_plain_one_under_another_name(written, na
     lines, before = (path.read_text().splitlines() for path in (script, variants / f"{first}.py"))
     assert lines[0].startswith('"""sm90_mine: ')
     assert [new for new, old in zip(lines[1:], before[1:], strict=True) if new != old] in ([], ['TARGETS = ("sm90",)'])
-
-
-@needs_nvcc
-def test_it_compiles_by_its_own_name(written):
-    scaffold.new_variant(folders.find("nvfp4_gemv"), "sm90_again")
-    (made,) = load.module(written / "nvfp4_gemv", "variants/sm90_again").compile_for("sm90")
-    assert made.path.stem == "sm90_again"
 
 
 def test_a_variant_of_a_composition_has_one_target(written):

@@ -35,10 +35,8 @@ class Bits:
     def said(self, kind: str) -> str:
         """Return in words whether bits are equal, and where not; "" of a kind that was not looked at."""
         rows = self.differ.get(kind, {})
-        first = next(
-            (f"differ in {text.counted(len(rows), 'row')}, first in {said}" for said in rows.values()), "equal"
-        )
-        return first if kind in self.kinds else ""
+        first = f"differ in {text.counted(len(rows), 'row')}, first in {next(iter(rows.values()), '')}"
+        return (first if rows else "equal") if kind in self.kinds else ""
 
     def record(self) -> dict:
         """Return `bits` of a record."""

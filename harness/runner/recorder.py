@@ -93,7 +93,10 @@ def _mapped(parts: list[tuple[int, int]], address: int) -> int:
 
 def prepare(target: str) -> None:
     """Have torch use the player's memory, and report modules; before CUDA starts. NotRecordedError: no CUPTI."""
-    _plain_compile()
+    compiler = torch._TorchCompileInductorWrapper
+    plain = compiler.apply_options
+    # Its graph modes launch their kernels: a graph of them cannot be a part of what is recorded.
+    compiler.apply_options = lambda self, options: plain(self, {**(options or {}), "triton.cudagraphs": False})
     path, faults = artefact(target).path, []
     library = _loaded(path)  # with the driver's library, which the allocator's loader does not know
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), "capture_malloc", "capture_free")
@@ -103,18 +106,6 @@ def prepare(target: str) -> None:
             return
         faults.append(library.capture_error().decode(errors="replace"))
     raise NotRecordedError(f"CUPTI, which tells of the code that is loaded, is missing: {'; '.join(faults)}")
-
-
-def _plain_compile() -> None:
-    """Have torch.compile's graph modes launch their kernels: a graph of them cannot be a part of what is recorded."""
-    compiler = torch._TorchCompileInductorWrapper
-    plain = compiler.__call__
-
-    def compiled(self: Any, *arguments: Any, **named: Any) -> Any:
-        self.config["triton.cudagraphs"] = False
-        return plain(self, *arguments, **named)
-
-    compiler.__call__ = compiled
 
 
 def _cuptis() -> list[str]:
@@ -135,8 +126,7 @@ def use_scratch(address: int, nbytes: int, fd: int) -> None:
 def record(kernel: Callable, arguments: tuple, setup: Callable | None) -> tuple[dict, list[int], Any]:
     """Record a call. Return what the player needs: nodes, variables, the ranges of scratch memory that are in use, how
     many bytes from its beginning were ever handed out, and `before`, the nodes of a baseline's setup, whose state the
-    call receives; descriptors of its images; and what the call returned.
-    NotRecordedError, BranchesError. What the call raises comes through.
+    call receives; descriptors of its images; and what it returned. NotRecordedError, BranchesError, what it raises.
     """
     before, state = _recorded(setup, arguments, True) if setup else ({"nodes": []}, None)
     exported, result = _recorded(kernel, (*arguments, state) if setup else arguments, setup is None)

@@ -3,8 +3,7 @@ the verb check; compiling for other machines; profiles; runs under a sanitizer.
 
 check.py in a problem's folder has `main(argv: list[str]) -> int`, which returns 0 only if all holds, 2 where it refuses
 its arguments: those behind the verb, and --device. It is the problem's own code in a separate process, which a call may
-end: only a main that has returned 0 counts. A profile is the
-torch profiler's table, and on a GPU, in a separate pass, what Nsight Compute says of a call.
+end: only a main that has returned 0 counts. A profile is torch's table, and on a GPU Nsight Compute's page of a call.
 """
 
 import datetime

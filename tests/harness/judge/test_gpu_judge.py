@@ -164,15 +164,10 @@ def custom_kernel(data):
     return data.z
 '''
 COMPILED = """import torch
-
 TARGETS = ("sm90", "sm100")
-
-
 @torch.compile({how})
 def add(x, y, z):
     torch.add(x, y, out=z)
-
-
 def custom_kernel(data):
     add(data.x, data.y, data.z)
 """

@@ -10,23 +10,6 @@ from harness.problem.folders import UsageError, submission
 from harness.tools import modes, single
 from tests.support import SUPPORT
 
-OURS = ("nvfp4_gemv", "fmha_decode", "moe_gemm", "linear_decode", "mhc_site", "indexer")
-PAST = """extern "C" int past(const unsigned char* tensor, size_t place, unsigned char* to) {
-    read<<<1, 1>>>(tensor, place, to);
-    return cudaGetLastError();
-}
-"""
-READ = "__global__ void read(const unsigned char* from, size_t at, unsigned char* to) { *to = from[at]; }\n"
-CALL = """from ctypes import c_size_t, c_void_p
-from pathlib import Path
-from problems.common import build
-from harness.runner import tree
-def custom_kernel(data):
-    past = build.cuda(Path(__file__).with_suffix(".cu"), "sm90").function("past", c_void_p, c_size_t, c_void_p)
-    tensors = [tensor for tensor in tree.tensors(data) if tensor.numel()]
-    for tensor in tensors[:-1]:
-        build.check(past(tensor.data_ptr(), tree.raw(tensor).numel() - {back}, tensors[-1].data_ptr()), "past")
-"""
 PROBLEM = SUPPORT / "problems" / "vector_add"
 CLEAN = "ERROR SUMMARY: 0 errors"
 
@@ -84,16 +67,3 @@ def test_a_tool_that_does_not_end_is_said_with_what_it_had_printed(sanitized, mo
     with pytest.raises(UsageError, match=r"memcheck was not done after 0\.5 s$"):
         sanitized("echo begun; exec sleep 5")
     assert capsys.readouterr().out == "begun\n"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "back"), [*((name, 0) for name in OURS), ("fmha_decode", 1)])
-def test_a_read_of_the_byte_behind_a_tensor_is_found(tmp_path, monkeypatch, name, back):
-    monkeypatch.setattr(modes, "SANITIZE_TOOLS", ("memcheck",))
-    found, file = folders.find(name), tmp_path / "mine.py"
-    file.write_text(CALL.format(back=back))
-    file.with_suffix(".cu").write_text(READ + PAST)
-    smallest = min(found.tests, key=lambda case: case.bytes)
-    judged = [Result(submission(found, file), "sm90")]
-    faults = modes.sanitize(found, judged, [smallest], "sm90", lambda _: None)
-    assert faults == ([] if back else ["mine memcheck: the tool found errors"])

@@ -6,28 +6,14 @@ import math
 import torch
 
 from problems.common import load
-from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4 import linears
 
 FOLDER = load.PROBLEMS / "moe_gemm"
 TASK, REFERENCE, MOE = (load.module(FOLDER, name) for name in ("task", "reference", "in_model"))
 GROUPED = load.variant("moe_gemm", "torch_grouped")
-# As TINY, with the clamp that the problem has, every kind of layer, a prediction layer and groups of three.
-SMALL = dataclasses.replace(
-    TINY,
-    name="small",
-    hidden_size=384,
-    num_attention_heads=6,
-    q_lora_rank=64,
-    o_groups=3,
-    n_routed_experts=8,
-    num_hash_layers=1,
-    compress_ratios=(0, 4, 128, 0),
-    index_n_heads=8,
-    num_nextn_predict_layers=1,
-    vocab_size=64,
-    swiglu_limit=TASK.LIMIT,
-)
+# With the clamp that the problem has, and more experts than are chosen.
+SMALL = dataclasses.replace(linears.SMALL, n_routed_experts=8, num_experts_per_tok=2, swiglu_limit=TASK.LIMIT)
 ROUNDED = 2.0**-8  # largest relative error of bf16: all that a row may be off by if nothing falls on another side
 
 

@@ -22,34 +22,8 @@ from problems.dsv4_forward.timed_steps import Step
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 
-# Operations of torch that launch nothing: they make tensors or views of them.
-FREE = {
-    "alias",
-    "as_strided",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "expand",
-    "lift_fresh",
-    "new_empty",
-    "new_empty_strided",
-    "permute",
-    "select",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "t",
-    "transpose",
-    "unbind",
-    "unsqueeze",
-    "view",
-    "_unsafe_view",
-    "_reshape_alias",
-    "unfold",
-    "is_pinned",
-}
+# Operations of torch that make tensors, or ask. Like those that make views they launch nothing.
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_pinned", "_unsafe_view"}
 
 
 # Kernels that a launcher launches, where it is not one. Attention splits its lists among blocks and joins the parts.
@@ -79,7 +53,7 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if self.place and name not in FREE:
+        if self.place and name not in FREE and not func.is_view:
             self.torch[self.place, name] += 1
         if func is torch.ops.aten.mm.dtype_out:  # only a GPU has it
             return kwargs["out"].zero_()

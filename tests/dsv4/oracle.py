@@ -59,38 +59,11 @@ def hf_config(cfg: Config) -> "DeepseekV4Config":
     """The same model in transformers' words."""
     from transformers import DeepseekV4Config
 
-    same = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "head_dim",
-        "q_lora_rank",
-        "o_groups",
-        "o_lora_rank",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "routed_scaling_factor",
-        "swiglu_limit",
-        "num_hash_layers",
-        "index_n_heads",
-        "index_head_dim",
-        "index_topk",
-        "sliding_window",
-        "rope_theta",
-        "compress_rope_theta",
-        "qk_rope_head_dim",
-        "max_position_embeddings",
-        "hc_mult",
-        "hc_sinkhorn_iters",
-        "hc_eps",
-        "rms_norm_eps",
-    )
+    same = {name: value for name, value in vars(cfg).items() if name != "name" and not name.startswith("rope_")}
     return DeepseekV4Config(
-        **{name: getattr(cfg, name) for name in same},
-        compress_ratios=list(cfg.ratios),
-        num_nextn_predict_layers=0,
+        **same | {"compress_ratios": list(cfg.ratios), "num_nextn_predict_layers": 0},
+        num_hidden_layers=cfg.num_hidden_layers,
+        rope_theta=cfg.rope_theta,
         attn_implementation="eager",
         rope_parameters={
             "rope_type": "yarn",

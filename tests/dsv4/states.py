@@ -95,11 +95,7 @@ def check_indices(state: State, batch: Batch, ring: int) -> None:
         owned = state.owned[sequence]
         assert lists.rows[row].tolist()[: len(owned)] == owned[: lists.rows.shape[1]]
         for position in range(state.lengths[sequence], state.lengths[sequence] + count):
-            assert (int(plan.sequence[n]), int(plan.owner[n]), int(lists.position[n])) == (
-                sequence,
-                row,
-                position,
-            )
+            assert (int(plan.sequence[n]), int(plan.owner[n]), int(lists.position[n])) == (sequence, row, position)
             assert int(lists.window_target[n]) == sequence * ring + position % ring
             seen = [sequence * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
             assert lists.window_index[n].tolist() == seen

@@ -10,6 +10,7 @@ from problems.dsv4_forward import operators, trace
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import indexer
 from problems.dsv4_forward.weights import config, formats
+from tests.dsv4.experts import Raises
 
 FOLDER = load.PROBLEMS / "indexer"
 WIDTH, HEADS, PER_PAGE, ENTRIES, TOPK = 128, 32, 32, 333, 40
@@ -72,11 +73,7 @@ def test_places_are_entries_again(call):
 
 def test_what_it_does_not_serve_is_left(call):
     """fp32 queries, bf16 weights and plain pages; a kernel that raises shows who was called."""
-
-    def raises(_):
-        raise AssertionError("called")
-
-    op, out = fit(SimpleNamespace(custom_kernel=raises)).functions["choose"], torch.zeros(3, 2, TOPK)
+    op, out = fit(Raises).functions["choose"], torch.zeros(3, 2, TOPK)
     plain = Pages(torch.randn(40, PER_PAGE, WIDTH), PER_PAGE, "plain", WIDTH)
     for changes in ({"q": call["q"].float()}, {"weights": call["weights"].bfloat16()}, {"keys": plain}):
         assert op(**{**call, **changes}, out=out) is NotImplemented and not bool(out.any())

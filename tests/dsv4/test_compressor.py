@@ -108,25 +108,15 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 5e-6) -> Non
     assert (got.double() - want.double()).abs().max() <= tolerance
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", [3, 128, 129, 300])
-def test_a_first_call_may_end_anywhere(kind, first):
-    case = Case(kind, 300)
-    lengths = [n for n in (first, *[64] * ((300 - first) // 64), (300 - first) % 64) if n]
-    close(case.cut(lengths), case.want())
+UNEVEN = [37, 1, 91, 5, 130, 3, 33, 2, 128, 127, 129, 7, 4, 3]
+LENGTHS = [[3, *[64] * 4, 41], [128, 64, 64, 44], [129, 64, 64, 43], [300], [1] * 300, UNEVEN]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_token_by_token_in_the_smallest_ring(kind):
-    case = Case(kind, 300)
-    close(case.cut([1] * 300), case.want())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_uneven_calls_wrap_the_ring_often(kind):
-    case = Case(kind, 700, seed=1)
-    lengths = [37, 1, 91, 5, 130, 3, 33, 2, 128, 127, 129, 7, 4, 3]
-    assert sum(lengths) == 700
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["3", "128", "129", "300", "one by one", "uneven"])
+def test_calls_of_any_lengths_give_the_entries_of_the_whole_sequence(kind, lengths):
+    """A first call may end anywhere. One by one in the smallest ring, and uneven calls that wrap it often."""
+    case = Case(kind, sum(lengths), seed=1)
     close(case.cut(lengths), case.want())
 
 

@@ -7,23 +7,8 @@ import pytest
 
 from problems.dsv4_forward.checkpoint import config_json
 from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, config_from_json
-from problems.dsv4_forward.weights.config import CONFIGS, CSA, FLASH, FORMATS, HCA, SWA, TINY
-
-SMALL = dataclasses.replace(
-    TINY,
-    name="small",
-    hidden_size=320,
-    num_attention_heads=6,
-    q_lora_rank=160,
-    o_groups=3,
-    n_routed_experts=3,
-    num_experts_per_tok=2,
-    num_hash_layers=1,
-    compress_ratios=(SWA, HCA, CSA, SWA),
-    num_nextn_predict_layers=1,
-    vocab_size=66,
-    index_n_heads=8,
-)
+from problems.dsv4_forward.weights.config import CONFIGS, CSA, FLASH, FORMATS, HCA, SWA
+from tests.dsv4.models import SMALL
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

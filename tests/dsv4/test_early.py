@@ -13,7 +13,7 @@ import torch
 from harness.tools import latency as timing
 from problems.common import early, load
 from problems.dsv4_forward import timed_steps
-from tests.support import ROOT
+from tests.support import ROOT, forked
 
 # argv: format, k, rows, tokens. The model has two multiprocessors, so that blocks have several tiles.
 NORMED = """
@@ -57,13 +57,6 @@ assert all(torch.equal(results[0], other) for other in results[1:]), [int((resul
 """
 
 
-def run(script: str, *arguments: object) -> None:
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
-    ran = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
 def test_calls_are_early_only_where_the_caller_says_so():
     assert not early.allowed()
     with early.behind_kernels():
@@ -79,7 +72,10 @@ def test_calls_are_early_only_where_the_caller_says_so():
     ("fmt", "k", "rows", "tokens"), [("nvfp4", 512, 128, 3), ("fp8", 1536, 64, 5), ("nvfp4", 1024, 128, 8)]
 )
 def test_a_linear_that_norms_its_input_has_the_bits_of_two_steps(fmt, k, rows, tokens):
-    run(NORMED, fmt, k, rows, tokens)
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    ran = forked.run(["-c", NORMED, fmt, k, rows, tokens])
+    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 # argv: as ptx_model.tools.check's.

@@ -96,22 +96,17 @@ def close(got, want, tolerance=2e-5) -> None:
     assert ((lse.double() - want_lse).abs()[~empty] <= 1e-5 * (1 + want_lse.abs()[~empty])).all()
 
 
-@pytest.mark.parametrize("kind, dtype", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1, 3, 128), (2, 3, 5, 192)])
-def test_window_and_cache(shape, kind, dtype):
-    args = problem(shape, kind, dtype)
-    close(attend(**args), wanted(**args))
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 3, 40), (2, 3, 4, 17)])
-def test_a_plain_width_that_is_no_multiple_of_anything(shape):
-    args = problem(shape)
-    close(attend(**args), wanted(**args))
-
-
-@pytest.mark.parametrize("nw, ne", [(64, 63), (127, 65)])
-def test_counts_around_a_tile_of_64(nw, ne):
-    args = problem((2, 2, 3, 128), nw=nw, ne=ne)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *((shape, *kind) for shape in ((1, 1, 3, 128), (2, 3, 5, 192)) for kind in KINDS),
+        *([shape] for shape in ((1, 2, 3, 40), (2, 3, 4, 17))),  # plain widths that are no multiples of anything
+        *(((2, 2, 3, 128), *KINDS[0], *counts) for counts in ((64, 63), (127, 65))),  # around a tile of 64
+    ],
+    ids=str,
+)
+def test_window_and_cache(given):
+    args = problem(*given)
     close(attend(**args), wanted(**args))
 
 
@@ -168,18 +163,10 @@ def test_rows_of_holes_beside_ordinary_rows(sink, alone):
     close((out, lse), wanted(**args), 5e-5)
 
 
-def test_everything_holes():
-    args = problem()
-    args["index"].fill_(-1)
-    args["window_index"].fill_(-1)
-    out, lse = attend(**args)
-    assert (out == 0).all() and (lse == math.inf).all()
-
-
-def test_no_window_and_no_cache():
-    args = problem(nw=0) | {"cache": None, "index": None}
-    out, lse = attend(**args)
-    assert (out == 0).all() and (lse == math.inf).all()
+def test_nothing_to_attend_to():
+    for args in (problem(holes=1.0), problem(nw=0) | {"cache": None, "index": None}):
+        out, lse = attend(**args)
+        assert (out == 0).all() and (lse == math.inf).all()
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38])

@@ -12,6 +12,7 @@ from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import fmha, rope
 from problems.dsv4_forward.weights import config
 from tests.dsv4 import in_model
+from tests.dsv4.experts import Raises
 
 FOLDER = load.PROBLEMS / "fmha_decode"
 WIDTH, ROPE, HEADS = 512, 64, 8
@@ -89,11 +90,7 @@ def test_it_attends_as_the_reference_does(call, without_cache):
 
 def test_what_it_does_not_serve_is_left(call):
     """fp32 activations, plain pages, an empty window; on the last, a kernel that raises shows who was called."""
-
-    def raises(_):
-        raise AssertionError("called")
-
-    op, turn = fit(SimpleNamespace(custom_kernel=raises)).functions["fmha"], angles(5)
+    op, turn = fit(Raises).functions["fmha"], angles(5)
     plain = Pages(torch.zeros(3, 64, WIDTH, dtype=torch.bfloat16), 64, "plain", WIDTH)
     q, window, ids, *rest = call
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])

@@ -22,8 +22,9 @@ from problems.dsv4_forward.generate.decoding import CONTEXT, END, LENGTH, Limits
 from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
 from problems.dsv4_forward.generate.text import Tokenizer, end_tokens
-from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import tree
+from tests.dsv4.models import greedy
 from tests.support import ROOT, tiny_checkpoint
 from tests.support.tiny_checkpoint import CFG
 
@@ -59,15 +60,6 @@ def model(folder) -> Model:
 @pytest.fixture(scope="module")
 def known(folder) -> Tokenizer:
     return Tokenizer(folder / "tokenizer.json")
-
-
-def greedy(model: Model, ids: list[int], count: int) -> list[int]:
-    """A sequence by itself, a token in a call."""
-    state = State(model.config, "fp32", sequences=1, blocks=1)
-    sequence, found = state.open()[0], []
-    while len(found) < count and state.lengths[sequence] < state.capacity:
-        found.append(int(feed(model, state, {sequence: found[-1:] or ids})[0].argmax()))
-    return found
 
 
 def run(capsys, *words: object) -> tuple[str, str]:

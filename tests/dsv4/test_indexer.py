@@ -66,18 +66,19 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert ((got - want).abs() <= 1e-5 * want.abs().amax(-1, keepdim=True)).all()
 
 
-@pytest.mark.parametrize("batch, tokens, heads, entries", [(1, 1, 5, 1), (3, 2, 4, PAGE), (2, 3, 7, 97)])
-def test_scores(batch, tokens, heads, entries):
-    args = problem(batch, tokens, heads, entries)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *((1, 1, 5, 1), (3, 2, 4, PAGE), (2, 3, 7, 97)),
+        *((2, 3, 5, 61, kind, dtype) for kind in ("plain", "index") for dtype in (torch.bfloat16, torch.float32)),
+        (2, 1, 3, 40, "plain", torch.float32, 5),  # a table that is wider than the entries, with holes there
+    ],
+    ids=str,
+)
+def test_scores(given):
+    """Those of the values that the pages hold: FP4 keys are read, not rounded again."""
+    args, entries = problem(*given), given[3]
     close(scored(*args, entries), wanted(*args, entries))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["plain", "index"])
-def test_scores_of_other_kinds_of_pages(kind, dtype):
-    """The scores are those of the values that the pages hold: FP4 keys are read, not rounded again."""
-    args = problem(2, 3, 5, 61, kind, dtype)
-    close(scored(*args, 61), wanted(*args, 61))
 
 
 @pytest.mark.parametrize("tile", [1, 2 * 3 * 5 * PAGE, 2 * 3 * 5 * PAGE * 2 + 1])
@@ -86,11 +87,6 @@ def test_scores_in_tiles_of_entries(monkeypatch, tile):
     whole = scored(*args, 97)
     monkeypatch.setattr(indexer, "TILE", tile)
     close(scored(*args, 97), whole.double())
-
-
-def test_a_table_may_be_wider_than_the_entries_and_hold_holes_there():
-    args = problem(2, 1, 3, 40, spare=5)
-    close(scored(*args, 40), wanted(*args, 40))
 
 
 def test_all_heads_share_a_key_and_each_has_its_own_query():

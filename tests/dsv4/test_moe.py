@@ -38,25 +38,6 @@ def model():
     return tree.random(SMALL, "nvfp4", seed=3)
 
 
-@pytest.fixture
-def winners(tmp_path, monkeypatch):
-    """-> a function that makes a text the only winner of moe_gemm, in a copy of problems/ made of links."""
-
-    def make(text: str) -> None:
-        for folder in load.PROBLEMS.iterdir():
-            if folder.name != "moe_gemm":
-                (tmp_path / folder.name).symlink_to(folder)
-        own = tmp_path / "moe_gemm"
-        (own / "variants").mkdir(parents=True)
-        for name in ("task.py", "in_model.py"):
-            (own / name).symlink_to(FOLDER / name)
-        (own / "submission.py").write_text('WINNERS = {"cpu": ("only",)}\n')
-        (own / "variants" / "only.py").write_text(text)
-        monkeypatch.setattr(load, "PROBLEMS", tmp_path)
-
-    return make
-
-
 # ---------------------------------------------------------------- experts
 
 
@@ -294,23 +275,22 @@ def held():
 
 
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks(held):
-    out = held.outputs.out
+    out, winner = held.outputs.out, load.variant("moe_gemm", load.winner(FOLDER, "cpu"))
+    assert operators._winner("moe_gemm", out.device) is winner
     torch.ops.dsv4.moe_gemm("test", *held.inputs, out)
     assert REFERENCE.check_implementation(held, out)[0]
     torch.library.opcheck(operators.moe_gemm, ("test", *held.inputs, out))
 
 
-def test_the_operator_takes_what_is_held(held, winners):
-    winners(
-        'TARGETS = ("cpu",)\n\n\ndef prepare(weights):\n    return "laid out"\n\n\ndef custom_kernel(data):\n'
-        '    assert data.weights == "laid out"\n    return data.outputs.out.fill_(3)\n'
-    )
-    operators._winner.cache_clear()
-    try:
-        operators.hold_moe_gemm("test", held.weights)
-        torch.ops.dsv4.moe_gemm("test", *held.inputs, held.outputs.out)
-    finally:
-        operators._winner.cache_clear()
+def test_the_operator_takes_what_is_held(held, monkeypatch):
+    def custom_kernel(data):
+        assert data.weights == "laid out"
+        return data.outputs.out.fill_(3)
+
+    only = SimpleNamespace(prepare=lambda weights: "laid out", custom_kernel=custom_kernel)
+    monkeypatch.setattr(operators, "_winner", lambda problem, device: only)
+    operators.hold_moe_gemm("test", held.weights)
+    torch.ops.dsv4.moe_gemm("test", *held.inputs, held.outputs.out)
     assert bool((held.outputs.out == 3).all())
     with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
         torch.ops.dsv4.moe_gemm("other", *held.inputs, held.outputs.out)

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import shutil
-import subprocess
-import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,7 +16,7 @@ from problems.dsv4_forward.trace import CHECKS
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4.experts import FOLDER, GROUPED, MOE, SMALL, TASK, apart, calls, inputs, left, run
-from tests.support import ROOT
+from tests.support import forked
 
 NAME = "layers.0.ffn.experts"
 BUDGET = CHECKS["experts"].budget  # of a row, as the check has it
@@ -246,22 +244,16 @@ for sizes in json.loads(sys.argv[1]):
 MODEL_CASES = [(1, 3, 2, 192, 320), (3, 5, 2, 320, 192), (9, 2, 2, 64, 128), (3, 3, 1, 2112, 64), (2, 2, 1, 4224, 64)]
 
 
-def in_the_model(cases: list[tuple[int, ...]]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [MODEL_CASES[:1], MODEL_CASES[1:]], ids=["short", "long"])
+def test_the_kernel_is_right_in_the_model_of_the_gpu(cases):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    ran = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=1500
-    )
+    ran = forked.run(["-c", CODE, json.dumps(cases)], timeout=1500)
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(found) == len(cases), ran.stderr[-3000:]
     for one in found:
         right(one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [MODEL_CASES[:1], MODEL_CASES[1:]], ids=["short", "long"])
-def test_the_kernel_is_right_in_the_model_of_the_gpu(cases):
-    in_the_model(cases)
 
 
 # Small ones as above; tiny-k's; Flash's; Pro's, whose rows do not end with a copy; more tokens than a launch takes.

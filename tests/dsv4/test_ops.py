@@ -275,8 +275,9 @@ def test_winners_that_fill_ops_are_operators():
     assert {problem for op in ops.NAMES for problem in ops.problems_of(op)} == exported
 
 
-def test_the_gemv_operator_passes_torchs_own_checks():
-    torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_gemv_operator_passes_torchs_own_checks(device):
+    torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments(device=device))
 
 
 def test_the_gemv_operator_writes_the_product():
@@ -294,11 +295,6 @@ def test_tracing_refuses_what_the_winner_would_refuse():
             operators.nvfp4_gemv(*fake[:3], fake[2], *fake[4:])
     with pytest.raises(ValueError, match=r"a must be uint8, .*got torch\.float4_e2m1fn_x2"):
         operators.nvfp4_gemv(arguments[0].view(torch.float4_e2m1fn_x2), *arguments[1:])
-
-
-@pytest.mark.gpu
-def test_the_gemv_operator_passes_torchs_own_checks_on_the_gpu():
-    torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments(device="cuda"))
 
 
 def test_the_operator_of_linears_computes_with_the_weights_of_its_name():

@@ -13,6 +13,7 @@ from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import TINY, TINY_K
 from tests.dsv4 import oracle
+from tests.dsv4.models import decoded, greedy, opened
 from tests.dsv4.states import unchanged
 
 TOLERANCE = 1e-5  # of logits with a standard deviation of about 1, for other shapes of the same sums
@@ -27,21 +28,11 @@ def prompt(length: int, seed: int, vocab: int = TINY.vocab_size) -> list[int]:
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def solo(model: Model, tokens: list[int], steps: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy tokens and the logits that they came from, a sequence by itself."""
-    state = State(TINY, "fp32", sequences=1, blocks=8)
-    sequence, _ = state.open()
-    logits = [feed(model, state, {sequence: tokens})[0]]
-    for _ in range(steps - 1):
-        logits.append(feed(model, state, {sequence: [int(logits[-1].argmax())]})[0])
-    return [int(row.argmax()) for row in logits], logits
-
-
 def test_a_ragged_batch_with_joins_and_leaves(model):
     """Four sequences start and end at different steps; prompts and steps of others are in the same calls."""
     prompts = [prompt(length, seed) for seed, length in enumerate((5, 131, 64, 140))]
     joins, steps = (0, 3, 1, 8), (22, 14, 6, 10)
-    wanted = [solo(model, tokens, count) for tokens, count in zip(prompts, steps, strict=True)]
+    wanted = [decoded(model, tokens, count) for tokens, count in zip(prompts, steps, strict=True)]
     state = State(TINY, "fp32", sequences=3, blocks=12)  # fewer than the sequences: one waits for a place
     sequences: dict[int, int] = {}
     got: dict[int, list[torch.Tensor]] = {i: [] for i in range(4)}
@@ -63,9 +54,8 @@ def test_a_ragged_batch_with_joins_and_leaves(model):
             state.close(sequences.pop(i))
         step += 1
     for i in range(4):
-        tokens, logits = wanted[i]
-        assert [int(row.argmax()) for row in got[i]] == tokens
-        assert float((torch.stack(got[i]) - torch.stack(logits)).abs().max()) <= TOLERANCE
+        assert [int(row.argmax()) for row in got[i]] == [int(row.argmax()) for row in wanted[i]]
+        assert float((torch.stack(got[i]) - torch.stack(wanted[i])).abs().max()) <= TOLERANCE
 
 
 def test_a_shared_prefix_gives_the_same(model):
@@ -83,19 +73,18 @@ def test_a_shared_prefix_gives_the_same(model):
     got = [feed(model, state, {b: second[matched:]})[0]]
     for _ in range(8):
         got.append(feed(model, state, {b: [int(got[-1].argmax())], a: [1]})[0])
-    _, wanted = solo(model, second, 9)
+    wanted = decoded(model, second, 9)
     assert float((torch.stack(got) - torch.stack(wanted)).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("length", "back"), [(129, 2), (12, 9), (257, 128)])
 def test_rewinding_gives_the_same(model, length, back):
     tokens, other = prompt(length, 60), prompt(back + 40, 61)
-    state = State(TINY, "fp32", sequences=1, blocks=8)
-    sequence, _ = state.open()
+    state, sequence = opened(model)
     feed(model, state, {sequence: tokens})
     state.rewind(sequence, length - back)
     got = feed(model, state, {sequence: other})[0]
-    wanted = solo(model, tokens[: length - back] + other, 1)[1][0]
+    (wanted,) = decoded(model, tokens[: length - back] + other, 1)
     assert float((got - wanted).abs().max()) <= TOLERANCE
 
 
@@ -105,16 +94,13 @@ def test_a_reused_place_shows_nothing_of_its_last_user(model):
         tokens = prompt(length, seed)
         sequence, _ = state.open()
         got = feed(model, state, {sequence: tokens})[0]
-        assert float((got - solo(model, tokens, 1)[1][0]).abs().max()) <= TOLERANCE
+        assert float((got - decoded(model, tokens, 1)[0]).abs().max()) <= TOLERANCE
         state.close(sequence)
 
 
 def decode_memory(model: Model, steps: int) -> tuple[int, int]:
     """Bytes of tensors that are alive a tenth into a decode of so many steps, and at its end."""
-    state = State(TINY, "fp32", sequences=1, blocks=40)
-    sequence, _ = state.open()
-    seen = []
-    token = 1
+    (state, sequence), seen, token = opened(model, blocks=40), [], 1
     for step in range(steps):
         token = int(feed(model, state, {sequence: [token]})[0].argmax())
         if step in (steps // 10, steps - 1):
@@ -139,19 +125,12 @@ def drafting() -> Model:
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, *range(2, 10)))])
 def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
-    cfg, tokens = drafting.config, prompt(20 + 37 * seed, 80 + seed)
-    state = State(cfg, "fp32", sequences=1, blocks=8)
-    sequence, _ = state.open()
-    wanted = [int(feed(drafting, state, {sequence: tokens})[0].argmax())]
-    for _ in range(23):
-        wanted.append(int(feed(drafting, state, {sequence: [wanted[-1]]})[0].argmax()))
-    state = State(cfg, "fp32", sequences=1, blocks=8)
-    sequence, _ = state.open()
-    speculative = Speculative(drafting, state, sequence)
+    tokens = prompt(20 + 37 * seed, 80 + seed)
+    speculative = Speculative(drafting, *opened(drafting))
     got, steps = [speculative.prefill(tokens)], speculative.steps()
     while len(got) < 24:
         got += next(steps).tokens
-    assert got[:24] == wanted
+    assert got[:24] == greedy(drafting, tokens, 24)
 
 
 def test_a_right_guess_is_accepted(drafting):
@@ -159,40 +138,24 @@ def test_a_right_guess_is_accepted(drafting):
     from problems.dsv4_forward.generate import mtp
 
     tokens = prompt(140, 99)
-    cfg, state = drafting.config, State(drafting.config, "fp32", sequences=1, blocks=8)
-    sequence, _ = state.open()
-    wanted = [int(feed(drafting, state, {sequence: tokens})[0].argmax())]
-    for _ in range(26):
-        wanted.append(int(feed(drafting, state, {sequence: [wanted[-1]]})[0].argmax()))
+    wanted = greedy(drafting, tokens, 27)
     for shift, count in ((0, 2), (1, 1)):
 
         def oracle(self, batch, copies, following, row, shift=shift):
             known = wanted.index(following[row]) if wanted.count(following[row]) == 1 else None
             done = int(batch.lists.position[row]) + 1 - len(tokens)
-            self._guess = (wanted[done + 1] + shift) % cfg.vocab_size
+            self._guess = (wanted[done + 1] + shift) % drafting.config.vocab_size
             assert known is None or known == done
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mtp.Speculative, "_draft", oracle)
-            state = State(cfg, "fp32", sequences=1, blocks=8)
-            sequence, _ = state.open()
-            speculative = Speculative(drafting, state, sequence)
+            speculative = Speculative(drafting, *opened(drafting))
             got, steps = [speculative.prefill(tokens)], speculative.steps()
             for _ in range(12):
                 step = next(steps)
                 assert len(step.tokens) == count and step.accepted == (count == 2)
                 got += step.tokens
         assert got == wanted[: len(got)]
-
-
-def greedy(model: Model, tokens: list[int]) -> list[int]:
-    """Every token that greedy decoding gives until the sequence is as long as it may be."""
-    state = State(model.config, "fp32", sequences=1, blocks=1)
-    sequence, _ = state.open()
-    found = [int(feed(model, state, {sequence: tokens})[0].argmax())]
-    while state.lengths[sequence] < state.capacity:
-        found.append(int(feed(model, state, {sequence: found[-1:]})[0].argmax()))
-    return found
 
 
 @pytest.mark.parametrize("guesses", ["right", "wrong", "its own"])
@@ -204,7 +167,7 @@ def test_drafting_ends_where_greedy_decoding_ends(drafting, guesses, monkeypatch
     model = Model(tree.assemble(short, "fp32", drafting.weights.tensors))
     for length in (23, 24, 29, 30):
         tokens = prompt(length, length)
-        wanted = greedy(model, tokens)
+        wanted = greedy(model, tokens, 99)
         assert len(wanted) == 31 - length
 
         def guess(self, batch, copies, following, row, wanted=wanted, length=length):
@@ -214,8 +177,8 @@ def test_drafting_ends_where_greedy_decoding_ends(drafting, guesses, monkeypatch
         with monkeypatch.context() as patch:
             if guesses != "its own":
                 patch.setattr(mtp.Speculative, "_draft", guess)
-            state = State(short, "fp32", sequences=1, blocks=1)
-            speculative = Speculative(model, state, state.open()[0])
+            state, sequence = opened(model, blocks=1)
+            speculative = Speculative(model, state, sequence)
             got, steps = [speculative.prefill(tokens)], list(speculative.steps())
         got += [token for step in steps for token in step.tokens]
         assert got == wanted and state.lengths == [30]
@@ -345,7 +308,7 @@ def test_states_and_batches_of_others_are_refused(model):
 
 def test_an_error_in_an_op_leaves_a_state_that_goes_on(model):
     tokens = prompt(20, 8)
-    wanted = solo(model, tokens, 1)[1][0]
+    (wanted,) = decoded(model, tokens, 1)
 
     def fail(*args, **named):
         raise RuntimeError("no")

@@ -25,7 +25,7 @@ def long(values: list[int]) -> torch.Tensor:
 
 def recorded(numbers: list[int], lengths: list[int], ratios: tuple[int, ...], bound: int, topk: int) -> Plan:
     """One token of each of the sequences `numbers`, of these lengths."""
-    length = torch.full((SEQUENCES,), -9, device=DEVICE, dtype=torch.int64)
+    length = long([-9] * SEQUENCES)
     length[long(numbers)] = long(lengths)
     every = long(list(range(len(numbers))))
     emit = dict.fromkeys(ratios, every)
@@ -37,20 +37,8 @@ def planned(numbers: list[int], lengths: list[int], counts: list[int], ratios: t
     position = [p for n, count in zip(lengths, counts, strict=True) for p in range(n, n + count)]
     owner = [row for row, count in enumerate(counts) for _ in range(count)]
     emit = {ratio: long([i for i, p in enumerate(position) if (p + 1) % ratio == 0]) for ratio in ratios}
-    sequence, length = long([numbers[row] for row in owner]), torch.full((SEQUENCES,), -9, device=DEVICE)
-    return Plan(
-        length.long(),
-        blocks(),
-        sequence,
-        long(owner),
-        long(numbers),
-        long(position),
-        emit,
-        RING,
-        UNREAD,
-        max(position) + 1,
-        topk,
-    )
+    length, sequence, bound = long([-9] * SEQUENCES), long([numbers[row] for row in owner]), max(position) + 1
+    return Plan(length, blocks(), sequence, long(owner), long(numbers), long(position), emit, RING, UNREAD, bound, topk)
 
 
 def blocks() -> torch.Tensor:

@@ -7,13 +7,10 @@ import torch
 
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import OutOfBlocks, State
-from problems.dsv4_forward.weights.config import CSA, FLASH, HCA, SWA, TINY, TINY_K
+from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, SWA, TINY, TINY_K
 from tests.dsv4.states import MOST, SMALL, check_counts, check_indices, grow, make, opened, unchanged
 
 # Memory.
-
-
-FORMATS = ("fp32", "bf16", "released", "nvfp4_experts", "nvfp4")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -11,11 +11,12 @@ import torch
 from harness.tools import latency as timing
 from problems.common import load
 from problems.dsv4_forward import ops, timed_steps
-from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.cache.state import Batch
 from problems.dsv4_forward.generate.mtp import Speculative
-from problems.dsv4_forward.model import Model, feed
+from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import FORMATS
+from tests.dsv4 import models
 from tests.support.marks import first
 
 TASK = load.module(load.PROBLEMS / "dsv4_forward", "task")
@@ -215,17 +216,9 @@ def drafting(name: str, fmt: str, device: str) -> tuple[Model, config.Config]:
     return Model(weights, ops.choose("winners", load.device_target(device), weights).ops), cfg
 
 
-def equals_greedy(model: Model, fmt: str, prompt: list[int], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def equals_greedy(model: Model, prompt: list[int], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With guesses that are right in half of the steps, by turns; the others are the prediction layer's own."""
-
-    def opened() -> tuple[State, int]:
-        state = State(model.config, fmt, sequences=1, blocks=3, device=str(model.weights.embed.device))
-        return state, state.open()[0]
-
-    state, sequence = opened()
-    want = [int(feed(model, state, {sequence: prompt})[0].argmax())]
-    while len(want) < count + 2:
-        want.append(int(feed(model, state, {sequence: want[-1:]})[0].argmax()))
+    want = models.greedy(model, prompt, count + 2)
     own, passes = Speculative._draft, []
 
     def draft(self: Speculative, batch: Batch, copies: torch.Tensor, following: Sequence[int], row: int) -> None:
@@ -237,8 +230,7 @@ def equals_greedy(model: Model, fmt: str, prompt: list[int], count: int, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Speculative, "_draft", draft)
-        state, sequence = opened()
-        speculative = Speculative(model, state, sequence)
+        speculative = Speculative(model, *models.opened(model))
         got, accepted, steps = [speculative.prefill(prompt)], [], speculative.steps()
         while len(got) < count:
             step = next(steps)
@@ -259,11 +251,11 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
 def test_drafting_equals_greedy_for_20_prompts(fmt, monkeypatch):
     model, cfg = drafting("tiny-k", fmt, "cuda")
     for prompt in prompts(20, cfg.vocab_size):
-        equals_greedy(model, fmt, prompt, 10, monkeypatch)
+        equals_greedy(model, prompt, 10, monkeypatch)
 
 
 @torch.inference_mode()
 def test_drafting_equals_greedy(monkeypatch):
     model, cfg = drafting("tiny", "fp32", "cpu")
     for prompt in prompts(20, cfg.vocab_size)[::9]:
-        equals_greedy(model, "fp32", prompt, 12, monkeypatch)
+        equals_greedy(model, prompt, 12, monkeypatch)

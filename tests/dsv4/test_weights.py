@@ -11,24 +11,10 @@ from problems.dsv4_forward import trace
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import layout, quick_weights, random_weights, tree
-from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, PRO, SWA, TINY, TINY_K, Config
+from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, PRO, SWA, TINY, TINY_K, Config
+from tests.dsv4 import models
 
-# No two sizes alike, k not in whole FP8 blocks, with a prediction layer.
-SMALL = dataclasses.replace(
-    TINY,
-    name="small",
-    hidden_size=320,
-    num_attention_heads=6,
-    q_lora_rank=160,
-    o_groups=3,
-    n_routed_experts=5,
-    num_experts_per_tok=3,
-    num_hash_layers=1,
-    compress_ratios=(SWA, HCA, CSA, SWA),
-    num_nextn_predict_layers=1,
-    vocab_size=130,
-    index_n_heads=8,
-)
+SMALL = dataclasses.replace(models.SMALL, n_routed_experts=5, num_experts_per_tok=3, vocab_size=130)
 RELATIVE = {"fp8": 0.04, "mxfp4": 0.16, "nvfp4": 0.12}  # rms error of normal values: 3 bits; 1 bit, steps of 2 or 1.1
 
 

@@ -30,10 +30,6 @@ def check_implementation(data, output):
 """
 SIZES = 130, 1030  # of the test cases
 DOUBLED, TRIPLED = "return data + data", "return data * 3"
-NEAR = """
-def check_implementation(data, output):
-    return torch.allclose(output, ref_kernel(data), rtol=1e-5, atol=1e-5, equal_nan=True), "elements differ"
-"""
 
 
 @dataclass(frozen=True)
@@ -51,38 +47,23 @@ class Folder:
     timed: int = 0
 
 
+def checks(statement: str) -> str:
+    """A check of one statement."""
+    return f"def check_implementation(data, output):\n    {statement}\n"
+
+
+NEAR = checks(
+    "return torch.allclose(output, ref_kernel(data), rtol=1e-5, atol=1e-5, equal_nan=True), 'elements differ'"
+)
 FOLDERS = {
     # Checks, and seeds.
-    "bool_check": Folder(
-        more="""
-            def check_implementation(data, output):
-                return (output == data * 2).all()
-            """
-    ),
-    "string_check": Folder(
-        more="""
-            def check_implementation(data, output):
-                return '' if torch.equal(output, data * 2) else 'differs'
-            """
-    ),
-    "list_check": Folder(
-        more="""
-            def check_implementation(data, output):
-                return [] if torch.equal(output, data * 2) else ['one', 'two']
-            """
-    ),
-    "check_raises": Folder(
-        more="""
-            def check_implementation(data, output):
-                torch.testing.assert_close(output, data * 2)
-            """
-    ),
+    "bool_check": Folder(check=checks("return (output == data * 2).all()")),
+    "string_check": Folder(check=checks("return '' if torch.equal(output, data * 2) else 'differs'")),
+    "list_check": Folder(check=checks("return [] if torch.equal(output, data * 2) else ['one', 'two']")),
+    "check_raises": Folder(check=checks("torch.testing.assert_close(output, data * 2)")),
     "blind_to_nan": Folder(
         wrong="return data * float('nan')",
-        more="""
-            def check_implementation(data, output):
-                return not ((data * 2 - output).abs() > 0).any(), 'differs'
-            """,
+        check=checks("return not ((data * 2 - output).abs() > 0).any(), 'differs'"),
     ),
     "nan_of_the_reference": Folder(
         check=NEAR,
@@ -133,15 +114,13 @@ FOLDERS = {
     "dict_config": Folder(
         right="return {'y': data['x'] * data['by'][0] / (1 if data['by'][1] == 'whole' else 2)}",
         wrong="return {'z': data['x']}",
+        check=checks("return torch.equal(output['y'], ref_kernel(data)['y']), 'differs'"),
         more="""
             def generate_input(size, seed):
                 return {'x': random(size, seed=seed), 'by': [seed % 8, 'half' if seed % 2 else 'whole'], 0: None}
 
             def ref_kernel(data):
                 return {'y': data['x'] * data['by'][0] / (2 if data['by'][1] == 'half' else 1)}
-
-            def check_implementation(data, output):
-                return torch.equal(output['y'], ref_kernel(data)['y']), 'differs'
             """,
     ),
     "dataclass_data": Folder(  # a class that only the reference has; its method changes it, and each call has it anew
@@ -208,6 +187,7 @@ FOLDERS = {
     "numpy_data": Folder(
         right="return data['x'][::-1] * data['n']",
         wrong="return data['x'] * data['n']",
+        check=checks("return bool((output == ref_kernel(data)).all()), 'differs'"),
         more="""
             def generate_input(size, seed):
                 import numpy
@@ -215,15 +195,13 @@ FOLDERS = {
 
             def ref_kernel(data):
                 return data['x'][::-1].copy() * data['n']
-
-            def check_implementation(data, output):
-                return bool((output == ref_kernel(data)).all()), 'differs'
             """,
     ),
     "overwritten_input": Folder(right="return data.mul_(2)", wrong="return data.mul_(3)", timed=300000),
     "other_dtype_buffer": Folder(
         right="return torch.cumsum(data[0], 0, out=data[1])",
         wrong="return data[1].copy_(data[0])",
+        check=checks("return (output.double() - ref_kernel(data)).abs().max() < 1e-2, 'differs'"),
         more="""
             def generate_input(size, seed):
                 x = random(size, seed=seed)
@@ -231,9 +209,6 @@ FOLDERS = {
 
             def ref_kernel(data):
                 return data[0].double().cumsum(0)
-
-            def check_implementation(data, output):
-                return (output.double() - ref_kernel(data)).abs().max() < 1e-2, 'differs'
             """,
     ),
     "large_memory": Folder(  # on a GPU a buffer takes 8 GiB
@@ -362,15 +337,13 @@ FOLDERS = {
     "lazy_conjugate": Folder(
         right="return data.conj(), -data.conj().imag",
         wrong="return data, -data.conj().imag",
+        check=checks("return all(map(torch.equal, output, ref_kernel(data))), 'differs'"),
         more="""
             def generate_input(size, seed):
                 return random(size, seed=seed, dtype=torch.complex64).conj()
 
             def ref_kernel(data):
                 return data.conj(), data.imag * 1
-
-            def check_implementation(data, output):
-                return all(map(torch.equal, output, ref_kernel(data))), 'differs'
             """,
     ),
     # Files, and what compiles a submission.

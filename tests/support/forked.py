@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 from tests.support import ROOT
 from tests.support.warm import WAITING
@@ -39,7 +40,7 @@ def run(
         streams[0].write_text(input)
         environment = dict(os.environ if env is None else env)
         child = _context.Process(target=_be, args=(words, str(cwd), environment, [*map(str, streams)]))
-        with _waiting():
+        with mock.patch.dict(os.environ, WAITING):  # for the server, which the first start of a child starts
             child.start()
         child.join(timeout)
         if child.exitcode is None:
@@ -48,20 +49,6 @@ def run(
             raise subprocess.TimeoutExpired(words, timeout)
         out, err = (file.read_text() if file.exists() else "" for file in streams[1:])
         return subprocess.CompletedProcess(words, child.exitcode, out, err)
-
-
-@contextlib.contextmanager
-def _waiting() -> Iterator[None]:
-    """For the server, which the first start of a child starts."""
-    before = {name: os.environ.get(name) for name in WAITING}
-    os.environ.update(WAITING)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _be(words: list[str], folder: str, environment: dict[str, str], streams: list[str]) -> None:

@@ -193,9 +193,9 @@ def run(program: str, argv: list[str], environment: dict[str, str], execve=os.ex
     """What exec of `argv` would do, in this process where it is Python with one of MODULES."""
     if argv[1:2] != ["-m"] or argv[2] not in MODULES:
         execve(program, argv, environment)
-    for fd in map(int, _descriptors()):
-        if fd > 2 and not _inheritable(fd):
-            with contextlib.suppress(OSError):
+    for fd in range(3, 2 * HIGH):
+        with contextlib.suppress(OSError):  # it is not open
+            if not os.get_inheritable(fd):
                 os.close(fd)
     ctypes.CDLL(None).prctl(_DUMPABLE, 1, 0, 0, 0)
     os.environ.clear()
@@ -219,17 +219,6 @@ def run(program: str, argv: list[str], environment: dict[str, str], execve=os.ex
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(code)
-
-
-def _descriptors() -> range:
-    return range(3, 2 * HIGH)
-
-
-def _inheritable(fd: int) -> bool:
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return True  # it is not open
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def generate_weights(
     subnormal   only scale bytes 0 to 7
     extreme     an eighth of the scales 448, the others 2^U(-6, 0); half of the codes 6 or -6; x and out larger than
                 fp16 holds, x 2^40 times what it is elsewhere
-    zeros       an eighth of the scales, a quarter of x's blocks of 16, two rows of x, a third of the routing weights,
-                all of the last token's, and the last expert's g2
+    zeros       an eighth of the scales, a quarter of x's blocks of 16, two rows of x (one of 3 to 5, none of fewer), a
+                third of the routing weights; of several tokens all the last one's, of several experts the last one's g2
     """
     gen = torch.Generator(device).manual_seed(seed)
     column, row = _profiles(hidden, inner, content, device)
@@ -71,7 +71,7 @@ def generate_weights(
     if content == "extreme":
         g2 *= LARGE
     if content == "zeros":
-        g2[-1] = 0
+        g2[1:][-1:] = 0
     full = nvfp4.E2M1_MAX * nvfp4.E4M3_MAX
     in_scale13 = 4.0 * float(column.max().exp2()) * _size(content) / full * _factors(experts, 1, gen)
     in_scale2 = LIMIT**2 / 2 / full * _factors(experts, 1, gen)
@@ -102,9 +102,9 @@ def generate_input(
         weights *= torch.randint(0, 2, weights.shape, generator=gen, device=device).mul_(2).sub_(1)
     elif content == "zeros":
         x *= (torch.rand(tokens, hidden // 16, generator=gen, device=device) >= 1 / 4).repeat_interleave(16, 1)
-        x[: min(2, tokens - 1)] = 0
+        x[: min(2, tokens // 3)] = 0
         weights *= torch.rand(weights.shape, generator=gen, device=device) >= 1 / 3
-        weights[-1] = 0
+        weights[1:][-1:] = 0
     ids = _routed(tokens, experts, topk, router, gen)
     weights[ids < 0] = 3e38  # means nothing, and must not be multiplied with anything
     out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16, device=device)

@@ -44,7 +44,7 @@ def called(name: str, module: object, data: object) -> object:
     return module.custom_kernel(data)
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "moe_gemm"])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_a_seed_draws_cases_of_its_own(name):
     problem = folders.find(name)
     first, again, other = ([*map(str, problem.drawn(seed, "cpu"))] for seed in (5, 5, 6))

@@ -18,8 +18,8 @@ baseline = load.module(FOLDER, "variants/torch_grouped")
 WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
 # Enough to catch every file of wrong/, the quickest first.
 CATCHING = sorted((case for case in task.TESTS if case.experts < 100), key=lambda c: c.flops())
+ALL = ("uniform", "zipf", "one")  # routers that leave no token without an expert
 TINY = vars(task.Case(3, 4, 2, 64, 128, "bf16", "uniform", "plain", 5))
-ISSUE_SIZES = {"tokens": {1, 2, 3, 5, 7, 64, 129, 1000}, "experts": {1, 2, 8, 17, 256}, "topk": {1, 2, 6}}
 
 
 def named(case: object) -> str:
@@ -47,7 +47,8 @@ def solved(case: object, device: str = "cpu") -> tuple[object, torch.Tensor]:
 
 
 def of_content(content: str, activation: str = "bf16", tokens: int = 1) -> object:
-    return next(c for c in task.TESTS if (c.content, c.activation) == (content, activation) and c.tokens >= tokens)
+    found = (c for c in task.TESTS if (c.content, c.activation) == (content, activation) and c.tokens >= tokens)
+    return next(c for c in found if c.router in ALL)
 
 
 # ---------------------------------------------------------------- task
@@ -130,14 +131,11 @@ def test_cases_out_of_bounds_are_refused(change):
 
 
 def test_tests_have_the_sizes_that_kernels_fail_at():
-    for name, wanted in ISSUE_SIZES.items():
-        assert wanted == {getattr(case, name) for case in task.TESTS}, name
-    for name in ("activation", "router", "content"):
-        assert {getattr(case, name) for case in task.TESTS} == set(getattr(task, f"{name.upper()}S"))
-    assert all(case.hidden != case.inner for case in task.TESTS)
-    for name in ("hidden", "inner"):
-        assert sum(getattr(case, name) % 128 == 64 for case in task.TESTS) > 9
-    assert all(case.topk * case.inner >= 448 for case in task.TESTS if case.activation == "nvfp4")
+    assert {case.router for case in task.TESTS} == set(task.ROUTERS)
+    for cases in (task.TESTS, task.tests(1), task.tests(2)):
+        assert all(case.hidden != case.inner for case in cases)
+        assert all(sum(getattr(case, name) % 128 == 64 for case in cases) > 9 for name in ("hidden", "inner"))
+        assert all(case.topk * case.inner >= 448 for case in cases if case.activation == "nvfp4")
 
 
 def test_benchmarks_are_the_shapes_of_the_models():
@@ -268,7 +266,7 @@ def test_generated_data_is_what_the_task_says(case):
     assert bool((w.in_scale13 > 0).all()) and bool((w.in_scale2 > 0).all())
 
 
-@pytest.mark.parametrize("case", [case for case in task.TESTS if case.router != "none"], ids=named)
+@pytest.mark.parametrize("case", [c for c in task.TESTS if c.content == "clamped" and c.router in ALL], ids=named)
 def test_the_clamp_matters_in_every_case(case):
     data, want = solved(case)
     for name in ("no_clamp", "up_clamped_above_only"):
@@ -289,7 +287,7 @@ def test_contents_hold_what_they_promise():
     assert float(norms.max() / norms.min()) > 2**8 and bool((routing < 0).any() and (routing > 0).any())
     data, want = solved(of_content("zeros", tokens=64))
     assert not bool(data.inputs.x[:2].any()) and not bool(data.inputs.topk_weights[-1].any())
-    assert not bool(want[:2].any() or want[-1].any()) and bool(want[2:-1].any(1).sum() > 40)
+    assert not bool(want[:2].any() or want[-1].any()) and bool(want[2:-1].any(1).sum() > 20)
     assert not bool(data.weights.g2[-1]) and bool(data.weights.g2[:-1].all())
     assert any(bool((solved(c)[0].inputs.topk_ids == c.experts - 1).any()) for c in task.TESTS if c.content == "zeros")
 
@@ -300,8 +298,10 @@ def test_routers_leave_experts_out_and_crowd_others():
         ids = solved(case)[0].inputs.topk_ids
         counts = torch.bincount(ids[ids >= 0], minlength=case.experts)
         absent = (ids < 0).float().mean(1)
-        assert bool(absent.any()) == (case.router in ("part", "none")) and (case.router != "none" or absent.min() == 1)
-        assert case.router != "part" or (absent[1:3].min() == 1 and absent[[0, 3]].min() < 1)
+        if case.router != "part":
+            assert bool((absent == (case.router == "none")).all())
+        elif case.tokens > 7:
+            assert absent[1::4].min() == absent[2::4].min() == 1 > absent[::4].min()
         seen |= {"none"} if bool((counts == 0).any()) else set()
         seen |= {"one token"} if bool((counts == 1).any()) else set()
         seen |= {"all"} if case.experts > 1 and case.topk == 1 and int(counts.max()) == case.tokens > 128 else set()

@@ -131,7 +131,7 @@ TESTS = _cases(
     (1001, 128, "bf16", "plain"),
     seed=1000,
 )
-TESTS += tests(2000)
+TESTS += tests(2400)
 
 _TOKENS = (1, 8, 32, 128, 1024, 4096)
 # Behind attention, and behind the experts.

@@ -209,6 +209,7 @@ def tests(seed: int) -> list[Case]:
 # Besides: larger ones.
 TESTS = _cases(
     (1, 1, 1, 128, 64, "bf16", "uniform", "plain"),
+    (3, 384, 6, 64, 192, "bf16", "uniform", "plain"),
     (7, 8, 2, 1088, 192, "bf16", "uniform", "plain"),
     (64, 17, 6, 192, 448, "bf16", "zipf", "plain"),
     (64, 8, 2, 320, 704, "nvfp4", "zipf", "plain"),

@@ -214,9 +214,7 @@ BENCHMARKS_CPU = _cases(*_csa(64, 512, (1, 8)), *_csa(16, 512, (8,)), seed=1111)
 # log-normal, 5.0e-3 of very different maxima with the sink inside the maximum, 4.2e-3 of cancelling entries.
 ROW_RTOL = 6e-3
 CASE_RTOL = 3e-3  # the same for all rows as one: FlashMLA has 2.0e-3
-ROW_FLOOR = 2**-100  # of the largest |c_j| besides, where a sink drowns everything
 LSE_ATOL = 1e-4  # up to a |lse| of 100, where fp32 sums of 512 products give 1e-5; beyond in proportion
-PEER_TOL = 5e-3  # of peers, in the same measure, for all rows of a sequence as one; lse as above
 
 
 def page_entries(stride: int) -> int:

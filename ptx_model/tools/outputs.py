@@ -36,11 +36,11 @@ CASES = (
     ("nvfp4_gemv", "sm90_plain", "m=33 k=64 l=3"),
     ("nvfp4_gemv", "sm90_classic_tma", "m=33 k=64 l=3"),
     ("nvfp4_gemv", "sm90_cute", "m=33 k=64 l=3"),
-    ("moe_gemm", "sm90_grouped", "tokens=3 experts=8 topk=2 hidden=192"),
-    ("moe_gemm", "sm90_grouped", "tokens=1 experts=8 topk=6 hidden=512 activation=nvfp4"),
-    ("fmha_decode", "sm90_wgmma", "batch=3 queries=1 heads=20 exact"),
+    ("moe_gemm", "sm90_grouped", "tokens=3 experts=8"),
+    ("moe_gemm", "sm90_grouped", "tokens=2 experts=8 activation=nvfp4"),
+    ("fmha_decode", "sm90_wgmma", "batch=3 queries=1 heads=20 window=64 compressed=0 exact"),
     ("fmha_decode", "sm90_wgmma", "heads=128 content=cancelling exact"),
-    ("fmha_decode", "sm90_wgmma", "batch=3 queries=1 heads=20"),
+    ("fmha_decode", "sm90_wgmma", "batch=3 queries=1 heads=20 window=64 compressed=0"),
     ("fmha_decode", "sm90_wgmma", "batch=1 queries=3 content=maxima"),
 )
 

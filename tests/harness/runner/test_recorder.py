@@ -29,7 +29,7 @@ def test_variables_of_an_image_are_known_by_name_and_size(tmp_path, target):
 
 def test_a_variable_that_is_too_large_is_named(monkeypatch):
     limit = wire.VARIABLE_BYTES
-    monkeypatch.setattr(cubins, "variables", lambda image: [("fits", limit), ("table", limit + 1)])
+    monkeypatch.setattr(recorder, "_image", lambda _: (-1, [("fits", limit), ("table", limit + 1)]))
     monkeypatch.setattr(recorder, "_library", lambda: SimpleNamespace(capture_variable=lambda *_: 0))
     with pytest.raises(recorder.NotRecordedError, match=rf"variable table has {limit + 1} bytes.*use torch.empty"):
-        recorder._variables(0, 0, b"")
+        recorder._variables(0, 0)

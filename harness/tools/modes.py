@@ -182,9 +182,9 @@ def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> st
 def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: str, progress: Progress) -> list[str]:
     """Run small cases under compute-sanitizer. Return what is wrong. UsageError: no such tool, or no small case."""
     small, faults = [case for case in cases if (case.bytes or 0) <= SANITIZE_BYTES], []
-    # A separate allocation for every tensor, so that the tool sees an access past one. Compilers that the submission
-    # starts are not looked into: the tool would run them too, and count what they do.
-    options = f"--error-exitcode {FOUND_EXIT} --launch-timeout 120 --target-processes application-only"
+    # A separate allocation for every tensor, with bytes of nobody behind it, so that the tool sees an access past one.
+    # Compilers that the submission starts are not looked into: the tool would run them too, and count what they do.
+    options = f"--error-exitcode {FOUND_EXIT} --launch-timeout 120 --target-processes application-only --padding 256"
     extra = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **_dsl(target)}
     for n, (j, tool) in enumerate(itertools.product(judged, SANITIZE_TOOLS)):
         name = j.submission.name

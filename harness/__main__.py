@@ -25,21 +25,20 @@ if TYPE_CHECKING:
 
 NAME = "python -m harness"
 RESULTS = ("problem", "device", "events", "quiet")
+CLUSTER = tuple(name for name in ALL if name not in ("resume", "shard", "events"))
 CHOICE = ("variant", "submission", "all", "case")
 # Verb -> what it does, and the options that it has of a run.
 VERBS = {
     "run": ("check, time and rank kernels; the same as harness/run.py", ALL),
     "list": ("list the problems, or the variants of one", ("problem",)),
     "new": ("write a problem, or a variant of one, that works as it is", ("problem",)),
+    "wrong": ("write out the kernels that the check of a problem must refuse", ("problem",)),
     "lint": ("test the check of a problem: wrong kernels must be rejected", RESULTS),
     "sanitize": ("run the small test cases under compute-sanitizer, on a GPU", (*RESULTS, *CHOICE)),
     "invariance": ("see whether equal calls have equal bits, in any batch", (*RESULTS, *CHOICE)),
     "check": ("check a whole model end to end; further options go to check.py", RESULTS),
     "remote": ("do on another machine what the words behind HOST do here", ()),
-    "cluster": (
-        "judge on a Ray cluster: a job for each problem and variant",
-        tuple(name for name in ALL if name not in ("resume", "shard", "events")),
-    ),
+    "cluster": ("judge on a Ray cluster: a job for each problem and variant", CLUSTER),
     "completion": ('complete words in a shell: eval "$(dsv4-judge completion bash)"', ()),
 }
 THERE = ("run", "lint", "sanitize", "invariance", "check")  # verbs behind `remote HOST`
@@ -54,16 +53,16 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         p = made[verb] = below.add_parser(verb, help=about, **more)
         if verb == "remote":
             p.add_argument("host", metavar="HOST", help="as ssh knows it")
-            p.add_argument(
-                "words", metavar="...", nargs=argparse.REMAINDER, help=f"[{'|'.join(THERE)}] PROBLEM ..., or --stop"
-            )
+            about = f"[{'|'.join(THERE)}] PROBLEM ..., or --stop"
+            p.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help=about)
         elif verb == "cluster":
             p.add_argument("address", metavar="ADDRESS", help="auto, or local to start one; PROBLEM may be A,B")
         elif verb == "completion":
             p.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
         options.add(p, names)
-        if verb == "new":
-            p.add_argument("variant", metavar="VARIANT", nargs="?", help="cpu_*, sm90_* or sm100_*")
+        if verb in ("new", "wrong"):
+            name, about = ("VARIANT", "cpu_*, sm90_* or sm100_*") if verb == "new" else ("NAME", "one of them")
+            p.add_argument("variant", metavar=name, nargs="?", help=about)
     return whole, made
 
 
@@ -99,13 +98,13 @@ def _begin(
     found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO, events: Events
 ) -> Run | int:
     """Return what `run.guarded` wants of the verb. Each imports what it needs itself. verb: that behind `remote`."""
-    if found.verb in ("list", "completion", "new"):
+    if found.verb in ("list", "completion", "new", "wrong"):
         from harness.tools import scaffold
 
         if found.verb == "list":
             return scaffold.listed(args.problem)
-        if found.verb == "new":
-            return scaffold.run(args.problem or "", args.variant)
+        if found.verb in ("new", "wrong"):
+            return (scaffold.run if found.verb == "new" else scaffold.wrong_kernels)(args.problem or "", args.variant)
         whole, of_run = parsers()[0], run.parser()
         whole.prog, of_run.prog = "dsv4-judge", Path(run.NAME).name  # by which shells know a command
         return scaffold.completion([whole, of_run], found.shell)

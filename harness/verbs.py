@@ -104,10 +104,9 @@ class Profile(Run):
             console.say(f"{submission.name}: {j.status}: {j.reason}")
             return verdict.EXIT_CODES[j.status]
         _, cases = self.cases()
-        for case in cases:
-            if not submission.serves(case):
-                console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
-        cases = [case for case in cases if submission.serves(case)]
+        for case in [case for case in cases if not submission.serves(case)]:
+            cases.remove(case)
+            console.say(f"{case}\nUNSUPPORTED: {submission.limits}")
         with self._held(), console.quiet(False):
             status = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
         return verdict.EXIT_CODES[status]

@@ -24,6 +24,7 @@ from harness.problem import task_yml
 from harness.problem.folders import Case, Problem, Submission, find, submission
 from harness.results import text
 from harness.tools import modes
+from problems import wrong
 
 AT_ONCE = 4  # submissions judged side by side, each a process with torch in it
 SMALL_BYTES = 2**20  # of a case: trivial answers get these only, wrong files first
@@ -161,7 +162,7 @@ def _few(names: list[str]) -> str:
 def wrong_files(session: Session, target: str, say: Say) -> list[str]:
     """Put every file of wrong/ to the judge, small cases first, until one catches it. Return the holes."""
     problem = session.problem
-    files = wrong(problem)
+    files = sorted([*wrong.write(problem.folder), *problem.folder.glob("solutions/wrong/*.py")])
     if not files:
         return [f"{problem.name} has no file that must be rejected"] if problem.ours else []
     fit, others = _fit(session, _named(problem, files), target)
@@ -206,11 +207,6 @@ def variants(session: Session, target: str, say: Say) -> list[str]:
     if not fit:
         holes.append(f"no variant of {problem.name} can run on {target}: nothing shows that the check can be passed")
     return holes
-
-
-def wrong(problem: Problem) -> list[Path]:
-    """Return the files that the judge must reject."""
-    return sorted([*problem.folder.glob("wrong/*.py"), *problem.folder.glob("solutions/wrong/*.py")])
 
 
 def honest(problem: Problem) -> list[Submission]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.problem import folders, scan, task_yml
 from harness.problem.folders import Problem, Submission, UsageError
 from harness.results import output, text
+from problems import wrong
 from problems.common import load
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "tools" / "new_problem"
@@ -37,10 +38,7 @@ def listed(problem: str | None) -> int:
 
 def completion(parsers: list[argparse.ArgumentParser], shell: str) -> int:
     """Print a script that completes the words of commands, each a parser by the name that the shell knows."""
-    try:
-        import shtab
-    except ImportError:
-        raise UsageError("completion needs the Python package shtab: run `make setup`") from None
+    import shtab
 
     def fill(parser: argparse.ArgumentParser) -> None:
         for action in parser._actions:
@@ -71,6 +69,16 @@ def run(problem: str, variant: str | None) -> int:
     return 0
 
 
+def wrong_kernels(problem: str, name: str | None) -> int:
+    """Write the kernels that the problem's check must refuse, and print the file of one, or all. -> exit code."""
+    files = {file.stem: file for file in wrong.write(folders.find(problem).folder)}
+    if name and name not in files:
+        raise UsageError(f"NAME must be one of {', '.join(files) or 'none'}, got {name!r}")
+    for file in [files[name]] if name else files.values():
+        output.say(text.line(f"{file.relative_to(load.PROBLEMS.parent)}  {load.summary(file)}"))
+    return 0
+
+
 def new_problem(name: str) -> list[Path]:
     """Write problems/NAME/ from the template. Return its files. UsageError: the name cannot be used."""
     _see_name("PROBLEM", name, r"[a-z][a-z0-9_]*", "have small letters, digits and _, a letter first")
@@ -88,8 +96,8 @@ def new_problem(name: str) -> list[Path]:
 
 def new_variant(problem: Problem, name: str) -> list[Path]:
     """Write variants/NAME.py, and its source, as a copy of `plainest`. Return the files. UsageError: it cannot be."""
-    known = "|".join(folders.TARGETS)
-    _see_name("VARIANT", name, rf"({known})_[a-z0-9_]+", "begin with cpu_, sm90_ or sm100_, for example cpu_mine")
+    pattern = rf"({'|'.join(folders.TARGETS)})_[a-z0-9_]+"
+    _see_name("VARIANT", name, pattern, "begin with cpu_, sm90_ or sm100_, for example cpu_mine")
     if not problem.ours or problem.folder.parent != load.PROBLEMS:
         raise UsageError(f"{problem.name} is none of problems/: write a file, and name it --submission")
     target = name.partition("_")[0]
@@ -134,9 +142,7 @@ def _renamed(text: str, first: Submission, target: str, name: str) -> str:
 
 
 def _see_name(what: str, name: str, pattern: str, wanted: str) -> None:
-    if not re.fullmatch(pattern, name):
-        raise UsageError(f"{what} must {wanted}, got {name!r}")
-    if len(name) > 40 or not text.can_name(name) or keyword.iskeyword(name):
-        raise UsageError(f"{what} must have at most 40 characters and be no word of Python, got {name!r}")
+    if not (len(name) <= 40 and text.can_name(name) and not keyword.iskeyword(name) and re.fullmatch(pattern, name)):
+        raise UsageError(f"{what} must {wanted}, have at most 40 characters and be no word of Python, got {name!r}")
     if scan.WORD.search(name):
         raise UsageError(f"{what} must not hold the reserved word of rule 1, {scan.WORD.pattern!r}, got {name!r}")

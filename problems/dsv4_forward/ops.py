@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from problems import wrong
 from problems.common import load
 from problems.dsv4_forward.kernels.arguments import Own
 from problems.dsv4_forward.kernels.cache_rows import LayerRows
@@ -286,6 +287,8 @@ def _part(part: str, target: str, filled: Mapping[str, tuple[Kernel, ...]]) -> d
 
 def _named(part: str, variant: str, op: str, problems: Sequence[str], target: str) -> Kernel:
     """The file that VARIANT names. op: what its function must be called; "": of a problem's variant nothing."""
+    for problem in problems:
+        wrong.write(load.PROBLEMS / problem)
     folders = [load.PROBLEMS / problem / below for problem in problems for below in ("variants", "wrong")]
     own = load.PROBLEMS / OWN / "wrong"
     places = [
@@ -335,7 +338,7 @@ def _known(problems: Sequence[str], op: str, target: str) -> str:
         names = [file.stem for file in files if not _unrunnable(file, target)]
         said.append(f"a variant of {problem} ({', '.join(names) or f'none for {target}'}), ")
     if said:
-        said.append(f"a file of {'its' if len(said) == 1 else 'their'} wrong/, ")
+        said.append(f"a kernel of {'its' if len(said) == 1 else 'their'} wrong.py, ")
     own = load.PROBLEMS / OWN / "wrong"
     wrong = [file.stem for file in sorted(own.glob("*.py")) if op and f"\ndef {op}(" in file.read_text()]
     return "".join(said) + (f"a file of dsv4_forward/wrong ({', '.join(wrong)}), " if wrong else "")

@@ -7,6 +7,7 @@ import pytest
 
 from harness.lint import linter
 from harness.problem import folders
+from problems import wrong
 from tests.support.lax import own
 
 KERNEL = """import torch
@@ -138,8 +139,9 @@ def test_every_problem_passes_in_short(name, monkeypatch):
     """In a third of its small cases, the last among them, which says more than the first. What all files of wrong/ and
     all variants get in all cases is shown by the problem's own tests, and by the next one with a judge.
     """
-    files, found, said = linter.wrong(folders.find(name)), folders.find(name), []
-    monkeypatch.setattr(linter, "wrong", lambda _: files[:: -(-len(files) // 2)])
+    found, said = folders.find(name), []
+    files = wrong.write(found.folder)
+    monkeypatch.setattr(wrong, "write", lambda _: files[:: -(-len(files) // 2)])
     monkeypatch.setattr(linter, "honest", lambda problem: [problem.winner("cpu")])
     found = dataclasses.replace(found, tests=tuple(linter.small(found)[::-3]), benchmarks={"cpu": ()})
     assert linter.run(found, "cpu", "cpu", said.append), "\n".join(said)

@@ -103,7 +103,7 @@ def test_headers_of_problems_common_are_exempt(tmp_path):
 @pytest.mark.parametrize("name", folders.problem_names())
 def test_our_own_submissions_keep_the_rule(name):
     found = folders.find(name)
-    places = ("submission.py", "variants/*.py", "wrong/*.py")
+    places = ("submission.py", "variants/*.py")
     files = [found.folder / "task.py", *(file for place in places for file in sorted(found.folder.glob(place)))]
     assert len(files) > 2
     assert scan.findings(sorted({source for file in files for source in sources.closure(file, found.folder)})) == []

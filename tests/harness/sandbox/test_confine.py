@@ -10,7 +10,7 @@ from harness.sandbox import confine, policy
 from harness.sandbox.process import Child
 from tests.support.jails import REFUSED, ROOT, SECRET, answer, ask, jail_in, needs
 
-WRONG = next((ROOT / "problems" / "nvfp4_gemv" / "wrong").glob("*.py"))
+WRONG = ROOT / "problems" / "nvfp4_gemv" / "wrong.py"
 MAKEFILE = str(ROOT / "Makefile")
 # What a submission could try, by what stops it. {parent}, {checker}: their pids.
 ATTEMPTS = {

@@ -9,6 +9,7 @@ from harness import __main__ as command
 from harness import run
 from harness.problem import folders
 from harness.tools import scaffold
+from problems import wrong
 from problems.common import load
 from tests.support.marks import first
 
@@ -40,7 +41,7 @@ def test_a_new_problem_passes_its_tests_and_the_linter_untouched(written, capsys
     assert "wrote problems/my_op/task.py\n" in said and "harness/run.py my_op --mode test" in said
     names = {path.relative_to(written / "my_op").as_posix() for path in tree(written / "my_op")}
     assert {"task.py", "task.yml", "reference.py", "submission.py", "README.md", "variants/cpu_plain.py"} <= names
-    assert sum(name.startswith("wrong/") for name in names) >= 3
+    assert "wrong.py" in names and len(wrong.write(written / "my_op")) == 3
     assert not any(b"new_problem" in content for content in tree(written / "my_op").values())
     for words in (["run", "my_op", "--mode=test"], ["lint", "my_op"]):
         assert command.main([*words, "--device", "cpu"]) == 0, capsys.readouterr().out

@@ -34,7 +34,7 @@ class OpCheck:
     activations, outputs: names of its arguments; working: outputs of the model's dtype.
     budget: admitted relative error of a row (its last axis). A row is measured against its norm, but not below a
     thousandth of the call's typical row. quantised: the same, and that of all rows as one, where the kernel quantises
-    to NVFP4 what it has summed itself. exact: fp32 outputs that nothing has rounded; their budget is EXACT.
+    to NVFP4 what it has summed itself; to FP8, MOE_FP8. exact: fp32 outputs that nothing has rounded; their budget is EXACT.
     """
 
     activations: tuple[str, ...]
@@ -52,8 +52,8 @@ class OpCheck:
             return STORED["index"]
         if any(w.kind != "plain" and w.quantise_input for w in given.get("matrices", ())):
             return NORMED
-        if self.quantised and given["w2"].kind == "nvfp4" and given["w2"].quantise_input:
-            return self.quantised
+        if self.quantised and given["w2"].kind != "plain" and given["w2"].quantise_input:
+            return self.quantised if given["w2"].kind == "nvfp4" else MOE_FP8
         return self.budget, None
 
 
@@ -68,6 +68,7 @@ MOE = _moe.ROW_RTOL  # bf16 intermediate and output
 # Sums that differ in the last bits put a code of the intermediate on the other side of a rounding now and then: that
 # shows in a row, and not in the whole.
 MOE_QUANTISED = _moe.NVFP4_ROW_RTOL, _moe.NVFP4_RTOL
+MOE_FP8 = 2.0**-5, MOE  # a largest value on the other side of a power of two puts all codes of a group a step off
 # Of rows in pages that quantise: kernel and reference round to the model's dtype alike before, so that sums in another
 # order move few values across a rounding; then a code differs by a step, or all codes of a group with their scale.
 STORED = {"entry": (2.0**-5, 2.0**-6), "index": (0.15, 0.08)}

@@ -76,12 +76,12 @@ def test_site_between_layers_is_the_one_that_is_checked(fault, output, capsys, m
     assert [name for name, _ in mine.copies] == [name for name, _ in oracle.copies]
 
 
-@pytest.mark.parametrize("fmt", first(["nvfp4", "bf16"]))
+@pytest.mark.parametrize("fmt", first(["nvfp4", "released", "bf16"]))
 def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monkeypatch):
-    """Then a row may be off by a tenth, if all as one are not off by 2 %; elsewhere by 1 %."""
+    """Then a row may be off by a tenth, in FP8 by 3 %, if all as one are not off by 2 or 1 %; elsewhere by 1 %."""
     monkeypatch.setattr(check, "PROMPTS", (24, 3))
     case = check.make("tiny", fmt, "cpu", steps=1)
-    quantised = fmt == "nvfp4"
+    row, whole = {"nvfp4": (0.08, 0.02), "released": (0.025, 0.01)}.get(fmt, (0.009, 0))
 
     def faults(rows: slice, off: float) -> list[str]:
         def experts(x, ids, weights, w13, w2, limit, out):
@@ -96,12 +96,11 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
 
     # The first call of a layer has 24 rows, the last one two: there a row is not so much less than all.
     assert not faults(slice(0), 0)
-    assert bool(faults(slice(20, 21), 0.08)) != quantised
+    assert not faults(slice(20, 21), row) and faults(slice(20, 21), 1.5 * row)
     one = faults(slice(20, 21), 0.15)
     assert one and "experts: out is off by 0.1" in one[0] and "of its row, budget" in one[0]
     every = faults(slice(None), 0.04)
-    assert every and ("experts, as one: out is off by 0.04" in every[0]) == quantised
-    assert ("of all rows, budget 0.02" in every[0]) == quantised
+    assert every and all(part in every[-1] for part in ("experts, as one: out is off by 0.04", f"budget {whole}") if whole)
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import yaml
 
-from harness.judge import phases, selection
+from harness.judge import selection
 from harness.judge.handle import ProblemError, RunnerHandle
+from harness.judge.judging import phases_of
 from harness.judge.session import Session
 from harness.judge.verdict import Result
 from harness.problem import folders
@@ -131,7 +132,7 @@ def ours(folder: Path, file: Path, device: str) -> tuple[str, str]:
         cases = list(problem.tests)
         with Session(problem, device) as session:
             handles = [RunnerHandle("one", submission, target)]
-            tests = phases.run_tests(session, handles, cases, lambda *_: None)["one"]
+            tests = phases_of(device).run_tests(session, handles, cases, lambda *_: None)["one"]
     except (ProblemError, UsageError) as error:
         return "REFUSED", str(error)
     result = Result(submission, target, tests=list(zip(cases, tests, strict=False)))

@@ -1,4 +1,4 @@
-"""fmha_decode: every variant is right, on a CPU and on a GPU, and every file of wrong/ is refused."""
+"""fmha_decode: every variant is right, on a CPU and on a GPU."""
 
 import dataclasses
 from pathlib import Path
@@ -11,14 +11,6 @@ from tests.problems.fmha_cases import FOLDER, named, poisoned, reference, solved
 from tests.problems.variants import made_for, skip_unless_it_runs
 
 COMPILED = [file for file in made_for(FOLDER, "cpu") if file.with_suffix(".cpp").exists()]  # these say what is wrong
-WRONG = sorted(path.stem for path in (FOLDER / "wrong").glob("*.py"))
-# Enough to catch every file of wrong/, the quickest first.
-CATCHING = [
-    case
-    for wanted in ("ragged", "empty", "magnitudes", "duplicates", "plain", "maxima", "cancelling")
-    for case in sorted((c for c in task.TESTS if c.content == wanted), key=lambda c: c.flops())[:2]
-]
-CATCHING.insert(4, next(case for case in task.TESTS if case.content == "plain" and case.compressed == 512))
 REPEATED = (("ragged", 64), ("maxima", 64), ("sinks", 128))  # contents and heads of three cases
 
 
@@ -67,42 +59,6 @@ def test_the_last_entry_may_be_named_and_the_next_one_not(file, cache, case):
         index[place] = wrong
         with pytest.raises(RuntimeError, match=f"^{file.stem}: an index is outside the pages$"):
             kernel(data)
-
-
-def first_rejection(name: str, cases: list, device: str = "cpu") -> object | None:
-    wrong = load.module(FOLDER, f"wrong/{name}")
-    for case in cases:
-        data, want = solved(case, device)
-        data = poisoned(data)
-        if not reference.compare(data, want, wrong.custom_kernel(data)).ok:
-            return case
-    return None
-
-
-def test_there_are_files_that_must_be_rejected():
-    assert len(WRONG) >= 12
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_submission_is_rejected(name):
-    assert first_rejection(name, CATCHING) is not None, "passes every case"
-
-
-@pytest.mark.slow
-def test_every_wrong_submission_has_a_case_that_always_rejects_it():
-    """Not by the luck of a seed: 5 other contents."""
-    left = {name: list(CATCHING) for name in WRONG}
-    for case in CATCHING:
-        made = []
-        for turn in range(1, 6):
-            data = reference.generate_input(**{**vars(case), "seed": case.seed + 100 * turn}, device="cpu")
-            made.append((data, reference.ref_kernel(data)))
-        for name in list(left):
-            kernel = load.module(FOLDER, f"wrong/{name}").custom_kernel
-            copies = [(poisoned(data), want) for data, want in made]
-            if not any(reference.compare(data, want, kernel(data)).ok for data, want in copies):
-                del left[name]
-    assert not left, f"no case rejects all five of {sorted(left)}"
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -185,8 +141,8 @@ def test_long_lists_of_few_queries_and_more_heads_are_for_the_kernels_of_64_head
 
 @pytest.mark.gpu
 def test_the_oracle_on_a_gpu_and_on_a_cpu_agree():
-    for case in CATCHING[:6]:
-        data, want = solved(case, "cuda")
+    for content in ("ragged", "empty", "magnitudes", "plain", "duplicates"):
+        data, want = solved(next(case for case in task.TESTS if case.content == content), "cuda")
         here = reference.ref_kernel(task.Data(*(t.cpu() for t in data)))
         for got, cpu in zip(want, here, strict=True):
             torch.testing.assert_close(got.cpu(), cpu, rtol=1e-11, atol=1e-12)

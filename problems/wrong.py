@@ -17,8 +17,8 @@ from problems.common import load
 
 @dataclass(frozen=True)
 class Mistake:
-    """says: what is wrong, in a sentence. case: the test case, as its name has it, in which that is INCORRECT whatever
-    the seed. carrier: a right kernel, whose text has each `old` of the edits once; it is replaced by `new`.
+    """says: what is wrong, in a sentence. case: the test case, as its name has it, in which that is INCORRECT with
+    most seeds. carrier: a right kernel, whose text has each `old` of the edits once; it is replaced by `new`.
     """
 
     says: str

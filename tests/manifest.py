@@ -18,6 +18,7 @@ from harness.judge import verdict
 from harness.judge.options import Options
 from harness.results import record
 from leaderboard import pages
+from problems import wrong
 from problems.common import load
 from tests.support import foreign
 
@@ -46,8 +47,9 @@ def attacks() -> Iterator[dict]:
 
 def wrong_files() -> Iterator[dict]:
     """Each wrong kernel of a problem: the judge must refuse it."""
-    for path in tracked("problems/*/wrong/*.py"):
-        yield {"what": "wrong", "name": f"{path.parts[1]}/{path.stem}", "verdict": "refused"}
+    for path in tracked("problems/*/wrong.py"):
+        for name in wrong.read(ROOT / path.parent):
+            yield {"what": "wrong", "name": f"{path.parts[1]}/{name}", "verdict": "refused"}
 
 
 def gpu_mode_folders() -> Iterator[dict]:

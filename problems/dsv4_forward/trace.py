@@ -34,7 +34,7 @@ class OpCheck:
     activations, outputs: names of its arguments; working: outputs of the model's dtype.
     budget: admitted relative error of a row (its last axis). A row is measured against its norm, but not below a
     thousandth of the call's typical row. quantised: the same, and that of all rows as one, where the kernel quantises
-    to NVFP4 what it has summed itself; to FP8, MOE_FP8. exact: fp32 outputs that nothing has rounded; their budget is EXACT.
+    to NVFP4 what it has summed itself (to FP8: MOE_FP8). exact: fp32 outputs without a rounding, of budget EXACT.
     """
 
     activations: tuple[str, ...]

@@ -73,6 +73,7 @@ ODD = ROW.format(1, 2, 32, 611, 129, "fp8", 64, "falling")
 OUTLIER = ROW.format(1, 2, 32, 131, 32, "mxfp4", 64, "outlier")
 PAGES = ROW.format(1, 1, 64, 2600, 2048, "mxfp4", 512, "zeros")
 RANGE = ROW.format(3, 1, 64, 777, 256, "mxfp4", 32, "magnitudes")
+SPARSE = ROW.format(6, 1, 32, 611, 129, "mxfp4", 32, "sparse-neighbours")
 NEAR = ROW.format(1, 1, 64, 4099, 1023, "mxfp4", 32, "near")
 LARGE = ROW.format(1, 1, 32, 70001, 300, "mxfp4", 32, "exact")
 
@@ -122,7 +123,7 @@ WRONG = {
             "near = size * 2**6 >= size.amax(1, keepdim=True)",
             "key = (key.unflatten(1, (4, -1)) * near).flatten(1)",
         ),
-        case=RANGE,
+        case=SPARSE,
     ),
     "entries_beyond_65536_lost": of(
         "Scores 65,536 entries at most.", ("ids >= visible", "ids >= visible.clamp(max=65536)"), case=LARGE

@@ -100,7 +100,9 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
     one = faults(slice(20, 21), 0.15)
     assert one and "experts: out is off by 0.1" in one[0] and "of its row, budget" in one[0]
     every = faults(slice(None), 0.04)
-    assert every and all(part in every[-1] for part in ("experts, as one: out is off by 0.04", f"budget {whole}") if whole)
+    assert every and all(
+        part in every[-1] for part in ("experts, as one: out is off by 0.04", f"budget {whole}") if whole
+    )
 
 
 @pytest.mark.slow

@@ -47,10 +47,10 @@ THERE = ("run", "lint", "sanitize", "invariance", "check")  # verbs behind `remo
 def parsers() -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of the command, and those of its verbs."""
     whole = Parser(NAME, description="Judge GPU kernels. VERB --help says more of each.")
-    below, made = whole.add_subparsers(metavar="VERB", dest="verb", required=True), {}
+    below, by_verb = whole.add_subparsers(metavar="VERB", dest="verb", required=True), {}
     for verb, (about, names) in VERBS.items():
         more = run.FORM if verb == "run" else {**run.FORM, "usage": None, "description": about, "epilog": None}
-        p = made[verb] = below.add_parser(verb, help=about, **more)
+        p = by_verb[verb] = below.add_parser(verb, help=about, **more)
         if verb == "remote":
             p.add_argument("host", metavar="HOST", help="as ssh knows it")
             about = f"[{'|'.join(THERE)}] PROBLEM ..., or --stop"
@@ -63,7 +63,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         if verb in ("new", "wrong"):
             name, about = ("VARIANT", "cpu_*, sm90_* or sm100_*") if verb == "new" else ("NAME", "one of them")
             p.add_argument("variant", metavar=name, nargs="?", help=about)
-    return whole, made
+    return whole, by_verb
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,10 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         listed = "\n".join(f"  {verb:11} {about}" for verb, (about, _) in VERBS.items())
         output.complain(f"usage: {NAME} VERB ...   (VERB --help says more of each)\n{listed}")
         return output.USAGE_EXIT
-    found, further = whole.parse_known_args(words)
-    verb, args, prog = found.verb, options.of(found), below[found.verb].prog
-    if verb == "remote" and found.words != ["--stop"]:
-        verb, *words = found.words if {*found.words[:1]} & {*THERE} else ["run", *found.words]
+    parsed, further = whole.parse_known_args(words)
+    verb, args, prog = parsed.verb, options.of(parsed), below[parsed.verb].prog
+    if verb == "remote" and parsed.words != ["--stop"]:
+        verb, *words = parsed.words if {*parsed.words[:1]} & {*THERE} else ["run", *parsed.words]
         inner, further = below[verb].parse_known_args(words)
         args = options.of(inner)
     if further and verb != "check":
@@ -90,36 +90,36 @@ def main(argv: list[str] | None = None) -> int:
             below[verb].error("--device model is of harness/run.py: give cpu, cuda or cuda:N")
     venv.enter(prog)
     # Where a run on another machine writes its events is no file of this command.
-    told = dataclasses.replace(args, events=None) if found.verb == "remote" else args
-    return run.guarded(prog, told, functools.partial(_begin, found, verb, args, further))
+    local_args = dataclasses.replace(args, events=None) if parsed.verb == "remote" else args
+    return run.guarded(prog, local_args, functools.partial(_begin, parsed, verb, args, further))
 
 
 def _begin(
-    found: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO, events: Events
+    parsed: argparse.Namespace, verb: str, args: Options, further: list[str], stdout: TextIO, events: Events
 ) -> Run | int:
     """Return what `run.guarded` wants of the verb. Each imports what it needs itself. verb: that behind `remote`."""
-    if found.verb in ("list", "completion", "new", "wrong"):
+    if parsed.verb in ("list", "completion", "new", "wrong"):
         from harness.tools import scaffold
 
-        if found.verb == "list":
+        if parsed.verb == "list":
             return scaffold.listed(args.problem)
-        if found.verb in ("new", "wrong"):
-            return (scaffold.run if found.verb == "new" else scaffold.wrong_kernels)(args.problem or "", args.variant)
+        if parsed.verb in ("new", "wrong"):
+            return (scaffold.run if parsed.verb == "new" else scaffold.wrong_kernels)(args.problem or "", args.variant)
         whole, of_run = parsers()[0], run.parser()
         whole.prog, of_run.prog = "dsv4-judge", Path(run.NAME).name  # by which shells know a command
-        return scaffold.completion([whole, of_run], found.shell)
-    if found.verb == "cluster":
+        return scaffold.completion([whole, of_run], parsed.shell)
+    if parsed.verb == "cluster":
         from harness.tools import cluster
 
-        return cluster.run(found.address, args, stdout)
-    if found.verb == "remote":
+        return cluster.run(parsed.address, args, stdout)
+    if parsed.verb == "remote":
         from harness.tools import remote
 
-        return remote.run(found.host, "" if verb == "remote" else verb, args, further, stdout)
+        return remote.run(parsed.host, "" if verb == "remote" else verb, args, further, stdout)
     options.see(args)
     from harness import verbs
 
-    return getattr(verbs, found.verb.title())(args, stdout, events, further)
+    return getattr(verbs, parsed.verb.title())(args, stdout, events, further)
 
 
 def command() -> int:

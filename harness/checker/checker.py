@@ -139,8 +139,8 @@ class Checker:
         self.spec = tree.describe(self._delivered(), layout)
         self.values = None
         if layout.values:
-            said = torch.frombuffer(bytearray(tree.packed(layout.values)), dtype=torch.uint8)
-            self.values = {"bytes": said, "leaf": tree.describe(said, layout)}
+            packed = torch.frombuffer(bytearray(tree.packed(layout.values)), dtype=torch.uint8)
+            self.values = {"bytes": packed, "leaf": tree.describe(packed, layout)}
         if self.ours:
             self.inout = self._inout()
             self.want = self.reference.ref_kernel(self._for_reference())
@@ -150,10 +150,10 @@ class Checker:
                 raise failure.RefusedError(f"OUTPUTS must name fields of the NamedTuple of outputs, which has {names}")
             leaves = tree.leaves(self.spec)
             first = len(leaves) - len(tree.leaves(outputs))
-            found = [tree.within(outputs, (name,)) for name in self.outputs_named]
-            if any(len(part) != 1 for part in found):
-                raise failure.RefusedError(f"each field of OUTPUTS must hold one tensor, got {list(map(len, found))}")
-            self.outputs = [first + part[0] for part in found]
+            places = [tree.within(outputs, (name,)) for name in self.outputs_named]
+            if any(len(part) != 1 for part in places):
+                raise failure.RefusedError(f"each field of OUTPUTS must hold one tensor, got {list(map(len, places))}")
+            self.outputs = [first + part[0] for part in places]
             self.captures = [leaves[i] for i in self.outputs]
             if any(tree.span(leaf["shape"], leaf["stride"]) > math.prod(leaf["shape"]) for leaf in self.captures):
                 raise failure.RefusedError("outputs must have no gaps between their elements")
@@ -161,12 +161,12 @@ class Checker:
         else:
             # A call may overwrite every input, as the reference may, and return one of them.
             self.outputs, self.inout = [], list(range(len(tree.leaves(self.spec))))
-            given = tree.tensors(self.pristine)
+            tensors = tree.tensors(self.pristine)
             answer = self.reference.ref_kernel(tree.clone(self.pristine))
             foreign.see_answer(answer, self.device)
             self.answer, parts = claims.told(answer)
             self.classes, self.nans = forms.classes_of(self.answer), foreign.nans(answer)
-            self.captures = [memory.room_for(part, given) for part in parts]
+            self.captures = [memory.room_for(part, tensors) for part in parts]
         devices = {leaf["device"] for leaf in tree.leaves(self.spec)}
         if self.device == "cuda" in devices != {"cuda"}:
             raise failure.RefusedError("a call's data must be on one device: make all tensors on the GPU")
@@ -212,9 +212,9 @@ class Checker:
 
     def _held(self) -> int:
         """Return the bytes of inputs and outputs, each once: a buffer for an answer is both."""
-        given = [(leaf["shape"], leaf["dtype"]) for leaf in tree.leaves(self.spec)]
+        delivered = [(leaf["shape"], leaf["dtype"]) for leaf in tree.leaves(self.spec)]
         fresh = [] if self.ours else self.captures
-        fresh = [one for one in fresh if all((one["shape"], dtype) not in given for dtype in one["dtypes"])]
+        fresh = [spec for spec in fresh if all((spec["shape"], dtype) not in delivered for dtype in spec["dtypes"])]
         return sum(leaf["nbytes"] for leaf in [*tree.leaves(self.spec), *fresh])
 
     def _bytes(self, case: dict) -> int | None:
@@ -228,11 +228,11 @@ class Checker:
         """Make `count` buffers for a runner on a CPU, and the page of its calls, whose descriptor comes first."""
         runner = message["runner"]
         self.release(message, _)
-        made = [Buffer(message["bytes"]) for _ in range(message["count"])]
-        self.buffers[runner] = [*made]
+        buffers = [Buffer(message["bytes"]) for _ in range(message["count"])]
+        self.buffers[runner] = [*buffers]
         self.pages[runner] = Page()
         self.freezers[runner] = Freezer(message["reaper"], message["pid"])
-        return {"fds": [fd for buffer in (self.pages[runner], *made) for fd in buffer.fds()]}
+        return {"fds": [fd for buffer in (self.pages[runner], *buffers) for fd in buffer.fds()]}
 
     def attach(self, message: dict, fds: list[int]) -> dict:
         """Map a GPU call's memory: `copies` of inputs and outputs, and weights, filled. Return their specification."""
@@ -298,11 +298,11 @@ class Checker:
         reading, noted = clock.time(page.address, number, message["which"], freezer, message["limit_s"], outputs)
         if reading.code == 0 and not message["judges"]:
             self.caught[runner] = self._catch(runner, buffer, freezer.pid, noted)
-        said = "" if self.ours or message["judges"] else clock.noted().decode(errors="replace")
+        notes = "" if self.ours or message["judges"] else clock.noted().decode(errors="replace")
         if message["last"]:
             clock.leave(page.address, number)
         ran += [reading.ran_us, clock.ran_on(*freezer) if reading.code == 0 else 0.0]
-        report = {**dataclasses.asdict(reading), "ran_us": max(ran), "waiting": True, "before": before, "said": said}
+        report = {**dataclasses.asdict(reading), "ran_us": max(ran), "waiting": True, "before": before, "said": notes}
         return {**report, "after": freezer.processes()}
 
     def leave(self, message: dict, _: list[int]) -> dict:
@@ -346,7 +346,7 @@ class Checker:
 
     def judge(self, message: dict, _: list[int]) -> dict:
         """Return the verdict on a buffer's outputs. claims: of what came back, or None. fixed: inputs read-only."""
-        runner, said = message["runner"], message["claims"]
+        runner, returned = message["runner"], message["claims"]
         buffer = self.buffers[runner][message["buffer"]]
         self._sync()
         caught = self.caught.pop(runner, None)
@@ -357,7 +357,7 @@ class Checker:
         if caught.fault:
             return _verdict("INCORRECT", caught.fault)
         if not self.ours:
-            return self._judge_any(caught.outputs, said[0] if said else {"type": "nothing"}, buffer)
+            return self._judge_any(caught.outputs, returned[0] if returned else {"type": "nothing"}, buffer)
         if self.device == "cuda":
             got: list[torch.Tensor | None] = [tree.tensor(leaf, buffer.memory) for leaf in self.captures]
         else:
@@ -366,30 +366,30 @@ class Checker:
             for i, leaf, output in zip(self.outputs, self.captures, taken, strict=True):
                 if output is None or not memory.same(memory.region(leaf, buffer), output):
                     return _verdict("CHEAT_SUSPECTED", f"output {names[i]} changed after the call had ended")
-        if said is not None and (fault := forms.returned_fault(said, self.captures, self.ours)):
+        if returned is not None and (fault := forms.returned_fault(returned, self.captures, self.ours)):
             return _verdict("INCORRECT", fault)
         self.got, output = got, got[0] if len(got) == 1 else tuple(got)
         result = inputs.compared(self.reference, self.pristine, self.want, output, message["baseline"])
         error = {"rel": result.rel, "max": result.worst_abs, "tol": result.worst_tol}
-        said = result.message
+        reason = result.message
         if not result.ok and (count := sum(memory.unwritten(part) for part in got if part is not None)):
-            said += f"\nnever written: {count} elements hold the NaN that was there before the call"
-        return _verdict("PASSED" if result.ok else "INCORRECT", said, error)
+            reason += f"\nnever written: {count} elements hold the NaN that was there before the call"
+        return _verdict("PASSED" if result.ok else "INCORRECT", reason, error)
 
     def bits(self, message: dict, _: list[int]) -> dict:
         """Return "differ": (row, elements) with other bits than `name` first gave to these rows of the content."""
-        found, differ = {} if self.rows else {0: self.got}, []
+        rows, differ = {} if self.rows else {0: self.got}, []
         if self.rows:
             data, outputs = self.pristine, dict(zip(self.outputs_named, self.got, strict=True))
             data = data._replace(**{"outputs": data.outputs._replace(**outputs)} if self.split else outputs)
             for at, row in enumerate(self.rows):
-                one = self.reference.rows(data, torch.tensor([at], device=self.device))
-                found[row] = [getattr(one.outputs if self.split else one, name) for name in self.outputs_named]
-        for row, parts in found.items():
+                single = self.reference.rows(data, torch.tensor([at], device=self.device))
+                rows[row] = [getattr(single.outputs if self.split else single, name) for name in self.outputs_named]
+        for row, parts in rows.items():
             dense = [part.cpu().contiguous() for part in parts]
-            made = [tree.raw(part).view(part.numel(), part.element_size()) for part in dense]
-            first = self.bits_of.setdefault((message["name"], *self.drawn_from, row), made)
-            pairs = zip(first, made, strict=True)
+            elements = [tree.raw(part).view(part.numel(), part.element_size()) for part in dense]
+            first = self.bits_of.setdefault((message["name"], *self.drawn_from, row), elements)
+            pairs = zip(first, elements, strict=True)
             if many := sum(int((a != b).any(1).sum()) if a.shape == b.shape else len(b) for a, b in pairs):
                 differ.append((row, many))
         return {"differ": differ}
@@ -412,16 +412,16 @@ class Checker:
             answer = forms.answer(claim, map(tree.clone, got), self.classes)
         except Exception as error:  # nothing of the submission runs: what it said is no answer
             return _verdict("INCORRECT", f"custom_kernel's process said of its answer what none is: {error}")
-        unlike = any(mine and not wanted for mine, wanted in zip(foreign.nans(answer), self.nans, strict=False))
-        ok, said = foreign.said_of(self.reference, self.pristine, answer)
+        unlike = any(nan and not wanted for nan, wanted in zip(foreign.nans(answer), self.nans, strict=False))
+        ok, text = foreign.said_of(self.reference, self.pristine, answer)
         if ok and unlike:  # comparisons with NaN are false, so a check of the kind `error > tolerance` takes it
-            ok, said = False, "NaN, where the reference's answer has none: check_implementation does not see it"
+            ok, text = False, "NaN, where the reference's answer has none: check_implementation does not see it"
         if not ok and (other := forms.unlike(claim, self.answer)):
-            said = f"{other}; {said}"
+            text = f"{other}; {text}"
         pairs = zip(returned, self.captures, strict=True)
         if odd := [form["dtype"] for form, want in pairs if form["dtype"] not in want["usual"]]:
-            said = "; ".join([f"the reference does not answer in {odd[0]}, its check was asked", *filter(None, [said])])
-        return _verdict("PASSED" if ok else "INCORRECT", said)
+            text = "; ".join([f"the reference does not answer in {odd[0]}, its check was asked", *filter(None, [text])])
+        return _verdict("PASSED" if ok else "INCORRECT", text)
 
     def _changed(self, runner: str, buffer: Shared, fixed: bool = False) -> str:
         """Put INOUT's tensors back. Return what else a call changed, "" if nothing. fixed: all was read-only in it."""
@@ -505,10 +505,10 @@ def main(kind: type[Checker] = Checker) -> None:
             checker = kind(start)
             return {"ready": True}
         except Exception as error:
-            said = failure.of_folder(error, Path(start["folder"], "reference.py"))
+            text = failure.of_folder(error, Path(start["folder"], "reference.py"))
             if start["device"] == "cpu" and "cuda" in str(error).lower():
-                said = f"the folder needs a GPU, and this run has none: {said.partition(chr(10))[0]}"
-            return {"failed": type(error).__name__, "text": said}
+                text = f"the folder needs a GPU, and this run has none: {text.partition(chr(10))[0]}"
+            return {"failed": type(error).__name__, "text": text}
 
     wire.serve(socket.socket(fileno=int(sys.argv[1])), answer)
 

@@ -37,10 +37,10 @@ def see_answer(answer: object, device: str) -> None:
             tree.see_strided(value, name, "ref_kernel must return")
         return {"type": "value" if value is None else "Tensor", "on_gpu": getattr(value, "is_cuda", False)}
 
-    found = tree.leaves(tree.walk(answer, leaf, answer=True))
-    if not found:
+    parts = tree.leaves(tree.walk(answer, leaf, answer=True))
+    if not parts:
         raise RefusedError(f"ref_kernel must return the answer, got {answer}: return the buffer that it writes")
-    if device == "cuda" and not any(one["on_gpu"] for one in found):  # its clock copies an answer behind the call
+    if device == "cuda" and not any(part["on_gpu"] for part in parts):  # its clock copies an answer behind the call
         raise RefusedError("ref_kernel must return a tensor on the GPU there, got none: return one of the numbers")
 
 
@@ -61,43 +61,43 @@ def _right_in_full(reference: ModuleType, data: Any, answer: object) -> bool:
     """Whether a check whose reference may use TF32 takes an answer if it may not: that may be the more exact one."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
-        before = [one.allow_tf32 for one in switches]
+        before = [switch.allow_tf32 for switch in switches]
     except RuntimeError:  # the folder sets them for itself, by torch's newer names
         return False
     if not torch.cuda.is_available() or not any(before):
         return False
     try:
-        for one in switches:
-            one.allow_tf32 = False
+        for switch in switches:
+            switch.allow_tf32 = False
         return _asked(reference, data, answer)[0]
     finally:
-        for one, was in zip(switches, before, strict=True):
-            one.allow_tf32 = was
+        for switch, was in zip(switches, before, strict=True):
+            switch.allow_tf32 = was
 
 
 def _asked(reference: ModuleType, data: Any, answer: object) -> tuple[bool, str]:
     """Return what a check says as (right, text). What it raises is a no. RefusedError: it returns anything else."""
     try:
-        said = reference.check_implementation(tree.clone(data), answer)
+        result = reference.check_implementation(tree.clone(data), answer)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a folder's check raises
         line = failure.of_folder(error, Path(str(reference.__file__))).partition("\n")[0]
         return False, f"check_implementation raised: {line}"
-    if isinstance(said, tuple | list) and len(said) > 1 and _is_bool(said[0]):
-        right, text = bool(said[0]), str(said[1])
-    elif said is None or isinstance(said, str | list):
-        right, text = not said, str(said)
-    elif _is_bool(said):
-        right, text = bool(said), ""
+    if isinstance(result, tuple | list) and len(result) > 1 and _is_bool(result[0]):
+        right, text = bool(result[0]), str(result[1])
+    elif result is None or isinstance(result, str | list):
+        right, text = not result, str(result)
+    elif _is_bool(result):
+        right, text = bool(result), ""
     else:
         wanted = "(right, text), a text or a list that is empty if all is right, or a bool"
-        raise RefusedError(f"check_implementation must return {wanted}, got {said!r:.200}")
-    return right, text if text.strip() else f"check_implementation returned {said!r:.200}"
+        raise RefusedError(f"check_implementation must return {wanted}, got {result!r:.200}")
+    return right, text if text.strip() else f"check_implementation returned {result!r:.200}"
 
 
-def _is_bool(said: object) -> bool:
-    return said.numel() == 1 if isinstance(said, torch.Tensor) else isinstance(said, bool | int | numpy.bool_)
+def _is_bool(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, bool | int | numpy.bool_)
 
 
 def takes_zeros(reference: ModuleType, data: Any) -> bool:

@@ -21,16 +21,16 @@ def region(leaf: dict, buffer: Shared) -> torch.Tensor:
     return buffer.memory[leaf["offset"] : leaf["offset"] + leaf["nbytes"]]
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two flat uint8 tensors are equal: as words if aligned, since torch.equal makes a byte an element."""
-    if one.numel() != other.numel():
+    if tensor.numel() != other.numel():
         return False
-    whole = one.numel() // WORD * WORD
-    if whole and not any(place % WORD for t in (one, other) for place in (t.storage_offset(), t.data_ptr())):
-        if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
+    whole = tensor.numel() // WORD * WORD
+    if whole and not any(place % WORD for t in (tensor, other) for place in (t.storage_offset(), t.data_ptr())):
+        if not torch.equal(tensor[:whole].view(torch.int64), other[:whole].view(torch.int64)):
             return False
-        one, other = one[whole:], other[whole:]
-    return torch.equal(one, other)
+        tensor, other = tensor[whole:], other[whole:]
+    return torch.equal(tensor, other)
 
 
 def fetched(pid: int, address: int, nbytes: int) -> torch.Tensor:
@@ -50,9 +50,9 @@ def interpret(output: torch.Tensor | None, layout: dict) -> torch.Tensor | None:
     if span * dtype.itemsize != output.numel() or span > math.prod(layout["shape"]):
         return None
     try:
-        found = output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
-        found = found.conj().resolve_conj() if layout.get("conj") and dtype.is_complex else found
-        return -found if layout.get("neg") else found
+        tensor = output[: span * dtype.itemsize].view(dtype).as_strided(layout["shape"], layout["stride"])
+        tensor = tensor.conj().resolve_conj() if layout.get("conj") and dtype.is_complex else tensor
+        return -tensor if layout.get("neg") else tensor
     except RuntimeError:  # such as a shape whose number of elements is no int64
         return None
 
@@ -66,7 +66,7 @@ def room_for(tensor: torch.Tensor, others: list[torch.Tensor]) -> dict:
     usual = {other.dtype for other in others if other.shape == tensor.shape} | {tensor.dtype}
     usual |= {NARROWER[tensor.dtype]} if tensor.dtype in NARROWER else set()
     widest = max(4, tensor.itemsize) if tensor.is_cuda else 8
-    floats = {one for one in values.BITS if one.itemsize <= widest} if tensor.dtype in values.BITS else set()
+    floats = {type_ for type_ in values.BITS if type_.itemsize <= widest} if tensor.dtype in values.BITS else set()
     dtypes = usual | floats
     spec = tree.describe(torch.empty_like(tensor, memory_format=torch.contiguous_format, device="meta"), tree.Layout())
     most = tensor.numel() * max(dtype.itemsize for dtype in dtypes)
@@ -83,7 +83,7 @@ def copied(spec: dict, form: dict, buffer: Shared) -> torch.Tensor:
 
 def variety(data: object) -> list[float]:
     """Return of each tensor in `data` the share of distinct values in its first SAMPLED elements."""
-    plain = [one for one in tree.tensors(data) if one.dtype.itemsize > 1 and not one.is_complex()]
+    plain = [leaf for leaf in tree.tensors(data) if leaf.dtype.itemsize > 1 and not leaf.is_complex()]
     firsts = [tensor.flatten()[:SAMPLED].double() for tensor in plain]
     return [len(first.unique()) / max(1, len(first)) for first in firsts]
 

@@ -86,12 +86,12 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
         with contextlib.suppress(output.ClosedError):  # whoever prints next finds out too
             while not over.wait(BAR_S if bar else EVERY_S):
                 step, passed_s = present, time.monotonic() - began_s
-                said = f"{step.phase} {step.n}/{step.total}  {passed_s:.0f} s  {text.line(step.said)}"
+                line = f"{step.phase} {step.n}/{step.total}  {passed_s:.0f} s  {text.line(step.said)}"
                 if not bar:
-                    say(said)
+                    say(line)
                 elif not _quiet:
                     drawn = "\u2501" * (BAR * step.n // max(1, step.total))
-                    _write(f"{drawn:\u00b7<{BAR}} {said}"[: width() - 1], "")
+                    _write(f"{drawn:\u00b7<{BAR}} {line}"[: width() - 1], "")
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
@@ -104,24 +104,24 @@ def progress(also: Progress = lambda _: None) -> Iterator[Progress]:
             _write("", "")
 
 
-def say(said: str = "") -> None:
+def say(message: str = "") -> None:
     """Print clean text."""
     if not _quiet:
-        _write(text.clean(said, SAID), "\n")
+        _write(text.clean(message, SAID), "\n")
 
 
-def _write(said: str, end: str) -> None:
+def _write(message: str, end: str) -> None:
     """Print in place of the bar that a terminal may show."""
     with _bar:
-        output.say((f"\r\x1b[2K{said}" if is_terminal() else said) + "\n", end=end)  # of which one is taken off
+        output.say((f"\r\x1b[2K{message}" if is_terminal() else message) + "\n", end=end)  # of which one is taken off
 
 
-def note(said: str) -> None:
+def note(message: str) -> None:
     """Print a line that a quiet run shows too, on standard error: what it waits for, or what a verdict is not about."""
     if _quiet:
-        output.complain(text.clean(said, SAID))
+        output.complain(text.clean(message, SAID))
     else:
-        say(said)
+        say(message)
 
 
 class Failures:
@@ -145,9 +145,9 @@ class Failures:
 
     def close(self) -> None:
         """Print how often each failure came again."""
-        for (name, status, said), more in self._more.items():
+        for (name, status, reason), more in self._more.items():
             if more:
-                again = "" if status == "COMPILE_ERROR" else f": {text.line(said, REASON)}"
+                again = "" if status == "COMPILE_ERROR" else f": {text.line(reason, REASON)}"
                 say(f"{name}  and {text.counted(more, 'more case')}: {status}{again}")
         self._more.clear()
 
@@ -155,7 +155,7 @@ class Failures:
 def readable(reason: str) -> list[str]:
     """Return the lines of a reason, the elements of a wrong answer as a small table: element, got, wanted."""
     lines = text.clean(reason).strip().split("\n")
-    elements = [found for line in lines if (found := MISMATCH.fullmatch(line.strip()))]
+    elements = [match for line in lines if (match := MISMATCH.fullmatch(line.strip()))]
     first, *rest = [line for line in lines if not MISMATCH.fullmatch(line.strip())] or [""]
     first, counted = _COUNT.subn("", first)
     unwritten = any(line.startswith("never written") for line in rest)
@@ -172,9 +172,9 @@ def gist(reason: str) -> str:
     first, *rest = readable(reason)
     if rest and first.startswith("Traceback"):
         first = rest[-1]
-    elif found := MISMATCH.search(text.clean(reason)):
-        got = "never written" if "never written" in reason and found[2] == "nan" else f"got {found[2]}"
-        first += f", at ({found[1]}) {got}, wanted {found[3]}"
+    elif match := MISMATCH.search(text.clean(reason)):
+        got = "never written" if "never written" in reason and match[2] == "nan" else f"got {match[2]}"
+        first += f", at ({match[1]}) {got}, wanted {match[3]}"
     return text.line(first, REASON)
 
 
@@ -202,15 +202,15 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
         if us is None:
             return {"time": next((t.failure.status for t in cases if t.failure), "not timed")}
         share = roofline_share(cases)
-        said = dict.fromkeys(one for t in cases for one in warnings(t))
+        warned = dict.fromkeys(warning for t in cases for warning in warnings(t))
         if share and round(share, 2) > 1:
             stated = all(t.readings.stated for t in cases)
             read = "the same bytes" if stated else "all inputs and outputs (the problem states no bytes)"
             by = "another order of reads, or what stays in a cache," if stated else "a call that needs fewer"
-            said[OVER.format(read, by)] = None
-        notes.extend(one for one in said if one not in notes)
+            warned[OVER.format(read, by)] = None
+        notes.extend(warning for warning in warned if warning not in notes)
         row = {"time": text.us(us[0]), "95 % interval": f"{text.us(us[1])}..{text.us(us[2])}"}
-        row[" "] = "".join(f"[{notes.index(one) + 1}]" for one in said)
+        row[" "] = "".join(f"[{notes.index(warning) + 1}]" for warning in warned)
         row["% of roofline"] = f"{share:.0%}" if share else ""
         if len(cases) == 1:
             readings, error = cases[0].readings, cases[0].timing.worst_error
@@ -225,10 +225,10 @@ def times(judged: list[Result], places: dict[str, str], warnings: Callable[[Case
         for t in j.times if len(labels) > 1 and (wide or len(judged) == 1) else ():
             us = None if t.failure else (t.median, *t.interval)
             rows.append(figures(us, [t]) | {"case": distinct[text.line(t.case)]})
-    columns = [one for one in _COLUMNS if any(row.get(one) for row in rows) and (wide or one not in _ONLY_WIDE)]
+    columns = [name for name in _COLUMNS if any(row.get(name) for row in rows) and (wide or name not in _ONLY_WIDE)]
     for spare in ("", *_ONLY_WIDE):
-        columns = [one for one in columns if one != spare or not spare]
-        table = _aligned([tuple(columns), *(tuple(text.line(row.get(one, "")) for one in columns) for row in rows)])
+        columns = [name for name in columns if name != spare or not spare]
+        table = _aligned([tuple(columns), *(tuple(text.line(row.get(name, "")) for name in columns) for row in rows)])
         if len(table[0]) <= width():
             break
     cases = [f"Case: {labels[0]}"] if len(labels) == 1 else [f"All cases: {shared}"] if shared else []
@@ -245,8 +245,8 @@ def bits(judged: list[Result]) -> None:
     """Print whose bits depend on earlier calls, or on what else is in the batch."""
     looked = [(j.submission.name, j.bits) for j in judged if j.bits]
     for case in dict.fromkeys(str(bits.case) for _, bits in looked):
-        mine = [(name, bits) for name, bits in looked if str(bits.case) == case]
-        rows = [(name, *(bits.said(kind) or "-" for kind in ("call", "batch"))) for name, bits in mine]
+        shown = [(name, bits) for name, bits in looked if str(bits.case) == case]
+        rows = [(name, *(bits.said(kind) or "-" for kind in ("call", "batch"))) for name, bits in shown]
         say("\n".join([f"bits of {text.line(case)}:", *_aligned([("", "call", "batch"), *rows])]))
 
 
@@ -265,8 +265,8 @@ def places(judged: list[Result]) -> dict[str, str]:
         return {}
     ranks = ranking.ranks([(lo, hi) for (_, lo, hi), _ in timed])
     best = timed[0][0][0]
-    said = {name: f"{rank} ({us[0] / best:.2f}x)" for rank, (us, name) in zip(ranks, timed, strict=True)}
-    return said | {timed[0][1]: "1"}
+    words = {name: f"{rank} ({us[0] / best:.2f}x)" for rank, (us, name) in zip(ranks, timed, strict=True)}
+    return words | {timed[0][1]: "1"}
 
 
 def verdicts(judged: list[Result], placed: dict[str, str], brief: bool) -> None:
@@ -278,9 +278,9 @@ def verdicts(judged: list[Result], placed: dict[str, str], brief: bool) -> None:
 
 def _verdict(j: Result, place: str, brief: bool) -> str:
     if j.verdict != "PASSED":
-        said = why(j) if brief else why(j).partition(PRINTED)[0]
-        at = re.match(r".*?\.\w+:\d+(?=: )", said) if j.verdict == "COMPILE_ERROR" and not brief else None
-        return f"{at[0]}, see above" if at else said  # where the compiler's report was printed
+        reason = why(j) if brief else why(j).partition(PRINTED)[0]
+        at = re.match(r".*?\.\w+:\d+(?=: )", reason) if j.verdict == "COMPILE_ERROR" and not brief else None
+        return f"{at[0]}, see above" if at else reason  # where the compiler's report was printed
     right, timed = sum(o.status == "PASSED" for _, o in j.tests), sum(not t.failure for t in j.times)
     if j.metric:
         value, lo, hi = j.metric
@@ -294,7 +294,7 @@ def _verdict(j: Result, place: str, brief: bool) -> str:
         )
     parts += [f"rank {place}"] if place else []
     parts += ["a baseline"] if j.submission.baseline else []
-    parts += [one for one in (j.submission.limits if j.submission.only else "", j.remark, j.busy) if one]
+    parts += [remark for remark in (j.submission.limits if j.submission.only else "", j.remark, j.busy) if remark]
     return ", ".join(parts)
 
 
@@ -305,14 +305,14 @@ def against(j: Result) -> None:
     for t, pair in zip(j.times, j.against, strict=True):
         say(f"{text.line(t.case):<28} {_ratio(j, pair) if pair else 'one of the two does not serve it'}")
     count = sum(pair is not None for pair in j.against)
-    what = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
-    say(f"{what:<28} {_ratio(j, j.against_all)}\n")
+    label = "geomean" if count == len(j.against) else f"geomean of {count} of {len(j.against)}"
+    say(f"{label:<28} {_ratio(j, j.against_all)}\n")
 
 
 def _ratio(j: Result, pair: dict) -> str:
     lo, hi = pair["ci95"]
-    said = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
-    return f"{said}: {undecided(pair)}" if pair["word"] == "UNDECIDED" else said
+    line = f"{j.submission.name} / {pair['variant']} = {pair['ratio']:.4f} ({lo:.4f}..{hi:.4f})   {pair['word']}"
+    return f"{line}: {undecided(pair)}" if pair["word"] == "UNDECIDED" else line
 
 
 def undecided(pair: dict) -> str:
@@ -350,10 +350,10 @@ def modelled(submission: Submission) -> bool:
 
 def unranked(j: Result, leader: Leader | None) -> str:
     """Return the line about the rank of a submission that was timed in a separate run."""
-    said = "rank: none yet, timed in a separate run; "
+    line = "rank: none yet, timed in a separate run; "
     if leader and j.metric:
-        said += f"{j.metric[0] / leader.value:.2f}x the time of {leader.variant} (from the records); "
-    return f"{said}rank it with --all, a file beside others with a --submission for each"
+        line += f"{j.metric[0] / leader.value:.2f}x the time of {leader.variant} (from the records); "
+    return f"{line}rank it with --all, a file beside others with a --submission for each"
 
 
 def following(args: Options, problem: Problem, judged: list[Result], leader: Leader | None) -> tuple[str, str]:

@@ -102,7 +102,7 @@ class CheckerHandle:
     ) -> tuple[dict, list[int]]:
         """Return reply, descriptors. failing: begins errors. fds: closed. watch: a runner; Died: it took too much."""
         try:
-            reply, given = self._answer(message, limit_s or replies.CHECKER_LIMIT_S, watch, fds)
+            reply, descriptors = self._answer(message, limit_s or replies.CHECKER_LIMIT_S, watch, fds)
         except Died as died:
             raise CheckerLost(f"the checker of {self.problem.name} {died.reason}") from None
         finally:
@@ -114,7 +114,7 @@ class CheckerHandle:
             ours = reply["failed"] == failure.RefusedError.__name__  # a limit of the judge
             failed = failing or (self.problem.name if ours else f"{self.problem.name}'s own code failed")
             raise ProblemError(f"{failed}: {reply['text']}")
-        return reply, given
+        return reply, descriptors
 
     def _answer(self, message: dict, limit_s: float, watch: Child | None, fds: Sequence[int]) -> tuple[dict, list[int]]:
         """Return the reply to a message; what failed at the start stays the reply to all. Died: the checker is gone."""
@@ -381,15 +381,15 @@ class RunnerHandle:
         if self.process is None:
             return self.loss
         failing = "the checker could not allocate weights"
-        made, fds = process.checker.request({"op": "hold", "runner": self.runner}, failing)
-        message = {"op": "hold", "nbytes": made["nbytes"], "spec": made["spec"]}
+        weights, fds = process.checker.request({"op": "hold", "runner": self.runner}, failing)
+        message = {"op": "hold", "nbytes": weights["nbytes"], "spec": weights["spec"]}
         start = time.perf_counter()
         try:
             reply = process.hand_over(replies.Prepared, message, fds, "prepare the weights", replies.PREPARE_LIMIT_S)
         except Died as died:
             raise Died(died.status, remarked(died.reason, "in prepare")) from None
         took_us = (time.perf_counter() - start) * 1e6
-        process.holds, process.weights_bytes = number, made["bytes"]
+        process.holds, process.weights_bytes = number, weights["bytes"]
         if reply.prepared:
             self.audit.prepare_us = took_us
         return self.kept(before) if before else None
@@ -420,8 +420,8 @@ class RunnerHandle:
             child.resume()
             time.sleep(replies.SETTLE_S)
         child.pause()
-        what = "end all that a call starts before it returns (docs/rules.md, rule 4)"
-        return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {what}")
+        advice = "end all that a call starts before it returns (docs/rules.md, rule 4)"
+        return Outcome("CHEAT_SUSPECTED", f"still running after the call: child processes {pids}; {advice}")
 
 
 def kept_too_much(kept_bytes: int, weights_bytes: int, more: int = 0) -> Outcome | None:
@@ -430,8 +430,8 @@ def kept_too_much(kept_bytes: int, weights_bytes: int, more: int = 0) -> Outcome
     allowed = int(PREPARED_FACTOR * weights_bytes) + slack
     if kept_bytes <= allowed:
         return None
-    said = f"prepare: {kept_bytes / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed"
-    return Outcome("RULE_BROKEN", f"{said} ({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)")
+    fault = f"prepare: {kept_bytes / 2**20:.0f} MiB more are held than before, {allowed / 2**20:.0f} MiB are allowed"
+    return Outcome("RULE_BROKEN", f"{fault} ({PREPARED_FACTOR} x the weights and {slack // 2**20} MiB)")
 
 
 def remarked(report: str, remark: str) -> str:

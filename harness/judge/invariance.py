@@ -48,38 +48,38 @@ def run(session: Session, handles: list[RunnerHandle], target: str, words: str, 
     """Make the calls of all that serve a case with these words. Return by name what they showed."""
     task = load.module(session.problem.folder, "task") if session.problem.ours else None
     both = session.problem.timed(target), session.problem.tests
-    found: dict[str, Bits] = {}
+    by_name: dict[str, Bits] = {}
     groups: dict[str, tuple[Case, int, list[RunnerHandle]]] = {}
     for handle in handles:
         timed, tests = ([case for case in part if handle.serves(case) and has_words(str(case), words)] for part in both)
         if timed or tests:
             case, rows = _chosen(timed, tests, getattr(task, "BATCH", ""), BYTES[session.device])
             groups.setdefault(str(case), (case, rows, []))[2].append(handle)
-            found[handle.name] = Bits(case, ("call", "batch") if rows else ("call",))
-    for case, rows, mine in groups.values():
+            by_name[handle.name] = Bits(case, ("call", "batch") if rows else ("call",))
+    for case, rows, group in groups.values():
         calls = _plan(session, case, rows)
-        for number, (call, play) in enumerate(each_call(session, mine, calls), 1):
+        for number, (call, play) in enumerate(each_call(session, group, calls), 1):
             session.progress(Step("equal bits", number, len(calls), str(case)))
             kind = "call" if call.rows == calls[0].rows else "batch"
-            for handle in (one for one in mine if not found[one.name].fault):
-                bits, outcome = found[handle.name], play(handle)
+            for handle in (member for member in group if not by_name[member.name].fault):
+                bits, outcome = by_name[handle.name], play(handle)
                 if outcome.status != "PASSED":
-                    said = f"call {number} of {len(calls)} in a process (--seed {call.seed}): {outcome.reason}"
-                    bits.kinds, bits.fault = (), dataclasses.replace(outcome, reason=said)
+                    reason = f"call {number} of {len(calls)} in a process (--seed {call.seed}): {outcome.reason}"
+                    bits.kinds, bits.fault = (), dataclasses.replace(outcome, reason=reason)
                     continue
                 for row, elements in session.checker.ask({"op": "bits", "name": handle.name})["differ"]:
-                    said = (
+                    difference = (
                         f"row {row}: {text.counted(elements, 'element')} in call {number}, rows {list(call.rows or ())}"
                     )
-                    bits.differ.setdefault(kind, {}).setdefault(row, said)
-        for handle in (one for one in mine if not one.baseline and not found[one.name].fault):
-            bits = found[handle.name]
-            for kind in [one for one in getattr(task, "INVARIANT", ()) if one in bits.differ][:1]:
-                said = "the same call again must have" if kind == "call" else "a row must have in any batch"
+                    bits.differ.setdefault(kind, {}).setdefault(row, difference)
+        for handle in (member for member in group if not member.baseline and not by_name[member.name].fault):
+            bits = by_name[handle.name]
+            for kind in [promised for promised in getattr(task, "INVARIANT", ()) if promised in bits.differ][:1]:
+                must = "the same call again must have" if kind == "call" else "a row must have in any batch"
                 bits.fault = Outcome(
-                    "INCORRECT", f"{said} the same bits (INVARIANT of task.py): they {bits.said(kind)}"
+                    "INCORRECT", f"{must} the same bits (INVARIANT of task.py): they {bits.said(kind)}"
                 )
-    return found
+    return by_name
 
 
 def _chosen(timed: list[Case], tests: list[Case], axis: str, most: int) -> tuple[Case, int]:

@@ -62,9 +62,9 @@ class Player:
 
     def _taken(self, answer: tuple[dict, list[int]]) -> tuple[dict, list[int]]:
         """Return a reply and its descriptors. Died: it says that the player failed."""
-        reply, given = answer
+        reply, fds = answer
         if "failed" not in reply:
-            return reply, given
+            return reply, fds
         text = reply["text"]
         if reply["failed"] == player.RefusedError.__name__:
             raise Died("RUNTIME_ERROR", f"its recorded call is refused: {text}")
@@ -97,10 +97,10 @@ class Player:
         self._request({"op": "load", **parts, "images": numbers, "kept": bool(kept)}, (*fresh, *kept))
 
     def play(
-        self, copy: int, limit_s: float, what: int = 0, nbytes: int = 0, takes: list[dict] | None = None
+        self, copy: int, limit_s: float, kind: int = 0, nbytes: int = 0, takes: list[dict] | None = None
     ) -> tuple[float, float]:
         """Make the call on the contents of one of its copies. Return (us of the event pair, us of the host's clock)."""
-        message = {"op": "play", "copy": copy, "what": what, "bytes": nbytes, "limit_s": limit_s, "takes": takes or []}
+        message = {"op": "play", "copy": copy, "what": kind, "bytes": nbytes, "limit_s": limit_s, "takes": takes or []}
         reply, _ = self._request(message, limit_s=3 * limit_s + replies.CHECKER_LIMIT_S)
         return reply["us"], reply["host_us"]
 
@@ -127,12 +127,12 @@ class Recording:
     images: list[int] = field(default_factory=list)  # descriptors of its code, which the submission's calls share
     kept: list[int] = field(default_factory=list)  # of the scratch memory that it uses, as it was then: none or one
 
-    def make(self, session: Session, made: Player, baseline: bool) -> list[int]:
+    def make(self, session: Session, its_player: Player, baseline: bool) -> list[int]:
         """Make the memory of the call, with its weights, which the checker maps. Return descriptors for its runner."""
         sizes = {**self.content.parts, "weights": session.weights_bytes}
-        fds = made.memory(self.number, sizes)
+        fds = its_player.memory(self.number, sizes)
         pair = sum(1 for part in ("inputs", "outputs") if sizes[part])
-        given = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
+        for_runner = [os.dup(fd) for fd in (*fds[:pair], *fds[player.COPIES * pair :])]
         message = {"op": "attach", "runner": self.name, "sizes": sizes, "copies": player.COPIES}
         weights: dict | None = session.checker.request(message, fds=fds)[0]["weights"]
         self.message = {
@@ -143,7 +143,7 @@ class Recording:
             "baseline": baseline,
             **self.content.layout,
         }
-        return given
+        return for_runner
 
     def close(self) -> None:
         _close(self.fds, self.kept)
@@ -169,12 +169,12 @@ class Played:
     @property
     def extent(self) -> int:
         """Bytes of scratch memory that its calls were given: a player has no more of it, which it poisons each time."""
-        given = [recording.recorded.scratch for recording in self.recordings.values() if recording.recorded]
-        return max(1, min(self.scratch_bytes, max(given, default=0)))
+        sizes = [recording.recorded.scratch for recording in self.recordings.values() if recording.recorded]
+        return max(1, min(self.scratch_bytes, max(sizes, default=0)))
 
     @property
     def self_times(self) -> bool:
-        return any(one.self_timed and not one.failure for one in self.recordings.values())
+        return any(recording.self_timed and not recording.failure for recording in self.recordings.values())
 
     def end_player(self) -> None:
         if self.player:
@@ -207,10 +207,10 @@ class Replays:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self.played.values():
-            self._forget(one)
-            self.session.stop(one.handle)
-            one.end_player()
+        for played in self.played.values():
+            self._forget(played)
+            self.session.stop(played.handle)
+            played.end_player()
         for fd in self._images.values():
             os.close(fd)
 
@@ -221,50 +221,50 @@ class Replays:
             self._wave = self._record(list(self.played.values()), todo)
             for place, number in enumerate(self._wave):
                 # A runner that was lost left calls behind that were still to be recorded.
-                lacking = [one for one in self.played.values() if number not in one.recordings]
+                lacking = [played for played in self.played.values() if number not in played.recordings]
                 self._record(lacking, self._wave[place:])
             yield self._wave
             todo = todo[len(self._wave) :]
-            for one in self.played.values():
-                self._forget(one)
+            for played in self.played.values():
+                self._forget(played)
 
     def renew(self) -> None:
         """Have other processes make the calls from now on."""
         with ThreadPoolExecutor(CLOSED_AT_ONCE) as pool:
             list(pool.map(Played.end_player, self.played.values()))
-        for one in self.played.values():
-            if any(recording.recorded and not recording.failure for recording in one.recordings.values()):
-                one.player = Player(one.handle.target)  # all of them start at the same time
+        for played in self.played.values():
+            if any(recording.recorded and not recording.failure for recording in played.recordings.values()):
+                played.player = Player(played.handle.target)  # all of them start at the same time
 
     def place(self, number: int) -> None:
         """Give players their calls on a case, with its weights."""
-        for one in self.played.values():
-            recording = one.recordings.get(number)
-            lost = recording and recording.self_timed and not recording.failure and one.handle.process is None
+        for played in self.played.values():
+            recording = played.recordings.get(number)
+            lost = recording and recording.self_timed and not recording.failure and played.handle.process is None
             if lost:  # its runner was, by another call: a new one maps what others are recorded of
-                self._record([one], [number])
+                self._record([played], [number])
             elif recording is None:
-                self._record([one], self._wave[self._wave.index(number) :])
+                self._record([played], self._wave[self._wave.index(number) :])
         self._weigh(number)
-        for one in self.played.values():
-            recording = one.recordings[number]
+        for played in self.played.values():
+            recording = played.recordings[number]
             if recording.recorded is None or recording.failure:
                 continue
             try:
-                one.player = one.player or Player(one.handle.target)
-                if not one.has_scratch:
-                    os.close(one.player.scratch(one.extent)[1])
-                    one.has_scratch = True
-                _close(recording.make(self.session, one.player, one.handle.baseline))
-                one.player.load(recording.recorded, recording.images, recording.kept)
+                played.player = played.player or Player(played.handle.target)
+                if not played.has_scratch:
+                    os.close(played.player.scratch(played.extent)[1])
+                    played.has_scratch = True
+                _close(recording.make(self.session, played.player, played.handle.baseline))
+                played.player.load(recording.recorded, recording.images, recording.kept)
             except Died as died:
-                self._lose(one, recording, died)
+                self._lose(played, recording, died)
 
     def free(self, number: int) -> None:
         """Free what the checker holds of the players' calls on a case."""
-        for one in self.played.values():
-            if one.recordings[number].recorded:
-                self._release(one.recordings[number])
+        for played in self.played.values():
+            if played.recordings[number].recorded:
+                self._release(played.recordings[number])
 
     def _weigh(self, number: int) -> None:
         """Make the weights of a case, the same each time."""
@@ -275,40 +275,40 @@ class Replays:
     def _record(self, those: list[Played], numbers: list[int]) -> list[int]:
         """Record these submissions on these cases, in one runner each. Return the cases that had room."""
         session, done = self.session, list[int]()
-        session.stop(*(one.handle for one in those))  # which hold scratch memory
-        self._start([one for one in those if not one.handle.broken])
+        session.stop(*(played.handle for played in those))  # which hold scratch memory
+        self._start([played for played in those if not played.handle.broken])
         for number in numbers if those else ():
             self._weigh(number)
             # Others than those that are judged: what a call keeps of them must be of no use.
             session.content(self.cases[number], self.cases[number].seed if self.compiles else None)
             if (done and not self._has_room(len(those))) or len(done) == player.MOST_CALLS:
                 break
-            for place, one in enumerate(those, len(done) * len(those)):
-                said = f"{self.cases[number]}  {one.handle.runner}"
-                session.progress(Step("record", place, len(numbers) * len(those), said))
-                self._forget(one, number)
-                if recording := self._recorded(one, number, len(done) + 1):
-                    one.recordings[number] = recording
+            for place, played in enumerate(those, len(done) * len(those)):
+                label = f"{self.cases[number]}  {played.handle.runner}"
+                session.progress(Step("record", place, len(numbers) * len(those), label))
+                self._forget(played, number)
+                if recording := self._recorded(played, number, len(done) + 1):
+                    played.recordings[number] = recording
             done.append(number)
-        for one in those:
-            one.handle.keep = self.compiles and one.handle.process is not None
-        session.stop(*(one.handle for one in those if not one.self_times))
+        for played in those:
+            played.handle.keep = self.compiles and played.handle.process is not None
+        session.stop(*(played.handle for played in those if not played.self_times))
         return done
 
     def _start(self, those: list[Played]) -> None:
         """Start a player for each, and a runner, which takes its memory from the player's."""
-        for one in those:
-            one.end_player()
-        for one, made in [(one, Player(one.handle.target)) for one in those]:
-            self._mapped.pop(one.handle.name, None)
-            one.player, one.scratch_bytes = made, self._scratch_bytes(made.about["device_bytes"])
+        for played in those:
+            played.end_player()
+        for played, its_player in [(played, Player(played.handle.target)) for played in those]:
+            self._mapped.pop(played.handle.name, None)
+            played.player, played.scratch_bytes = its_player, self._scratch_bytes(its_player.about["device_bytes"])
             try:
-                one.handle.scratch, one.has_scratch = made.scratch(one.scratch_bytes), True
+                played.handle.scratch, played.has_scratch = its_player.scratch(played.scratch_bytes), True
             except Died as died:
-                one.handle.broken = Outcome(died.status, f"its player failed: {died.reason}")
-                one.end_player()
-        self.session.start(*(one.handle for one in those if one.player))
-        for handle in (one.handle for one in those):
+                played.handle.broken = Outcome(died.status, f"its player failed: {died.reason}")
+                played.end_player()
+        self.session.start(*(played.handle for played in those if played.player))
+        for handle in (played.handle for played in those):
             if handle.scratch:  # it was not started
                 os.close(handle.scratch[1])
                 handle.scratch = None
@@ -327,30 +327,30 @@ class Replays:
         spare = RESERVE_BYTES + player.COPIES * min(present.moved, READ_BYTES)
         return bool(self.session.checker.ask({"op": "memory"})["free"] > spare + many * need)
 
-    def _recorded(self, one: Played, case: int, number: int) -> Recording | None:
+    def _recorded(self, played: Played, case: int, number: int) -> Recording | None:
         """Record a call on the present content. None: another call lost its runner, and it may get a further one."""
-        handle = one.handle
+        handle = played.handle
         recording = Recording(f"{handle.name} {case}", number, self.session.present)
         if handle.submission and not handle.serves(self.cases[case]):
             recording.failure = Outcome("UNSUPPORTED", handle.submission.limits)
         elif handle.broken:
             recording.failure = handle.broken
-        elif handle.process is None or one.player is None:
+        elif handle.process is None or played.player is None:
             if handle.lost < replies.GIVE_UP_AFTER:
                 return None
             recording.failure = handle.loss
         else:
             try:
-                self._fill_in(recording, handle, one.player)
+                self._fill_in(recording, handle, played.player)
                 self._mapped[handle.name] = case
             except Died as died:
                 recording.failure = handle.lose(handle.running.failure(died))
         return recording
 
-    def _fill_in(self, recording: Recording, handle: RunnerHandle, made: Player) -> None:
+    def _fill_in(self, recording: Recording, handle: RunnerHandle, its_player: Player) -> None:
         """Make the memory of a call, and record it. Died: that failed."""
         session, process = self.session, handle.running
-        recording.fds = recording.make(session, made, handle.baseline)
+        recording.fds = recording.make(session, its_player, handle.baseline)
         session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
         limit_s = session.first_call_limit_s + replies.PREPARE_LIMIT_S
@@ -366,7 +366,7 @@ class Replays:
         if recording.self_timed:
             return
         if not recording.failure and not self.compiles:
-            recording.kept, recording.recorded = made.snapshot(recorded.used), recorded
+            recording.kept, recording.recorded = its_player.snapshot(recorded.used), recorded
         self._release(recording)
         _close(recording.fds)
 
@@ -406,30 +406,30 @@ class Replays:
 
     def play(self, handle: RunnerHandle, number: int, copy: int) -> Outcome:
         """Make a submission's call on the present content, which lies in memory `copy`, and judge what it wrote."""
-        one, session = self.played[handle.name], self.session
-        recording, limit_s = one.recordings[number], session.call_limit_s
+        played, session = self.played[handle.name], self.session
+        recording, limit_s = played.recordings[number], session.call_limit_s
         if recording.failure:
             return recording.failure
         try:
             if recording.self_timed:
                 return self._self_timed(handle, recording, number, limit_s)
             session.checker.ask({"op": "fill", "runner": recording.name, "buffer": copy})
-            if one.player is None:
+            if played.player is None:
                 raise Died("RUNTIME_ERROR", "its player was lost")
-            us, host_us = one.player.play(copy, limit_s, takes=recording.takes)
+            us, host_us = played.player.play(copy, limit_s, takes=recording.takes)
         except Died as died:
-            return self._lose(one, recording, died)
-        found = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
-        found.us, found.host_us, found.bytes = us, host_us, session.present.bytes
-        return found
+            return self._lose(played, recording, died)
+        outcome = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
+        outcome.us, outcome.host_us, outcome.bytes = us, host_us, session.present.bytes
+        return outcome
 
-    def _lose(self, one: Played, recording: Recording, died: Died) -> Outcome:
+    def _lose(self, played: Played, recording: Recording, died: Died) -> Outcome:
         """Note that a call failed, and with it its player, or the runner that timed it."""
-        one.end_player()
+        played.end_player()
         recording.failure = Outcome(died.status, died.reason)
-        if recording.self_timed and one.handle.process:
-            recording.failure = one.handle.lose(one.handle.running.failure(died))
-        self.session.checker.see_device(one.handle.name, died.reason)
+        if recording.self_timed and played.handle.process:
+            recording.failure = played.handle.lose(played.handle.running.failure(died))
+        self.session.checker.see_device(played.handle.name, died.reason)
         return recording.failure
 
     def _self_timed(self, handle: RunnerHandle, recording: Recording, number: int, limit_s: float) -> Outcome:
@@ -443,17 +443,17 @@ class Replays:
         session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
         request = {"op": "time", "baseline": handle.baseline, "flush": FLUSH_BYTES}
         reply = process.ask(replies.SelfTimed, request, limit_s)
-        found = session.verdict(recording.name, 0, reply.claims, handle.baseline)
-        found.us, found.bytes, found.self_timed = reply.us, session.present.bytes, recording.self_timed
-        return found
+        outcome = session.verdict(recording.name, 0, reply.claims, handle.baseline)
+        outcome.us, outcome.bytes, outcome.self_timed = reply.us, session.present.bytes, recording.self_timed
+        return outcome
 
     def _release(self, recording: Recording) -> None:
         """Free what the checker holds of a call's memory."""
         self.session.checker.ask({"op": "release", "runner": recording.name})
 
-    def _forget(self, one: Played, *numbers: int) -> None:
+    def _forget(self, played: Played, *numbers: int) -> None:
         """Free what is held of a submission's calls on these cases, of all without any."""
-        for number in numbers or list(one.recordings):
-            if recording := one.recordings.pop(number, None):
+        for number in numbers or list(played.recordings):
+            if recording := played.recordings.pop(number, None):
                 recording.close()
                 self._release(recording)

@@ -101,19 +101,19 @@ class Session:
     def weights(self, case: Case, seed: int | None = None) -> str | None:
         """Make new weights for `case`. Return the seed as text; None if the problem has no weights."""
         seed = secrets.randbits(63) if seed is None else seed
-        made = self.checker.ask({"op": "new_weights", "case": case.params, "seed": seed})
-        self._split, self.weights_bytes = made["split"], made["bytes"]
+        reply = self.checker.ask({"op": "new_weights", "case": case.params, "seed": seed})
+        self._split, self.weights_bytes = reply["split"], reply["bytes"]
         self._weights += 1
         return str(seed) if self._split else None
 
     def content(self, case: Case, seed: int | None = None) -> str:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self.secret_seed(case) if seed is None else seed
-        made = self.checker.ask({"op": "content", "case": case.params, "seed": seed, "rows": case.rows})
-        self.present = Content(case, made["host"], made["parts"], made["open"], made["bytes"], made["held"])
-        if (device := made["device"]) != self.device:
-            said = f"makes its data on {device}, the session runs on {self.device}: use --device {device}"
-            raise ProblemError(f"{self.problem.name} {said}")
+        reply = self.checker.ask({"op": "content", "case": case.params, "seed": seed, "rows": case.rows})
+        self.present = Content(case, reply["host"], reply["parts"], reply["open"], reply["bytes"], reply["held"])
+        if (device := reply["device"]) != self.device:
+            why = f"makes its data on {device}, the session runs on {self.device}: use --device {device}"
+            raise ProblemError(f"{self.problem.name} {why}")
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:
@@ -240,14 +240,14 @@ class Session:
         """Make the compile step of each handle that had none. A failed one is `broken`. try_out: calls cases."""
         todo = []
         for handle in handles:
-            one, target = handle.submission, handle.target
-            if handle.built or one is None:
+            submission, target = handle.submission, handle.target
+            if handle.built or submission is None:
                 continue
             handle.built = True
-            how = kind(one.file, one.folder or self.problem.folder)
-            if how and workdir.build_folder(one.file, self.problem, target) is None:
-                runner = f"{handle.name} (compile step)"
-                helper = RunnerHandle(handle.name, one, target, built=True, printed=handle.printed, runner=runner)
+            how = kind(submission.file, submission.folder or self.problem.folder)
+            if how and workdir.build_folder(submission.file, self.problem, target) is None:
+                label = f"{handle.name} (compile step)"
+                helper = RunnerHandle(handle.name, submission, target, built=True, printed=handle.printed, runner=label)
                 todo.append((how, handle, helper))
         self.start(*(helper for how, _, helper in todo if how == "compile_for"), compile_only=True)
         for number, (how, handle, helper) in enumerate(todo):
@@ -296,8 +296,8 @@ class Session:
         self, runner: str, buffer: int, claims: list[replies.Claim] | None, baseline: bool, fixed: bool = False
     ) -> Outcome:
         """Return the checker's verdict on a buffer, and on what came back. fixed: inputs and weights were read-only."""
-        told = None if claims is None else [claim.model_dump() for claim in claims]
-        message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": told, "baseline": baseline}
+        claimed = None if claims is None else [claim.model_dump() for claim in claims]
+        message = {"op": "judge", "runner": runner, "buffer": buffer, "claims": claimed, "baseline": baseline}
         verdict = self.checker.ask({**message, "fixed": fixed})
         return Outcome(verdict["status"], verdict["reason"], verdict["error"])
 
@@ -379,11 +379,11 @@ def code_hash(problem: Problem, file: Path, target: str) -> str | None:
 
 def hash_of(folder: Path) -> str | None:
     """Hash of the GPU code in builds below `folder`, whatever its kernels and files are called; None: no cubin."""
-    found = set()
+    hashes = set()
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
             if path.suffix in (".so", ".cubin") and path.is_file() and path.stat().st_size <= cubins.FILE_LIMIT:
                 for _, loaded in cubins.images(path.read_bytes()):
                     contents = sorted(hashlib.sha256(section).hexdigest() for section in loaded)
-                    found.add(hashlib.sha256("".join(contents).encode()).hexdigest())
-    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()[:16] if found else None
+                    hashes.add(hashlib.sha256("".join(contents).encode()).hexdigest())
+    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16] if hashes else None

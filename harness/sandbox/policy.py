@@ -119,32 +119,32 @@ def probe() -> dict[str, str]:
     """Return the measures of this machine for the record: "on", with details, or "off: " and why not."""
     abi = "" if offered()["landlock"] else f" (ABI {confine.landlock_abi()})"
     details = {"uid": f" ({UIDS[0]} to {UIDS[-1]}, one a runner)", "landlock": abi}
-    found = {name: f"off: {why}" if why else "on" + details.get(name, "") for name, why in offered().items()}
+    measures = {name: f"off: {why}" if why else "on" + details.get(name, "") for name, why in offered().items()}
     held = "only CAP_DAC_READ_SEARCH, to pass closed folders; Landlock says what is read" if passing() else "none"
     python_path, library_path = (os.pathsep.join(kept(variable)) for variable in ("PYTHONPATH", "LD_LIBRARY_PATH"))
-    return found | {"capabilities": held, "python_path": python_path, "library_path": library_path}
+    return measures | {"capabilities": held, "python_path": python_path, "library_path": library_path}
 
 
 @functools.cache
 def offered() -> dict[str, str]:
     """Return for each of MEASURES "" if this machine offers it, else why not."""
-    found = dict.fromkeys(MEASURES, "")
+    reasons = dict.fromkeys(MEASURES, "")
     try:
         abi = confine.landlock_abi()
         if abi < 2:
-            found["landlock"] = "Landlock ABI 1 lets no process rename between folders (Linux 5.19 does)"
+            reasons["landlock"] = "Landlock ABI 1 lets no process rename between folders (Linux 5.19 does)"
     except OSError as error:
-        abi, found["landlock"] = 0, error.strerror or str(error)
-    found["uid"] = _why_no_uid(passing=False)
-    if found["uid"] and not found["landlock"]:
-        found["uid"] = _why_no_uid(passing=True)
-    found["tcp"] = found["landlock"] or ("" if abi >= 4 else f"Landlock ABI {abi}, from 4 on")
-    found["scope"] = found["landlock"] or ("" if abi >= 6 else f"Landlock ABI {abi}, from 6 on")
+        abi, reasons["landlock"] = 0, error.strerror or str(error)
+    reasons["uid"] = _why_no_uid(passing=False)
+    if reasons["uid"] and not reasons["landlock"]:
+        reasons["uid"] = _why_no_uid(passing=True)
+    reasons["tcp"] = reasons["landlock"] or ("" if abi >= 4 else f"Landlock ABI {abi}, from 4 on")
+    reasons["scope"] = reasons["landlock"] or ("" if abi >= 6 else f"Landlock ABI {abi}, from 6 on")
     try:
         confine.seccomp_available()
     except OSError as error:
-        found["seccomp"] = error.strerror or str(error)
-    return found
+        reasons["seccomp"] = error.strerror or str(error)
+    return reasons
 
 
 @functools.cache
@@ -185,11 +185,11 @@ def _why_no_uid(passing: bool) -> str:
 
 def _mapped_uids() -> list[int]:
     """Those of UIDS that exist here, as users and as groups."""
-    found = set(UIDS)
+    uids = set(UIDS)
     for kind in ("uid", "gid"):
         ranges = [line.split() for line in Path(f"/proc/self/{kind}_map").read_text().splitlines()]
-        found &= {n for first, _, count in ranges for n in UIDS if int(first) <= n < int(first) + int(count)}
-    return sorted(found)
+        uids &= {n for first, _, count in ranges for n in UIDS if int(first) <= n < int(first) + int(count)}
+    return sorted(uids)
 
 
 @contextlib.contextmanager
@@ -222,8 +222,8 @@ def runtime_folder(name: str) -> Path:
     """Return a folder for this user's locks that no other user can write. SandboxError: another user made it."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"kernel-locks-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise SandboxError(f"{folder} is not this user's own folder: remove it")
     (folder / name).mkdir(mode=0o700, exist_ok=True)
     return folder / name
@@ -241,17 +241,17 @@ def read_paths() -> list[str]:
     paths += [path for variable in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH") for path in kept(variable)]
     paths += [f"/sys/{name}" for name in SYS] + _toolkits()
     paths += [str(path) for name in ETC_START + ETC_PLACE for path in Path("/etc").glob(name)]
-    found = list(dict.fromkeys(str(part) for path in paths for part in _carved(Path(path).resolve())))
+    existing = list(dict.fromkeys(str(part) for path in paths for part in _carved(Path(path).resolve())))
     # A path within another one needs no separate rule.
-    return [path for path in found if not any(str(parent) in found for parent in Path(path).parents)]
+    return [path for path in existing if not any(str(parent) in existing for parent in Path(path).parents)]
 
 
 def _toolkits() -> list[str]:
     """The CUDA toolkits that the environment or nvcc on PATH point to."""
-    found = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
+    folders = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     if nvcc := shutil.which("nvcc"):
-        found.append(str(Path(nvcc).resolve().parent.parent))
-    return [folder for folder in found if os.path.isdir(f"{folder}/nvvm")]
+        folders.append(str(Path(nvcc).resolve().parent.parent))
+    return [folder for folder in folders if os.path.isdir(f"{folder}/nvvm")]
 
 
 def _narrow(entries: list[str]) -> list[str]:

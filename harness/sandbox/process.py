@@ -225,8 +225,8 @@ class Child:
 
     def send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
         self.resume()
-        for found in map(os.fstat, fds):
-            self._given.add((found.st_dev, found.st_ino))
+        for status in map(os.fstat, fds):
+            self._given.add((status.st_dev, status.st_ino))
         try:
             wire.send(self.sock, message, fds)
         except wire.WireError as error:
@@ -326,7 +326,7 @@ class Child:
         lines = text.clean(self._head.decode(errors="replace")).strip("\n").split("\n")
         return (lines, max(self._lines, len(lines))) if self._head.strip() else ([], 0)
 
-    def _died(self, what: str = "") -> Died:
+    def _died(self, cause: str = "") -> Died:
         self._guarded.pid  # noqa: B018  SandboxError here if it never ran: then nothing is its fault
         # The socket is closed; the exit status follows at once unless it closed the socket on purpose.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -334,7 +334,7 @@ class Child:
         code = self._process.poll()
         self.kill()
         if code is None:
-            how = f"broke its connection: {what}"
+            how = f"broke its connection: {cause}"
         elif code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             how = f"killed by {name}"
@@ -372,8 +372,8 @@ def available_memory() -> int:
 
 def _free(jail: Jail | None) -> dict[str, int]:
     """What is free where a jailed child writes, by option of FILES_LIMIT: bytes, and how many files."""
-    found = os.statvfs(jail.tmp if jail else "/")
-    return {"-B1": found.f_bavail * found.f_frsize, "--inodes": found.f_ffree}
+    space = os.statvfs(jail.tmp if jail else "/")
+    return {"-B1": space.f_bavail * space.f_frsize, "--inodes": space.f_ffree}
 
 
 def _environment(extra: dict[str, str] | None) -> dict[str, str]:
@@ -409,8 +409,8 @@ def _private(pid: int) -> tuple[int, dict[tuple[int, int], int]]:
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                found = descriptor.stat()
-                if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                    key = found.st_dev, found.st_ino
-                    files[key] = max(files[key], 512 * found.st_blocks)
+                status = descriptor.stat()
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                    key = status.st_dev, status.st_ino
+                    files[key] = max(files[key], 512 * status.st_blocks)
     return total, files

@@ -104,8 +104,8 @@ class Workdir:
                 from harness.runner import recorder  # no run on a CPU needs it
 
                 own.append(recorder.artefact(load.device_target(device)))
-            for one in own:
-                shutil.copytree(one.path.parent, cache / "build" / one.path.parent.name)
+            for artefact in own:
+                shutil.copytree(artefact.path.parent, cache / "build" / artefact.path.parent.name)
             if uid is not None:
                 os.chown(place, -1, uid)  # its group may go through, to code/ that stays the judge's
                 place.chmod(0o710)
@@ -140,14 +140,14 @@ class Workdir:
             if time.time() - path.stat().st_mtime > HALF_FILLED_S:
                 reaper.remove_tree(str(path))
         with tempfile.TemporaryDirectory(prefix="tmp-", dir=closures) as scratch:
-            made = Path(scratch, "made")
-            made.mkdir()
+            copy = Path(scratch, "made")
+            copy.mkdir()
             try:
-                copy_tree(self.jail.cache, made)
+                copy_tree(self.jail.cache, copy)
             except OSError as error:
                 raise CacheError(f"a file cannot be copied: {error.strerror}") from None
             with contextlib.suppress(OSError):  # somebody else was quicker: a folder with files is not replaced
-                made.rename(target)
+                copy.rename(target)
         return target
 
     def remove(self) -> None:
@@ -227,11 +227,11 @@ def runner_modules() -> tuple[Path, ...]:
 
 @functools.cache
 def _versions(target: str) -> tuple[str, ...]:
-    found = [sys.version]
+    versions = [sys.version]
     for compiler in COMPILERS[target]:
         if shutil.which(compiler):
-            found.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout)
-    return (*found, *(f"{package} {is_}" for package in PACKAGES if (is_ := environment.version(package))))
+            versions.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout)
+    return (*versions, *(f"{package} {is_}" for package in PACKAGES if (is_ := environment.version(package))))
 
 
 def _closures() -> Path:

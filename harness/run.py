@@ -115,11 +115,11 @@ def guarded(name: str, args: Options, begin: Callable[[TextIO, Events], Run | in
     except Exception as error:
         from harness.judge import machine
 
-        said = machine.said_of(error)
-        if said is None:
+        reason = machine.said_of(error)
+        if reason is None:
             raise
         output.abandon()
-        code = stopped(said)
+        code = stopped(reason)
     finally:
         events.write("end", exit_code=code)
         events.close()

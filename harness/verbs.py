@@ -31,9 +31,9 @@ class Sanitize(Run):
             self._print(self.judged)
             self._print_rest(self.judged)
             return verdict.exit_code([j.verdict for j in self.judged], self.args.all)
-        mine, cases = [j for j in runnable if not j.submission.baseline], self.tests()
+        results, cases = [j for j in runnable if not j.submission.baseline], self.tests()
         with self._held(), console.quiet(False), console.progress(self.events.step) as progress:
-            faults = modes.sanitize(self.problem, mine, cases, self.target, progress)
+            faults = modes.sanitize(self.problem, results, cases, self.target, progress)
         return self._noted("RUNTIME_ERROR" if faults else "PASSED", "; ".join(faults))
 
 

@@ -68,9 +68,9 @@ def _bare(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _plain(said: str) -> object:
+def _plain(encoded: str) -> object:
     """Return a plain value of its JSON, a text as it is where it is none."""
     try:
-        return json.loads(said)
+        return json.loads(encoded)
     except (ValueError, RecursionError):
-        return said
+        return encoded

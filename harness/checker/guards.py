@@ -35,14 +35,14 @@ class Guards:
 
     def fault(self, buffer: Shared) -> str:
         """Return how many bytes beside which tensors are others than before the call, "" if none."""
-        found = torch.cat([buffer.memory[:0], *(buffer.memory[gap.first : gap.last] for gap in self._gaps)])
-        if torch.equal(found, self._secret):
+        present = torch.cat([buffer.memory[:0], *(buffer.memory[gap.first : gap.last] for gap in self._gaps)])
+        if torch.equal(present, self._secret):
             return ""
-        parts = (found != self._secret).cpu().split([gap.last - gap.first for gap in self._gaps])
+        parts = (present != self._secret).cpu().split([gap.last - gap.first for gap in self._gaps])
         pairs = zip(self._gaps, (int(part.sum()) for part in parts), strict=True)
-        said = [f"{text.counted(count, 'byte')} {gap.where}" for gap, count in pairs if count]
-        more = [f"at {len(said) - NAMED} more places"] if len(said) > NAMED else []
-        return f"the call wrote outside of its tensors: {', '.join(said[:NAMED] + more)}"
+        places = [f"{text.counted(count, 'byte')} {gap.where}" for gap, count in pairs if count]
+        more = [f"at {len(places) - NAMED} more places"] if len(places) > NAMED else []
+        return f"the call wrote outside of its tensors: {', '.join(places[:NAMED] + more)}"
 
 
 def _gaps(named: list[tuple[dict, str]], size: int) -> list[Gap]:

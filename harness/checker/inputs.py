@@ -35,8 +35,8 @@ def of_folder(reference: ModuleType, case: dict) -> Any:
     try:
         signature.bind(**case)
     except TypeError as error:
-        wanted, said = f"what generate_input takes, {signature}", ", ".join(f"{name}={case[name]!r}" for name in case)
-        raise RefusedError(f"task.yml: a case must name {wanted}, got {said}: {error}") from None
+        wanted, got = f"what generate_input takes, {signature}", ", ".join(f"{name}={case[name]!r}" for name in case)
+        raise RefusedError(f"task.yml: a case must name {wanted}, got {got}: {error}") from None
     return reference.generate_input(**case)
 
 

@@ -12,7 +12,7 @@ def times_us(count: int) -> list[float]:
     """Return times of `count` products, by events. Of random values: zeros take less power, and are quicker."""
     a = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
     b, c = torch.randn_like(a), torch.empty_like(a)
-    found = []
+    times = []
     for _ in range(WARMUPS + count):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(AHEAD_CYCLES)
@@ -20,5 +20,5 @@ def times_us(count: int) -> list[float]:
         torch.matmul(a, b, out=c)
         stop.record()
         torch.cuda.synchronize()
-        found.append(1e3 * start.elapsed_time(stop))
-    return found[WARMUPS:]
+        times.append(1e3 * start.elapsed_time(stop))
+    return times[WARMUPS:]

@@ -67,9 +67,9 @@ def converted(truth: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
 def like(form: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the type, shape and strides of `form` that holds `content`, of that type and shape."""
     expanded = held(form).shape != form.shape
-    made = torch.empty_like(form, memory_format=torch.contiguous_format) if expanded else tree.clone(form)
-    bits(made).copy_(bits(content))
-    return made
+    copy = torch.empty_like(form, memory_format=torch.contiguous_format) if expanded else tree.clone(form)
+    bits(copy).copy_(bits(content))
+    return copy
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,11 +108,11 @@ def rounded(values: torch.Tensor, kept: int) -> torch.Tensor:
     return torch.where(torch.isfinite(values), torch.ldexp((significand * scale).round() / scale, exponent), values)
 
 
-def neighbours(one: torch.Tensor, two: torch.Tensor) -> bool:
+def neighbours(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal, or nowhere over one representable value apart, which any tolerance must admit."""
-    if one.dtype not in BITS:
-        return torch.equal(bits(one), bits(two))
-    x, y, type_ = numbers(one), numbers(two), torch.finfo(one.dtype)
+    if left.dtype not in BITS:
+        return torch.equal(bits(left), bits(right))
+    x, y, type_ = numbers(left), numbers(right), torch.finfo(left.dtype)
     same = (x == y) | (torch.isnan(x) & torch.isnan(y))
     step = type_.eps * torch.maximum(x.abs(), y.abs()).clamp(min=type_.tiny)  # at least from one value to the next
     return bool((same | (torch.isfinite(x) & torch.isfinite(y) & ((x - y).abs() <= step))).all())

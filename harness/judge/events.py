@@ -45,9 +45,9 @@ class Events:
     def write(self, event: str, **fields: object) -> None:
         """Append one line. Its texts and numbers are as `text.plain` makes them."""
         if self._fd is not None:
-            said = text.plain({"event": event, "time": round(time.time(), 3), **fields})
+            line = text.plain({"event": event, "time": round(time.time(), 3), **fields})
             try:
-                os.write(self._fd, json.dumps(said, allow_nan=False).encode() + b"\n")
+                os.write(self._fd, json.dumps(line, allow_nan=False).encode() + b"\n")
             except OSError as error:  # a full disk, or a named pipe without a reader: the run goes on
                 output.complain(f"warning: --events: {error.strerror}: nothing more is written")
                 self.close()
@@ -66,9 +66,9 @@ class Events:
             return
         self._failed.add(variant)
         element: dict = dict.fromkeys(("index", "expected", "got"))
-        if found := MISMATCH.search(reason):
-            index = [int(i) for i in found[1].split(",") if i.strip()]
-            element = {"index": index, "expected": _number(found[3]), "got": _number(found[2])}
+        if match := MISMATCH.search(reason):
+            index = [int(i) for i in match[1].split(",") if i.strip()]
+            element = {"index": index, "expected": _number(match[3]), "got": _number(match[2])}
         self.write("mismatch", variant=variant, case=case, status=status, **element, reason=reason)
 
 
@@ -83,10 +83,10 @@ def see_outputs(json: str | None, events: str | None) -> None:
             raise UsageError(f"--json and --events must be two files, got {json} for both: --json replaces its own")
 
 
-def _number(said: str) -> float | str:
+def _number(figure: str) -> float | str:
     """Return a number; as text what JSON has no number for, such as "nan"."""
     try:
-        value = float(said)
+        value = float(figure)
     except ValueError:
-        return said
-    return value if math.isfinite(value) else said
+        return figure
+    return value if math.isfinite(value) else figure

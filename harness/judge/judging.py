@@ -82,7 +82,7 @@ class Judging:
             session = stack.enter_context(Session(self.problem, self.device, self.args.timeout))
             session.progress = stack.enter_context(console.progress(self.events.step))
             asked = [{"op": "zeros", "case": case.params, "seed": case.seed} for case in (tests or cases)[:2]]
-            if not self.problem.ours and any(session.checker.ask(one)["accepts"] for one in asked):
+            if not self.problem.ours and any(session.checker.ask(request)["accepts"] for request in asked):
                 self._warn("this folder's check accepts an answer of zeros")
             if tests:
                 self._test(session, tests)
@@ -136,9 +136,9 @@ class Judging:
         """See whether equal calls have equal bits. A fault is that of a test case; without any, what passes is too."""
         right = [j for j in self.judged if j.right]
         handles, each_call = [self._handle(j) for j in right], phases_of(self.device).each_call
-        found = invariance.run(session, handles, self.selection.target, self.args.case or "", each_call)
-        for j in (j for j in right if j.submission.name in found):
-            bits = j.bits = found[j.submission.name]
+        by_name = invariance.run(session, handles, self.selection.target, self.args.case or "", each_call)
+        for j in (j for j in right if j.submission.name in by_name):
+            bits = j.bits = by_name[j.submission.name]
             if bits.fault or not self.file:
                 j.tests.append((bits.case, bits.fault or Outcome("PASSED")))
             if bits.fault:
@@ -200,7 +200,7 @@ class Judging:
         """Return who leads the board of the cases of this run, by the records that there are now; None: nobody."""
         wanted = [ranking.case_label(case.params) for case in self.cases]
         records = record.read(environment.machine(self.device), self.problem.name)
-        of_board = [one for one in records if one["target"] == self.selection.target]
+        of_board = [entry for entry in records if entry["target"] == self.selection.target]
         return (ranking.leaders(of_board, wanted, self.problem.ranking_by) or [None])[-1] if wanted else None
 
     def _challenge(self, file: RunFile) -> dict | None:
@@ -238,13 +238,13 @@ class Judging:
             return
         try:
             users = machine.users(environment.gpu_uuid())
-            if users and not any(said.startswith(_SHARED) for said in self.recorder.warnings):
+            if users and not any(warning.startswith(_SHARED) for warning in self.recorder.warnings):
                 self._warn(f"{_SHARED}{'; '.join(users)}")
         except RuntimeError as error:
             self._warn(f"other users of the device unknown: {error}")
 
-    def _warn(self, said: str) -> None:
+    def _warn(self, warning: str) -> None:
         """Print and record a warning, once."""
-        if said not in self.recorder.warnings:
-            console.say(f"warning: {said}")
-            self.recorder.warnings.append(said)
+        if warning not in self.recorder.warnings:
+            console.say(f"warning: {warning}")
+            self.recorder.warnings.append(warning)

@@ -79,8 +79,8 @@ def _of_system(error: OSError) -> str | None:
         places[Path(tempfile.gettempdir())] = "set TMPDIR"
     path = Path(error.filename) if isinstance(error.filename, str) else None
     helps = [
-        f"{what} to a folder that can be written"
-        for folder, what in places.items()
+        f"{advice} to a folder that can be written"
+        for folder, advice in places.items()
         if path and (path.parent == folder or folder.is_relative_to(path))
     ]
     # A missing file is a bug of the judge, except in folders that the user chose, or where tempfile finds none.

@@ -341,8 +341,8 @@ class Benchmark:
         if outcome.status != "PASSED":
             content, reason = self.session.present, outcome.reason.partition("\n")[0]
             if "memory" in reason and content.moved > content.host:
-                said = f"bytes_moved() of {content.case} says {content.moved} bytes"
-                raise ProblemError(f"{said}, and the judge has no room to read as many: {reason}")
+                claim = f"bytes_moved() of {content.case} says {content.moved} bytes"
+                raise ProblemError(f"{claim}, and the judge has no room to read as many: {reason}")
             raise RuntimeError(f"the judge's own call {name!r} failed: {outcome.reason}")
         if sample >= 0:
             spun_us = gate.EMPTY_US if name == "empty" else 0.0

@@ -212,10 +212,10 @@ def _clocks_apart(timing: Timing, empty_us: float, empty_host_us: float) -> Outc
     if not apart or stats.median([excess for excess, _, _ in apart]) <= 0:
         return None
     least, us, host_us = min(apart)
-    said = f"events say {us:.2f} us and the host's clock {host_us:.2f} us, each less its empty call"
+    clocks = f"events say {us:.2f} us and the host's clock {host_us:.2f} us, each less its empty call"
     if least > 0 and len(apart) > 1:
-        return Outcome("CHEAT_SUSPECTED", f"{said}, or further apart, in all {len(apart)} groups of calls")
-    return Outcome("INVALID_MEASUREMENT", f"{said}: run again when the machine is idle")
+        return Outcome("CHEAT_SUSPECTED", f"{clocks}, or further apart, in all {len(apart)} groups of calls")
+    return Outcome("INVALID_MEASUREMENT", f"{clocks}: run again when the machine is idle")
 
 
 # --- the lines of a run's file

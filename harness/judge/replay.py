@@ -30,17 +30,17 @@ def profile(session: Session, handle: RunnerHandle, message: dict, limit_s: floa
     session.start(handle)
     if handle.process is None:
         return handle.broken or handle.loss
-    made, process = Player(handle.target), handle.running
-    one = recording.Recording(handle.runner, 1, session.present)
+    its_player, process = Player(handle.target), handle.running
+    call = recording.Recording(handle.runner, 1, session.present)
     try:
-        fds = one.make(session, made, handle.baseline)
-        session.checker.ask({"op": "fill", "runner": one.name, "buffer": 0})
-        process.hand_over(replies.Done, {"op": "map_call", **one.message}, fds, "map its memory", limit_s)
+        fds = call.make(session, its_player, handle.baseline)
+        session.checker.ask({"op": "fill", "runner": call.name, "buffer": 0})
+        process.hand_over(replies.Done, {"op": "map_call", **call.message}, fds, "map its memory", limit_s)
         return process.ask(replies.Profiled, message, limit_s)
     except Died as died:
         return handle.lose(process.failure(died))
     finally:
-        made.close()
+        its_player.close()
 
 
 def run_tests(
@@ -178,8 +178,8 @@ class ReplayBenchmark(Benchmark):
 
     def _judge_call(self, name: str, sample: int) -> None:
         """Make one of the judge's own calls, in a player without a submission."""
-        what = EMPTY if name == "empty" else READER + self.reads[name]
-        us, host_us = self.judges.play(sample % player.COPIES, self.session.call_limit_s, what, self.bytes)
+        kind = EMPTY if name == "empty" else READER + self.reads[name]
+        us, host_us = self.judges.play(sample % player.COPIES, self.session.call_limit_s, kind, self.bytes)
         if sample >= 0:
             scale = 1.0 if name == "empty" else max(1.0, self.session.present.moved / READ_BYTES)
             self.group.judge_us.setdefault(name, []).append(us * scale)

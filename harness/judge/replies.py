@@ -245,13 +245,13 @@ def read(wanted: type[Wanted], message: dict) -> Wanted | Failed:
     return _validated(Failed if "failed" in message else wanted, message)
 
 
-def noted(said: str) -> list[Claim]:
+def noted(notes: str) -> list[Claim]:
     """Return what a call noted, as JSON. Died: it is none."""
     try:
-        found = json.loads(said)
+        claims = json.loads(notes)
     except (ValueError, RecursionError):
         raise _malformed("what its call noted is no JSON") from None
-    return _validated(Noted, {"claims": found}).claims
+    return _validated(Noted, {"claims": claims}).claims
 
 
 def _validated(kind: type[Wanted], message: dict) -> Wanted:

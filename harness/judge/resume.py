@@ -63,10 +63,10 @@ def adopt(file: RunFile, arguments: Options) -> None:
     if missing := [name for name in OPTIONS if name not in began]:
         raise UsageError(f"--resume: {file.contents.path} lacks {', '.join(missing)} in `arguments`; start a new run")
     for name in OPTIONS:
-        given, before = _absolute(getattr(arguments, name)), began[name]
-        if given != getattr(Options, name) and given != before:
-            said = f"{spelled(name)} was {before!r}, got {given!r}"
-            raise UsageError(f"--resume goes on with the options of that run: {said}")
+        now, before = _absolute(getattr(arguments, name)), began[name]
+        if now != getattr(Options, name) and now != before:
+            change = f"{spelled(name)} was {before!r}, got {now!r}"
+            raise UsageError(f"--resume goes on with the options of that run: {change}")
         setattr(arguments, name, before)
 
 
@@ -88,5 +88,5 @@ def see_unchanged(file: RunFile, now: dict) -> None:
 def _absolute(value: object) -> object:
     """Return paths as ones that mean the same from any folder, and any other value as it is."""
     if isinstance(value, list):
-        return [_absolute(one) for one in value]
+        return [_absolute(item) for item in value]
     return str(Path(value).resolve()) if isinstance(value, str) and value.endswith(".py") else value

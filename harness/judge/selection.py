@@ -87,7 +87,7 @@ class Selection:
             return submissions
         if args.submission:
             named = [self._from_elsewhere(Path(path)) for path in args.submission]
-            names = [one.name for one in named]
+            names = [submission.name for submission in named]
             if twice := next((name for name in names if names.count(name) > 1), ""):
                 raise UsageError(f"--submission: several files have the name {twice}, and a name is a row: rename one")
         elif args.variant:
@@ -98,12 +98,12 @@ class Selection:
 
     def _from_elsewhere(self, path: Path) -> Submission:
         """Return the submission in a file of the user's."""
-        found = folders.submission(self.problem, path)
-        variant = self.problem.folder / "variants" / found.file.name
-        if variant.is_file() and variant.resolve() != found.file:
-            row = f"a variant {found.name}, whose row on the board this file would take"
+        submission = folders.submission(self.problem, path)
+        variant = self.problem.folder / "variants" / submission.file.name
+        if variant.is_file() and variant.resolve() != submission.file:
+            row = f"a variant {submission.name}, whose row on the board this file would take"
             raise UsageError(f"--submission: {self.problem.name} has {row}: rename it")
-        return found
+        return submission
 
     def _opponent(self, first: Submission) -> Submission:
         """Return what --against names."""

@@ -193,8 +193,8 @@ class Recorder:
             alike = [of, line["problem_hash"], line["harness_hash"], line["commit"], line["dirty"]]
             alike += [(j.submission.name, j.source_hash) for j in judged]
             alike += [(name, value) for name, value in options.items() if name != "shard"]
-            made = hashlib.sha256(json.dumps(alike).encode()).hexdigest()
-            line["shard"] = {"part": number, "of": of, "set": made[:8]}
+            digest = hashlib.sha256(json.dumps(alike).encode()).hexdigest()
+            line["shard"] = {"part": number, "of": of, "set": digest[:8]}
         return line
 
     @functools.cached_property
@@ -252,8 +252,8 @@ class Recorder:
     def of_call(self, judged: Result, kind: str, case: Case, outcome: Outcome) -> dict:
         """Return the record of a call whose contents have the case's own seed."""
         reason = judged.remark if outcome.status == "PASSED" else outcome.reason
-        said = {"status": outcome.status, "reason": reason, "seeds": [str(case.seed)]}
-        return self.base(judged, kind, case.params) | said
+        fields = {"status": outcome.status, "reason": reason, "seeds": [str(case.seed)]}
+        return self.base(judged, kind, case.params) | fields
 
     def _benchmark(self, judged: Result, index: int) -> dict:
         time = judged.times[index]

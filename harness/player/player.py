@@ -69,9 +69,9 @@ class Player:
 
     def memory(self, message: dict, _: list[int]) -> dict:
         """Make the memory of another call. Descriptors: inputs and outputs COPIES times, weights; none of no bytes."""
-        made = (c_int * (2 * COPIES + 1))()
-        self._do("memory", *(message[name] for name in ("number", "inputs", "outputs", "weights")), made)
-        return {"fds": [fd for fd in made if fd >= 0]}
+        fds = (c_int * (2 * COPIES + 1))()
+        self._do("memory", *(message[name] for name in ("number", "inputs", "outputs", "weights")), fds)
+        return {"fds": [fd for fd in fds if fd >= 0]}
 
     def snapshot(self, message: dict, _: list[int]) -> dict:
         """Copy the ranges of scratch memory that a call has in use. Descriptor: of the copy, if there are any."""

@@ -27,27 +27,27 @@ _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 def descendants(root: int) -> list[int]:
     """pids of the living processes below `root`, zombies left out; parents before their children."""
-    found: list[int] = []
+    pids: list[int] = []
     todo = [root]
     while todo:
         children = _children(todo.pop())
         todo += children
-        found += [child for child in children if _state(child) not in ("Z", "X", "")]
-    return found
+        pids += [child for child in children if _state(child) not in ("Z", "X", "")]
+    return pids
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []  # it is gone, and its children are the reaper's
     for thread in threads:
         try:
-            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+            pids += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
         except OSError:
             continue  # that thread ended
-    return found
+    return pids
 
 
 def _state(pid: int) -> str:
@@ -91,7 +91,7 @@ def _start(config: dict) -> int:
     """
     reaper = os.getpid()
     _read(f"/proc/self/task/{reaper}/children")
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -109,11 +109,11 @@ def _start(config: dict) -> int:
                 _libc.prctl(1, SIGKILL, 0, 0, 0)  # dies with the reaper
             os.execve(config["argv"][0], config["argv"], config["env"])
         except BaseException as error:
-            os.write(tell, f"{type(error).__name__}: {error}".encode()[:2000])
+            os.write(writer, f"{type(error).__name__}: {error}".encode()[:2000])
         finally:
             os._exit(127)
-    os.close(tell)
-    with open(told, errors="replace") as pipe:
+    os.close(writer)
+    with open(reader, errors="replace") as pipe:
         why = pipe.read()
     if why:
         raise RuntimeError(why)

@@ -116,27 +116,27 @@ class Bounds:
         """Return (call, tests) of calls in the table that get EPERM where their arguments meet every test."""
         escapes = Test(0, 0, _NAMESPACES | _CLONE_PARENT, unequal=True)
         continues = Test(0, _SIGCONT, _EXIT_SIGNAL)  # a process that a signal stopped, by a child that ends
-        found: list[tuple[str, tuple[Test, ...]]] = [("clone", (test,)) for test in (escapes, continues)]
-        found += [(name, (Test(signal, _SIGCONT),)) for name, signal in _SIGNALS.items()]
-        found += [("fcntl", (Test(1, _F_SETSIG),))]
-        found += [("prctl", (Test(0, _PR_SET_PDEATHSIG), Test(1, _SIGCONT)))]
-        found += [("prctl", (Test(0, _PR_SET_DUMPABLE),))]  # the judge reads its memory, and counts it
+        refused: list[tuple[str, tuple[Test, ...]]] = [("clone", (test,)) for test in (escapes, continues)]
+        refused += [(name, (Test(signal, _SIGCONT),)) for name, signal in _SIGNALS.items()]
+        refused += [("fcntl", (Test(1, _F_SETSIG),))]
+        refused += [("prctl", (Test(0, _PR_SET_PDEATHSIG), Test(1, _SIGCONT)))]
+        refused += [("prctl", (Test(0, _PR_SET_DUMPABLE),))]  # the judge reads its memory, and counts it
         # Landlock refuses every single one of these signals, and the call succeeds.
-        found += [("kill", (Test(0, _EVERYBODY),))]
-        found += [(name, (Test(pid, 0, unequal=True),)) for name, pid in _STANDING.items()]
-        found += [("socket", (Test(0, _UNIX, unequal=True), Test(0, _NETLINK, unequal=True)))]
+        refused += [("kill", (Test(0, _EVERYBODY),))]
+        refused += [(name, (Test(pid, 0, unequal=True),)) for name, pid in _STANDING.items()]
+        refused += [("socket", (Test(0, _UNIX, unequal=True), Test(0, _NETLINK, unequal=True)))]
         # Libraries ask the kernel for routes by netlink. Of its families one carries messages between processes.
-        found += [("socket", (Test(0, _NETLINK), Test(2, _NETLINK_USERSOCK)))]
+        refused += [("socket", (Test(0, _NETLINK), Test(2, _NETLINK_USERSOCK)))]
         if self.shared:  # by its number a thread of the judge's looks like one of the runner's own
-            found += [("sched_setaffinity", (Test(0, 0, unequal=True),))]
+            refused += [("sched_setaffinity", (Test(0, 0, unequal=True),))]
         if self.truncation:  # by an open to read; Landlock sees one to write
             for name, flags in (("open", 1), ("openat", 2)):
-                found += [(name, (Test(flags, os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE),))]
+                refused += [(name, (Test(flags, os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE),))]
         targets = {target for pid in self.protected for target in (pid, -os.getpgid(pid))}
         for target in sorted(targets):
             tests = (Test(0, target & 0xFFFFFFFF),)
-            found += [(name, tests) for name in _SIGNALS if name != "pidfd_send_signal"]
-        return found
+            refused += [(name, tests) for name in _SIGNALS if name != "pidfd_send_signal"]
+        return refused
 
 
 def program(bounds: Bounds) -> bytes:

@@ -22,9 +22,9 @@ PARTS = {
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15841),
     "tests of attacks": (("tests/exploits",), 9846),
     "other tests": (("tests",), 20320),
-    "docs": (("docs",), 2153),
+    "docs": (("docs",), 1475),
     "tools": (("tools",), 603),
-    "root": (("",), 306),
+    "root": (("",), 397),
 }
 
 

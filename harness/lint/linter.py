@@ -5,7 +5,7 @@ and every honest variant to the whole judge. Each trivial answer must be refused
 case (a crash shows nothing of the check), each variant pass all cases that it serves, or for another machine compile,
 and task.yml say what task.py says. Where a trivial answer is right, or passes by the luck of a seed, the linter names
 the case; where it cannot know whether one is right (the order of a set, a sign), it asks: a QUESTION is no hole.
-PRECISION, INOUT and OPAQUE of task.py are in docs/adding_a_kernel.md.
+PRECISION, INOUT and OPAQUE of task.py are in docs/adding_a_problem.md.
 """
 
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return the exit code, of which README.md has a table."""
+    """Run the command. Return the exit code, of which AGENTS.md has a table."""
     args = options.of(parser().parse_args(argv))
     venv.enter(NAME)
     return guarded(NAME, args, functools.partial(judging, args))

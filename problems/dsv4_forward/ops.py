@@ -287,7 +287,7 @@ def _part(part: str, target: str, filled: Mapping[str, tuple[Kernel, ...]]) -> d
 
 def _named(part: str, variant: str, op: str, problems: Sequence[str], target: str) -> Kernel:
     """The file that VARIANT names. op: what its function must be called; "": of a problem's variant nothing."""
-    for problem in problems:
+    for problem in (OWN, *problems):
         wrong.write(load.PROBLEMS / problem)
     folders = [load.PROBLEMS / problem / below for problem in problems for below in ("variants", "wrong")]
     own = load.PROBLEMS / OWN / "wrong"
@@ -341,7 +341,7 @@ def _known(problems: Sequence[str], op: str, target: str) -> str:
         said.append(f"a kernel of {'its' if len(said) == 1 else 'their'} wrong.py, ")
     own = load.PROBLEMS / OWN / "wrong"
     wrong = [file.stem for file in sorted(own.glob("*.py")) if op and f"\ndef {op}(" in file.read_text()]
-    return "".join(said) + (f"a file of dsv4_forward/wrong ({', '.join(wrong)}), " if wrong else "")
+    return "".join(said) + (f"a kernel of dsv4_forward/wrong.py ({', '.join(wrong)}), " if wrong else "")
 
 
 def _unrunnable(file: Path, target: str) -> str:

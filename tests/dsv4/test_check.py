@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from problems import wrong
 from problems.common import load
 from problems.dsv4_forward import check, ops, trace
 from problems.dsv4_forward.torch_ops import rows
@@ -15,13 +16,11 @@ from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
 from problems.dsv4_forward.weights.config import CSA, TINY
 from tests.support.marks import first
 
-WRONG = load.PROBLEMS / "dsv4_forward" / "wrong"
-
 
 def wrong_for(op: str) -> list[str]:
-    """Files of wrong/ that define a function of the op's name."""
+    """Files that define a wrong function of the op's name."""
     found = []
-    for file in sorted(WRONG.glob("*.py")):
+    for file in wrong.write(load.PROBLEMS / "dsv4_forward"):
         names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
         found += [str(file)] if op in names else []
     return found

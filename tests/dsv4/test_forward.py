@@ -11,6 +11,7 @@ import torch
 from harness.checker.checker import Checker
 from harness.problem import folders, sources
 from harness.runner import claims, tree
+from problems import wrong
 from problems.common import load
 from problems.dsv4_forward import judged_call
 from problems.dsv4_forward.cache.state import State
@@ -21,7 +22,7 @@ from problems.dsv4_forward.weights.config import TINY
 FOLDER = load.PROBLEMS / "dsv4_forward"
 TASK, REFERENCE = load.module(FOLDER, "task"), load.module(FOLDER, "reference")
 VARIANTS = sorted(file.stem for file in (FOLDER / "variants").glob("*.py"))
-WRONG = sorted(file.stem for file in (FOLDER / "wrong").glob("*.py"))
+WRONG = [file.stem for file in wrong.write(FOLDER)]
 QUICK = [case for case in TASK.TESTS if case.config == "tiny"]
 SHARP = QUICK[1]  # fp32, three sequences of unlike length, an entry and a block about to end
 
@@ -164,16 +165,16 @@ def test_the_selector_runs_the_winner():
 def test_what_is_wrong_is_refused(stem):
     """One case of fp32, whose bound is tight, tells all of them from right ones."""
     data, want = made(SHARP)
-    module = load.from_file(FOLDER, FOLDER / "wrong" / f"{stem}.py")
+    module = load.module(FOLDER, f"wrong/{stem}")
     result = REFERENCE.compare(data, want, call(module, data)[1])
     assert not result.ok and "mismatch found!" in result.message
-    assert load.summary(FOLDER / "wrong" / f"{stem}.py").startswith("Wrong: ")
+    assert wrong.read(FOLDER)[stem].case == str(folders.find("dsv4_forward").tests[TASK.TESTS.index(SHARP)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", WRONG)
 def test_what_is_wrong_is_refused_in_most_cases_of_fp32(stem):
-    module = load.from_file(FOLDER, FOLDER / "wrong" / f"{stem}.py")
+    module = load.module(FOLDER, f"wrong/{stem}")
     cases = [case for case in QUICK if case.format == "fp32" and case.context > 3]
     refused = 0
     for case in cases:

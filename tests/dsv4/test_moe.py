@@ -14,6 +14,7 @@ from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CONFIGS
 from problems.dsv4_forward.weights.linear import Linear
+from problems.wrong import load_kernel
 from tests.dsv4.experts import (
     FOLDER,
     GROUPED,
@@ -62,7 +63,7 @@ def test_the_clamp_acts():
     arguments = call(60, 8, 2, 128, 192, "bf16", "clamped")
     want = run(experts.experts, arguments, torch.float32)
     close(run(calls(arguments[3:5]).experts, arguments), want, "bf16")
-    wrong = load.from_file(FOLDER, FOLDER / "wrong" / "no_clamp.py")
+    wrong = SimpleNamespace(custom_kernel=load_kernel(FOLDER, "no_clamp"))
     assert float(apart(run(calls(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
 
 

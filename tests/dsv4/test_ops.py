@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from problems import wrong
 from problems.common import load
 from problems.dsv4_forward import operators, ops, prepared
 from problems.dsv4_forward.weights import tree
@@ -13,7 +14,7 @@ from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
 
 DECODE, GEMV = (f"{name}/{load.winner(load.PROBLEMS / name, 'cpu')}" for name in ("linear_decode", "nvfp4_gemv"))
 LINEARS = ("linear", "grouped_linear", "two_linears")  # on a CPU no variant norms an input
-VARIANTS, OWN = load.PROBLEMS / "nvfp4_gemv" / "variants", load.PROBLEMS / "dsv4_forward" / "wrong"
+VARIANTS, OWN = load.PROBLEMS / "nvfp4_gemv" / "variants", load.PROBLEMS / "dsv4_forward"
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
         "linear=cpu_avx2",
         "linear=high_nibble_first, rms_norm=norm_by_mean_magnitude",
         f"nvfp4_gemv={VARIANTS / 'torch_dequant.py'}",
-        f"rms_norm={OWN / 'norm_by_mean_magnitude.py'}",
+        f"rms_norm={wrong.write(OWN)[0].with_stem('norm_by_mean_magnitude')}",
     ],
 )
 def test_what_there_is_passes(text):
@@ -216,7 +217,7 @@ def test_what_there_is_passes(text):
         ("winners,reference", "cpu", "--kernels: reference is about every op, so it must come first, and once"),
         ("indexer=nothere", "cpu", "--kernels indexer=nothere: VARIANT must be .*, a variant of indexer .*'nothere'"),
         ("linear=cpu_avx3", "cpu", "--kernels linear=cpu_avx3: .* a variant of linear_decode .*cpu_avx2.*'cpu_avx3'"),
-        ("rms_norm=fast", "cpu", "--kernels rms_norm=fast: .*, a file of dsv4_forward/wrong \\(norm_by_mean_magnitude"),
+        ("rms_norm=fast", "cpu", r"--kernels rms_norm=fast: .*, a kernel of dsv4_forward/wrong.py \(norm_by_mean_"),
         (f"fmha={VARIANTS / 'cpu_avx2.py'}", "cpu", "--kernels fmha=.*: a file of nvfp4_gemv cannot fill fmha"),
         ("rms_norm=tests/conftest.py", "cpu", "conftest.py must define rms_norm, with the op's interface"),
         ("linear=tests/conftest.py", "cpu", "conftest.py must define linear, .* or custom_kernel, as linear_decode or"),

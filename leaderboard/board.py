@@ -89,32 +89,32 @@ def build(
     """
     records = list(records)
     known = None if brief else known or Provenance(records)
-    found: dict[tuple[str, str], list[dict]] = {}
-    for one in _by_run(split for record in records if record["kind"] in KINDS for split in _by_target(record)):
-        found.setdefault((one["problem"], one["target"]), []).append(one)
-    return [_board(its, machine, key, expected.get(key), known) for key, its in sorted(found.items())]
+    boards: dict[tuple[str, str], list[dict]] = {}
+    for entry in _by_run(split for record in records if record["kind"] in KINDS for split in _by_target(record)):
+        boards.setdefault((entry["problem"], entry["target"]), []).append(entry)
+    return [_board(its, machine, key, expected.get(key), known) for key, its in sorted(boards.items())]
 
 
 def _board(
     records: list[dict], machine: str, key: tuple[str, str], expected: list[dict] | None, known: Provenance | None
 ) -> Board:
-    counted = [one for one in records if not one.get("superseded")]
-    superseded = {(one["variant"], one["run_id"]) for one in records if one.get("superseded")}
+    counted = [record for record in records if not record.get("superseded")]
+    superseded = {(record["variant"], record["run_id"]) for record in records if record.get("superseded")}
     wanted = None if expected is None else [case_label(case) for case in expected]
     base = ranking.base_run(counted, wanted)
-    of_base = [one for one in ranking.timed(counted) if one["run_id"] == base]
-    of_base_cases = list(dict.fromkeys(case_label(one["case"]) for one in of_base))
+    of_base = [record for record in ranking.timed(counted) if record["run_id"] == base]
+    of_base_cases = list(dict.fromkeys(case_label(record["case"]) for record in of_base))
     cases = of_base_cases if wanted is None else wanted
     ranking_by = (of_base[-1].get("ranking_by") if of_base else None) or "geom"
-    later = counted[[one["run_id"] for one in counted].index(base) :] if base else []
-    confirmed = any(one.get("confirms") and one["run_id"] != base for one in later)
+    later = counted[[record["run_id"] for record in counted].index(base) :] if base else []
+    confirmed = any(record.get("confirms") and record["run_id"] != base for record in later)
     chain = ranking.leaders(counted, cases, ranking_by) if confirmed else []
-    promoted = {one.variant: one for one in chain if one.over}
+    promoted = {leader.variant: leader for leader in chain if leader.over}
     clock = ranking.board_clock(of_base)
     by_variant: dict[str, list[dict]] = {}
-    for one in counted:
-        if not ranking.is_repeat(one["variant"]):
-            by_variant.setdefault(one["variant"], []).append(one)
+    for record in counted:
+        if not ranking.is_repeat(record["variant"]):
+            by_variant.setdefault(record["variant"], []).append(record)
     rows, times, other_clock = [], [], set[tuple[str, str]]()
     for variant, its in by_variant.items():
         row, its_times, shown = _row(its, base, cases, ranking_by, promoted.get(variant), known)
@@ -122,10 +122,10 @@ def _board(
         row["source"] = provenance.worst(map(known.state, shown)) if known else ""
         if (variant, row["run_id"]) in superseded:
             row["notes"].append("timed twice, the second time to confirm it; only that counts")
-        others = [one for one in shown if one["kind"] == "benchmark" and ranking.clock(one) != clock]
+        others = [record for record in shown if record["kind"] == "benchmark" and ranking.clock(record) != clock]
         by, other_clock = (
             set(map(ranking.clock, others)),
-            other_clock | {(variant, case_label(one["case"])) for one in others},
+            other_clock | {(variant, case_label(record["case"])) for record in others},
         )
         if by and row["base"]:
             row["notes"].append(f"not ranked, timed by another clock: {', '.join(sorted(by))}")
@@ -135,7 +135,7 @@ def _board(
     notes = []
     if strange := [case for case in of_base_cases if case not in cases]:
         notes.append(f"timed in run {base}, but no case of this board: {'; '.join(strange)}")
-    if len({json.dumps(one.get("environment"), sort_keys=True) for one in of_base}) > 1:
+    if len({json.dumps(record.get("environment"), sort_keys=True) for record in of_base}) > 1:
         notes.append(f"the environment changed within run {base}")
     rows.sort(key=lambda row: (*row["place"], row["variant"]))
     ahead, field = [row for row in rows if row["place"][0] < 0], [row for row in rows if row["place"][0] == 0]
@@ -147,7 +147,7 @@ def _board(
     _against_baselines(standing, table, other_clock)
     order = {name: place for place, name in enumerate(standing.variant)}
     table = table.sort_values("variant", key=lambda names: names.map(order), kind="stable", ignore_index=True)
-    ran = [one for one in counted if one["kind"] in JUDGED and one["status"] != "UNSUPPORTED"]
+    ran = [record for record in counted if record["kind"] in JUDGED and record["status"] != "UNSUPPORTED"]
     run, metric = _facts(of_base or ran or counted or records), ranking.name(ranking_by)
     return Board(machine, *key, cases, run, bool(ran), metric, standing, table, _pairs(records), notes)
 
@@ -165,18 +165,18 @@ def _row(
     """
     row: dict[str, Any] = dict.fromkeys(STANDING) | {"variant": records[0]["variant"], "done": 0, "wanted": len(cases)}
     row |= {
-        "baseline": any(one.get("baseline") for one in records),
+        "baseline": any(record.get("baseline") for record in records),
         "base": False,
         "reason": "",
         "notes": [],
         "bits": "",
     }
     row |= dict.fromkeys(("geomean_us", "lo_us", "hi_us", "roofline_share"), math.nan) | _resources(records)
-    ran = [one for one in records if one["kind"] in JUDGED]
-    about_it = {one["run_id"] for one in ran if one["status"] != "UNSUPPORTED"}
-    ran = [one for one in ran if one["run_id"] in about_it]
+    ran = [record for record in records if record["kind"] in JUDGED]
+    about_it = {record["run_id"] for record in ran if record["status"] != "UNSUPPORTED"}
+    ran = [record for record in ran if record["run_id"] in about_it]
     if not ran:
-        last = ([one for one in records if one["kind"] == "compile"] or records)[-1]
+        last = ([record for record in records if record["kind"] == "compile"] or records)[-1]
         row |= {"status": last["status"], "run_id": last["run_id"], "reason": last.get("reason") or ""}
         if known and (last["status"] in UNRUN or last["kind"] == "model"):
             row["status"], row["reason"], note = known.modelled(last)
@@ -184,10 +184,10 @@ def _row(
         return row, [], [last]
     # Single cases that a submission does not serve (ONLY) are gaps, no failures. Of the benchmarks only a baseline may.
     may = JUDGED if row["baseline"] else ("test",)
-    gaps = [one for one in ran if one["status"] == "UNSUPPORTED" and one["case"] and one["kind"] in may]
-    ran = [one for one in ran if one not in gaps]
+    gaps = [record for record in ran if record["status"] == "UNSUPPORTED" and record["case"] and record["kind"] in may]
+    ran = [record for record in ran if record not in gaps]
     run_id = _shown_run(ran, lead.run_id if lead else base)
-    run = list(_last(one for one in ran if one["run_id"] == run_id).values())
+    run = list(_last(record for record in ran if record["run_id"] == run_id).values())
     row |= {"run_id": run_id, "base": run_id == base}
     if lead and lead.ratio:
         ratio, lo, hi = lead.ratio
@@ -198,13 +198,13 @@ def _row(
     if newer["run_id"] != run_id:
         of = " of another source" if run[-1].get("source_hash") != newer.get("source_hash") else ""
         row["notes"].append(f"also in a newer run{of}, not comparable, {newer['run_id']}: {newer['status']}")
-    gaps = [one for one in gaps if one["run_id"] == run_id]
-    bench = {case_label(one["case"]): one for one in [*gaps, *run] if one["kind"] == "benchmark"}
+    gaps = [record for record in gaps if record["run_id"] == run_id]
+    bench = {case_label(record["case"]): record for record in [*gaps, *run] if record["kind"] == "benchmark"}
     times = [_time(row, case, bench.get(case)) for case in cases]
     done = [time for time in times if time["status"] == "PASSED"]
     row["status"], row["reason"] = _state(run, times, records)
-    row["notes"] += dict.fromkeys(one.get("reason") or "" for one in gaps)
-    for bits in (one["bits"] for one in run if one.get("bits")):
+    row["notes"] += dict.fromkeys(record.get("reason") or "" for record in gaps)
+    for bits in (record["bits"] for record in run if record.get("bits")):
         row["bits"] = ", ".join(kind for kind in ("call", "batch") if bits.get(kind) is True) or "-"
     row["done"] = len(done)
     if row["status"] == "PASSED" and done and len(done) == len(cases):
@@ -223,7 +223,7 @@ def _row(
     if setup := sorted(time["setup_us"] for time in done if time["setup_us"] > 0):
         span = " to ".join(dict.fromkeys(text.us(us) for us in (setup[0], setup[-1])))
         row["notes"].append(f"its set-up of {span} us a call is not in the time")
-    row["notes"] += provenance.warnings([one for one in run if one["kind"] == "benchmark"])
+    row["notes"] += provenance.warnings([record for record in run if record["kind"] == "benchmark"])
     return row, times, run
 
 
@@ -244,28 +244,28 @@ def _place(row: dict, promoted: list[str], apart: bool) -> tuple[int, float]:
 
 def _last(records: Iterable[dict]) -> dict[tuple[str, str], dict]:
     """By kind and case the last record: an attempt replaces the one before."""
-    return {(one["kind"], case_label(one["case"])): one for one in records}
+    return {(record["kind"], case_label(record["case"])): record for record in records}
 
 
 def _shown_run(ran: list[dict], base: str | None) -> str:
     """The run that a variant's row shows: its newest if that failed, else the base run, else its newest timed one."""
     newest = ran[-1]["run_id"]
-    if any(one["status"] != "PASSED" for one in _last(one for one in ran if one["run_id"] == newest).values()):
+    if any(rec["status"] != "PASSED" for rec in _last(rec for rec in ran if rec["run_id"] == newest).values()):
         return newest
-    if base is not None and any(one["run_id"] == base for one in ran):
+    if base is not None and any(record["run_id"] == base for record in ran):
         return base
-    return ([one for one in ran if one["kind"] == "benchmark"] or ran)[-1]["run_id"]
+    return ([record for record in ran if record["kind"] == "benchmark"] or ran)[-1]["run_id"]
 
 
 def _state(run: list[dict], times: list[dict], records: list[dict]) -> tuple[str, str]:
     """-> (status, reason) of a row: the run's first failed line, a later compile error, a bad or a missing time."""
-    if failed := [one for one in run if one["status"] != "PASSED"]:
+    if failed := [record for record in run if record["status"] != "PASSED"]:
         first = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         where = f"{first['kind']} {case_label(first['case'])}" if first["case"] else "all cases"
         return first["status"], f"{where}{more}: {first.get('reason') or 'no reason given'}"
-    since = next(place for place, one in enumerate(records) if one["run_id"] == run[0]["run_id"])
-    compiled = [one for one in records[since:] if one["kind"] == "compile"]
+    since = next(place for place, record in enumerate(records) if record["run_id"] == run[0]["run_id"])
+    compiled = [record for record in records[since:] if record["kind"] == "compile"]
     if compiled and compiled[-1]["status"] not in ("COMPILED", "UNSUPPORTED"):
         return compiled[-1]["status"], compiled[-1].get("reason") or ""
     bad = [time for time in times if time["status"] not in ("PASSED", "UNSUPPORTED")]  # a gap; a failure is above
@@ -273,7 +273,7 @@ def _state(run: list[dict], times: list[dict], records: list[dict]) -> tuple[str
         if time["status"] != "MISSING":
             return time["status"], f"{time['case']}: {time['reason']}"
     if bad and len(bad) == len(times):
-        return "MISSING", "tested, not timed" if any(one["kind"] == "test" for one in run) else "not timed"
+        return "MISSING", "tested, not timed" if any(record["kind"] == "test" for record in run) else "not timed"
     return ("MISSING", f"not timed: {'; '.join(time['case'] for time in bad)}") if bad else ("PASSED", "")
 
 
@@ -315,14 +315,14 @@ def _against_baselines(standing: pd.DataFrame, times: pd.DataFrame, other_clock:
 def _pairs(records: list[dict]) -> pd.DataFrame:
     """The newest paired run of each (variant, other)."""
     rows = []
-    for one in records:
-        if one["kind"] == "benchmark" and one["status"] == "PASSED" and (against := one.get("against")):
+    for rec in records:
+        if rec["kind"] == "benchmark" and rec["status"] == "PASSED" and (against := rec.get("against")):
             lo, hi = map(number, against.get("ci95") or (None, None))
             # Old records have no word: their 95 % interval says it.
             same = "SAME" if 1 - stats.SAME_WITHIN <= lo <= hi <= 1 + stats.SAME_WITHIN else "UNDECIDED"
             word = against.get("word") or ("FASTER" if hi < 1 else "SLOWER" if lo > 1 else same)
-            row = (one["variant"], str(against.get("variant")), case_label(one["case"]), number(against.get("ratio")))
-            rows.append((*row, lo, hi, word, one["run_id"]))
+            row = (rec["variant"], str(against.get("variant")), case_label(rec["case"]), number(against.get("ratio")))
+            rows.append((*row, lo, hi, word, rec["run_id"]))
     pairs = pd.DataFrame(rows, columns=PAIRS)
     newest = pairs.groupby(["variant", "against"])["run_id"].transform("last")
     return pairs[pairs.run_id == newest].drop_duplicates(PAIRS[:3], keep="last").reset_index(drop=True)
@@ -342,7 +342,7 @@ def _by_target(record: dict) -> list[dict]:
 
 def _resources(records: list[dict]) -> dict[str, float]:
     """Most registers of a kernel, and bytes spilled by all, from the newest compile record; NaN where none says."""
-    compiled = [one for one in records if one["kind"] == "compile" and one["status"] == "COMPILED"]
+    compiled = [record for record in records if record["kind"] == "compile" and record["status"] == "COMPILED"]
     listed = (compiled[-1].get("resources") or []) if compiled else []
     registers, spilled = ([item[key] for item in listed if item.get(key) is not None] for key in STANDING[-2:])
     return {"registers": max(registers, default=math.nan), "spill_bytes": sum(spilled) if spilled else math.nan}
@@ -351,9 +351,9 @@ def _resources(records: list[dict]) -> dict[str, float]:
 def _facts(records: list[dict]) -> dict:
     """run_id, first time, commit, dirty, environment and clock of the newest run among the records."""
     last = records[-1]
-    run = [one for one in records if one["run_id"] == last["run_id"]]
+    run = [record for record in records if record["run_id"] == last["run_id"]]
     facts = {"run_id": last["run_id"], "time": min(map(_time_of, run)).strftime("%Y-%m-%d %H:%M:%S UTC")}
-    facts |= {"commit": str(last.get("commit") or ""), "dirty": any(one.get("dirty") for one in run)}
+    facts |= {"commit": str(last.get("commit") or ""), "dirty": any(record.get("dirty") for record in run)}
     return facts | {"environment": last.get("environment") or {}, "clock": last.get("clock") or {}}
 
 
@@ -365,8 +365,8 @@ def _time_of(record: dict) -> datetime.datetime:
 def _by_run(records: Iterable[dict]) -> list[dict]:
     """Sorted by the time at which their runs ended; the order within a run is kept."""
     records = list(records)
-    ended = {one["run_id"]: _time_of(one) for one in sorted(records, key=_time_of)}
-    return sorted(records, key=lambda one: (ended[one["run_id"]], one["run_id"]))
+    ended = {record["run_id"]: _time_of(record) for record in sorted(records, key=_time_of)}
+    return sorted(records, key=lambda record: (ended[record["run_id"]], record["run_id"]))
 
 
 def number(value: object) -> float:

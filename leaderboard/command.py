@@ -26,8 +26,8 @@ def run(name: str, action: Callable[[], int]) -> int:
         return output.CLOSED_EXIT
     except (ValueError, OSError, SyntaxError, MemoryError, folders.ProblemError, record.StorageError) as error:
         output.abandon()
-        said = record.said_of(error) if isinstance(error, OSError) else error
-        output.complain(f"{name}: {text.line(said) or type(error).__name__}")
+        message = record.said_of(error) if isinstance(error, OSError) else error
+        output.complain(f"{name}: {text.line(message) or type(error).__name__}")
         return output.USAGE_EXIT
 
 

@@ -64,7 +64,7 @@ def _compare(options: argparse.Namespace, percent: float | None) -> int:
     chosen = [_choose(name, words, options.results) for name, words in (("A", options.a), ("B", options.b))]
     slower, failed = [], []
     for (problem, target), a, b in _pairs(*chosen):
-        failed += [one["status"] for one in a.values() if one["status"] != "PASSED"]
+        failed += [record["status"] for record in a.values() if record["status"] != "PASSED"]
         both = {case: (_samples(a, case), _samples(b, case)) for case in a if _samples(a, case) and _samples(b, case)}
         ratios = {case: stats.compare_unpaired([samples]) for case, samples in both.items()}
         whole = stats.compare_unpaired(list(both.values())) if both else None
@@ -78,8 +78,8 @@ def _compare(options: argparse.Namespace, percent: float | None) -> int:
                 slower.append(f"{about}, {case}: {ratio.ratio:.4f} (99 %: {ratio.ci99[0]:.4f}..{ratio.ci99[1]:.4f})")
     if percent is None:
         return 0
-    for said in slower:
-        output.say(f"regression of more than {percent:g} %: {said}")
+    for regression in slower:
+        output.say(f"regression of more than {percent:g} %: {regression}")
     if not slower:
         output.say(f"no regression of more than {percent:g} % is shown")
     return (verdict.exit_code(failed, everything=True) if failed else 0) or (verdict.REGRESSION_EXIT if slower else 0)
@@ -91,60 +91,60 @@ def _choose(name: str, words: str, results: Path) -> dict[Key, Run]:
     """
     from harness.results import ranking, record
 
-    given = [words] if Path(words).is_file() else words.split()
-    files = [Path(word) for word in given if Path(word).is_file()]
-    wanted = dict(word.partition("=")[::2] for word in given if not Path(word).is_file())
-    if not given or not wanted.keys() <= set(KEYS):
-        odd = next((word for word in given if word.partition("=")[0] in wanted.keys() - set(KEYS)), words)
+    chosen = [words] if Path(words).is_file() else words.split()
+    files = [Path(word) for word in chosen if Path(word).is_file()]
+    wanted = dict(word.partition("=")[::2] for word in chosen if not Path(word).is_file())
+    if not chosen or not wanted.keys() <= set(KEYS):
+        odd = next((word for word in chosen if word.partition("=")[0] in wanted.keys() - set(KEYS)), words)
         keys = ", ".join(f"{key}=" for key in KEYS)
         raise ValueError(f"{name} must be a file of records, or words {keys}, got {odd!r}")
     by_machine = {"": [record.contents_of(file, file.parent) for file in files]}
     for folder in [] if files else sorted(results.glob(wanted.get("machine", "*"))):
         by_machine[folder.name] = [record.contents_of(file, results) for file in record.files(folder)]
-    complaints = [said for its in by_machine.values() for one in its for said in one.complaints]
-    for said in complaints:
-        output.complain(f"{NAME}: {said}")
+    complaints = [complaint for its in by_machine.values() for contents in its for complaint in contents.complaints]
+    for complaint in complaints:
+        output.complain(f"{NAME}: {complaint}")
 
-    def fits(one: dict, machine: str) -> bool:
-        said = {**one, "run": one["run_id"], "machine": machine or wanted.get("machine")}
-        said["commit"] = str(one.get("commit") or "")[: len(wanted.get("commit", ""))]
-        return all(said.get(key) == value for key, value in wanted.items())
+    def fits(entry: dict, machine: str) -> bool:
+        values = {**entry, "run": entry["run_id"], "machine": machine or wanted.get("machine")}
+        values["commit"] = str(entry.get("commit") or "")[: len(wanted.get("commit", ""))]
+        return all(values.get(key) == value for key, value in wanted.items())
 
-    records = [one for at, its in by_machine.items() for one in record.records_of(its) if fits(one, at)]
-    found: dict[Key, Run] = {}
-    for one in ranking.timed(records):  # the newest last
-        run = found.setdefault((one["problem"], one["target"], one["variant"]), {})
-        if any(other["run_id"] != one["run_id"] for other in run.values()):
+    records = [entry for at, its in by_machine.items() for entry in record.records_of(its) if fits(entry, at)]
+    runs: dict[Key, Run] = {}
+    for entry in ranking.timed(records):  # the newest last
+        run = runs.setdefault((entry["problem"], entry["target"], entry["variant"]), {})
+        if any(other["run_id"] != entry["run_id"] for other in run.values()):
             run.clear()
-        run[ranking.case_label(one["case"])] = one
-    if not found:
+        run[ranking.case_label(entry["case"])] = entry
+    if not runs:
         where = "; ".join([f" in {results}" if not files else "", *complaints[:1]])
         raise ValueError(f"{name}: no timed benchmark record matches {words!r}{where}")
-    return found
+    return runs
 
 
 def _pairs(a: dict[Key, Run], b: dict[Key, Run]) -> list[tuple[Key, Run, Run]]:
     """Return what both have: variants with themselves, or the only one of each of a target. ValueError: nothing."""
-    found = []
+    matched = []
     for board in dict.fromkeys(key[:2] for key in a):
         ones, others = ({key[2]: run for key, run in side.items() if key[:2] == board} for side in (a, b))
         pairs = [(ones[name], others[name]) for name in ones if name in others]
         if not pairs and len(ones) == len(others) == 1:
             pairs = [(*ones.values(), *others.values())]
-        for one, other in pairs:
-            if any(_samples(other, case) or run["status"] != "PASSED" for case, run in one.items()):
-                found.append((board, one, other))
-    if not found:
+        for run_a, other in pairs:
+            if any(_samples(other, case) or run["status"] != "PASSED" for case, run in run_a.items()):
+                matched.append((board, run_a, other))
+    if not matched:
         has = [", ".join(" ".join(key) for key in sorted(side)) for side in (a, b)]
         wanted = "give each one variant of a problem, timed on the same cases"
         raise ValueError(f"A and B have nothing in common: {wanted}. A has {has[0]}; B has {has[1]}")
-    return found
+    return matched
 
 
 def _samples(run: Run, case: str) -> list[list[float]]:
     """The times of a case by process in us; [] where it was not timed, or failed."""
-    one = run.get(case) or {}
-    return (one.get("samples_us") or []) if one.get("status") == "PASSED" else []
+    record = run.get(case) or {}
+    return (record.get("samples_us") or []) if record.get("status") == "PASSED" else []
 
 
 def _lines(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> list[str]:
@@ -153,20 +153,20 @@ def _lines(a: Run, b: Run, ratios: dict[str, Ratio], whole: Ratio | None) -> lis
     from leaderboard import terminal
 
     def time(run: Run, case: str) -> str:
-        one = run.get(case) or {"status": "-"}
-        return text.us(one["median_us"]) if _samples(run, case) else one["status"]
+        record = run.get(case) or {"status": "-"}
+        return text.us(record["median_us"]) if _samples(run, case) else record["status"]
 
     firsts, lines = [next(iter(run.values())) for run in (a, b)], []
-    said = [{**(one.get("environment") or {}), **one} for one in firsts]
-    for name, one in zip("AB", said, strict=True):
-        machine = one.get("cpu" if one["target"] == "cpu" else "gpu") or "an unknown machine"
-        commit = str(one.get("commit") or "of no known commit")[:12] + (" with changes" if one.get("dirty") else "")
-        run = f"{one['variant']}, run {one['run_id']} of {one['time'][:16]} on {machine}, commit {commit}"
+    sides = [{**(record.get("environment") or {}), **record} for record in firsts]
+    for name, side in zip("AB", sides, strict=True):
+        machine = side.get("cpu" if side["target"] == "cpu" else "gpu") or "an unknown machine"
+        commit = str(side.get("commit") or "of no known commit")[:12] + (" with changes" if side.get("dirty") else "")
+        run = f"{side['variant']}, run {side['run_id']} of {side['time'][:16]} on {machine}, commit {commit}"
         lines.append(text.line(f"  {name}: {run}"))
-    differ = [key for key in TOLD if all(one.get(key) for one in said) and said[0][key] != said[1][key]]
-    if said[0]["variant"] != said[1]["variant"]:
+    differ = [key for key in TOLD if all(side.get(key) for side in sides) and sides[0][key] != sides[1][key]]
+    if sides[0]["variant"] != sides[1]["variant"]:
         differ = [key for key in differ if key != "source_hash"]
-    same = said[0]["run_id"] == said[1]["run_id"]
+    same = sides[0]["run_id"] == sides[1]["run_id"]
     when = "one run, but not its pairs" if same else ", ".join(["runs at other times", *differ])
     lines.append(f"  UNPAIRED: {when}. The intervals (95 %) have the scatter within each run, not what differs")
     every = list({**a, **b})

@@ -62,11 +62,11 @@ class Leaf:
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the package has it. ValueError: it has gaps, or is of another form than in other cases."""
-        found = tensor.permute(self.order)
-        if tensor.dtype != self.dtype or not found.is_contiguous():
+        ordered = tensor.permute(self.order)
+        if tensor.dtype != self.dtype or not ordered.is_contiguous():
             form = f"{tensor.dtype} of strides {tensor.stride()}"
             raise ValueError(f"{self.name} must be dense, of one dtype and order of axes in all cases, got {form}")
-        return found.view(torch.int8) if tensor.dtype in BYTES else found
+        return ordered.view(torch.int8) if tensor.dtype in BYTES else ordered
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Form:
     inputs: list[Leaf]
     outputs: list[Leaf]
 
-    def run(self, name: str, arguments: list[Leaf], made: str = "") -> str:
-        """A function that calls custom_kernel with task.py's data of the package's tensors. made: its first lines."""
+    def run(self, name: str, arguments: list[Leaf], head: str = "") -> str:
+        """A function that calls custom_kernel with task.py's data of the package's tensors. head: its first lines."""
         leaves = {leaf.name: leaf.restored for leaf in (*self.inputs, *self.outputs)}
 
         def built(data: Any) -> str:
@@ -98,18 +98,18 @@ class Form:
             ]
             return f"({', '.join(parts)},)"
 
-        given, outputs = (", ".join(leaf.name for leaf in some) for some in (arguments, self.outputs))
-        return RUN.format(name=name, arguments=given, made=made, data=built(self.calls[0].data), outputs=outputs)
+        passed, outputs = (", ".join(leaf.name for leaf in some) for some in (arguments, self.outputs))
+        return RUN.format(name=name, arguments=passed, made=head, data=built(self.calls[0].data), outputs=outputs)
 
     def definition(self, problem: Problem) -> dict:
         """ValueError: an output has a size that no input has."""
         sizes = {axis: f"{leaf.name}.shape[{i}]" for leaf in self.inputs for i, axis in enumerate(leaf.axes)}
-        made = ""
+        head = ""
         for leaf in self.outputs:
             if unknown := [axis for axis in leaf.axes if axis not in sizes]:
                 raise ValueError(f"flashinfer-bench sizes outputs by inputs, and none has {unknown[0]} of {leaf.name}")
             shape, dtype = ", ".join(sizes[axis] for axis in leaf.axes), f"torch.{leaf.spec['dtype']}"
-            made += f"    {leaf.name} = torch.empty([{shape}], dtype={dtype}, device={self.inputs[0].name}.device)\n"
+            head += f"    {leaf.name} = torch.empty([{shape}], dtype={dtype}, device={self.inputs[0].name}.device)\n"
         reference = embedded(problem.folder / "reference.py", problem.folder / "task.py")
         return {
             "name": self.name,
@@ -118,7 +118,7 @@ class Form:
             "axes": {axis: {"type": "var"} for axis in sizes},
             "inputs": {leaf.name: leaf.spec for leaf in self.inputs},
             "outputs": {leaf.name: leaf.spec for leaf in self.outputs},
-            "reference": reference + NAMED + REFERENCE + self.run("run", self.inputs, made),
+            "reference": reference + NAMED + REFERENCE + self.run("run", self.inputs, head),
         }
 
     def solution(self, variant: Submission, target: str, packed: str) -> dict:
@@ -167,7 +167,7 @@ def write(problem: Problem, variant: Submission, target: str, packed: str, folde
         files = {
             f"definitions/{problem.name}/{name}.json": [form.definition(problem)],
             f"solutions/{problem.name}/{name}/{solution['name']}.json": [solution],
-            f"workloads/{problem.name}/{name}.jsonl": [form.workload(one, folder, problem.name) for one in calls],
+            f"workloads/{problem.name}/{name}.jsonl": [form.workload(item, folder, problem.name) for item in calls],
         }
         for path, parts in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def _form(problem: Problem, name: str, calls: list[Call]) -> Form:
         leaf = Leaf(key, shown.dtype, order, [])
         for axis, sizes in enumerate(zip(*(leaf.flat(tensor).shape for tensor in tensors), strict=True)):
             params = [p for p in calls[0].case.params if sizes == tuple(call.case.params[p] for call in calls)]
-            free = [one for one in (*params, f"{key}_axis_{axis}") if one not in names.values()]
+            free = [label for label in (*params, f"{key}_axis_{axis}") if label not in names.values()]
             leaf.axes.append(names.setdefault(sizes, free[0]))
         leaves.append(leaf)
     outputs = load.module(problem.folder, "task").OUTPUTS

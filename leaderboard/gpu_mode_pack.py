@@ -141,9 +141,9 @@ def _moved(path: Path, package: str) -> str:
         return text
     text = re.sub(r"(?m)^( *from )(problems\.(?=common\b)|(?=task import\b))", rf"\1{package}.", text)
     if odd := re.search(r"(?m)^ *(import (problems|task)\b|from (problems\b.* import|\.)).*", text):
-        line, said = text.count("\n", 0, odd.start()) + 1, odd[0].strip()
+        line, code = text.count("\n", 0, odd.start()) + 1, odd[0].strip()
         wanted = "write `from task` or `from problems.common import`, to be packed"
-        raise ValueError(f"{path.name}:{line}: {wanted}: {said}")
+        raise ValueError(f"{path.name}:{line}: {wanted}: {code}")
     return text
 
 

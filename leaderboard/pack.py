@@ -54,8 +54,8 @@ def _pack(options: argparse.Namespace) -> int:
 
     problem = folders.find(options.problem)
     if not problem.ours or problem.composition:
-        what = "a composition, made of the modules of its folder" if problem.ours else "already in GPU MODE's format"
-        raise ValueError(f"PROBLEM must be one whose variants are single files, {problem.name} is {what}")
+        kind = "a composition, made of the modules of its folder" if problem.ours else "already in GPU MODE's format"
+        raise ValueError(f"PROBLEM must be one whose variants are single files, {problem.name} is {kind}")
     if not (options.variant or options.target):
         raise ValueError("give --variant NAME, or --target for its winner")
     variant = problem.variant(options.variant) if options.variant else problem.winner(options.target)
@@ -88,16 +88,16 @@ def _notes(problem: str, variant: Submission, target: str, results: Path) -> lis
     commit, dirty = environment.commit()
     source = sources.source_hash(variant.file, variant.folder)
     where = f"{(commit or 'unknown')[:12]}{' with changes' if dirty else ''}"
-    said = [f"{variant.name} of {problem}, for {target}; source hash {source}, commit {where}"]
+    notes = [f"{variant.name} of {problem}, for {target}; source hash {source}, commit {where}"]
     for machine in sorted(folder.name for folder in results.glob("*")):
-        mine = [one for one in record.read(machine, problem, results) if one["variant"] == variant.name]
-        if passed := [one for one in mine if (one["target"], one["status"]) == (target, "PASSED")]:
+        of_variant = [entry for entry in record.read(machine, problem, results) if entry["variant"] == variant.name]
+        if passed := [entry for entry in of_variant if (entry["target"], entry["status"]) == (target, "PASSED")]:
             last = passed[-1]
             which = "these sources" if last.get("source_hash") == source else "other sources than these"
-            said.append(f"It passed on {machine} ({last['time'][:10]}, run {last['run_id']}), with {which}.")
-    if len(said) == 1:
-        said.append(f"IT NEVER RAN ON ITS TARGET, {target}: no record says that it passed there.")
-    return said
+            notes.append(f"It passed on {machine} ({last['time'][:10]}, run {last['run_id']}), with {which}.")
+    if len(notes) == 1:
+        notes.append(f"IT NEVER RAN ON ITS TARGET, {target}: no record says that it passed there.")
+    return notes
 
 
 if __name__ == "__main__":

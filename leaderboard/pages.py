@@ -56,10 +56,10 @@ def read(
     elsewhere, _ = records_of(results, [machine for machine in others if machine not in by_machine], problems)
     for complaint in complaints:
         output.complain(f"warning: {text.line(complaint)}")
-    known = Provenance(one for records in (by_machine | elsewhere).values() for one in records)
+    known = Provenance(entry for records in (by_machine | elsewhere).values() for entry in records)
     shown = Shown(known, complaints=complaints, records=by_machine)
-    every = (one for records in by_machine.values() for one in records if one["kind"] in board.KINDS)
-    cases = expected({(one["problem"], one["target"]) for one in every})
+    every = (entry for records in by_machine.values() for entry in records if entry["kind"] in board.KINDS)
+    cases = expected({(entry["problem"], entry["target"]) for entry in every})
     for machine, records in by_machine.items():
         shown.boards += board.build(records, machine, cases, known, brief)
         shown.steps |= model_board.steps(records, machine)
@@ -73,11 +73,11 @@ def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple
     gc.disable()  # there are a million objects, all of which stay: to look for garbage takes as long as to read them
     for machine in machines:
         named = [path for name in problems for path in record.files(results / machine, name)]
-        found = [record.contents_of(path, results) for path in named or record.files(results / machine)]
-        complaints += [said for one in found for said in one.complaints]
-        records = record.records_of(found)
+        files = [record.contents_of(path, results) for path in named or record.files(results / machine)]
+        complaints += [complaint for file in files for complaint in file.complaints]
+        records = record.records_of(files)
         # Without a name only our own problems': those of other people's folders have an @ in theirs.
-        wanted = [one for one in records if (one["problem"] in problems if problems else "@" not in one["problem"])]
+        wanted = [rec for rec in records if (rec["problem"] in problems if problems else "@" not in rec["problem"])]
         by_machine[machine] = wanted
     gc.enable()
     return by_machine, complaints
@@ -108,7 +108,7 @@ def committed(machines: Path) -> list[str]:
 
 def markdown(shown: Shown) -> str:
     """Boards, then the latencies of whole models."""
-    parts = [tables.markdown(tables.section(one)) for one in shown.boards]
+    parts = [tables.markdown(tables.section(item)) for item in shown.boards]
     parts += [f"Warning: {tables.escape(line)}" for line in shown.complaints]
     parts += [
         tables.markdown(model_board.section(title, records, shown.known, cases=False))
@@ -133,7 +133,7 @@ def _problem(words: str, results: Path) -> str:
 
 
 def report(options: argparse.Namespace) -> int:
-    given, options.problems = options.problems, [_problem(words, options.results) for words in options.problems]
+    names, options.problems = options.problems, [_problem(words, options.results) for words in options.problems]
     folders = sorted(path.name for path in options.results.glob("*") if path.is_dir())
     if options.machine is not None and options.machine not in folders:
         there = ", ".join(folders) or "none"
@@ -159,7 +159,7 @@ def report(options: argparse.Namespace) -> int:
     elif options.format == "markdown" and shown:
         print(markdown(shown), end="")
     elif options.here:
-        terminal.brief(shown.boards, shown.steps, shown.known, given[0])
+        terminal.brief(shown.boards, shown.steps, shown.known, names[0])
     elif shown:
         terminal.show(shown.boards, shown.steps, shown.known, options.problems, whole, options.cases)
     return 0

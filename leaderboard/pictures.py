@@ -27,8 +27,8 @@ def leaders(boards: Iterable[Board]) -> Rows | None:
             continue
         points, ratio = [Point(100 * first.roofline_share)], first.baseline_ratio
         points += [Point(100 * first.roofline_share / ratio, series=1)] if ratio > 0 else []
-        said = f"{ratio:.2f}x baseline" if ratio > 0 else ""
-        rows.append(Row(f"{board.problem}, {board.machine}", points, said=said))
+        label = f"{ratio:.2f}x baseline" if ratio > 0 else ""
+        rows.append(Row(f"{board.problem}, {board.machine}", points, said=label))
     names = ("leader", "fastest baseline, of the cases that it serves")
     axis = "% of the measured roofline, geomean over the cases"
     return Rows(rows, names, axis, at=0.0) if rows else None
@@ -36,13 +36,13 @@ def leaders(boards: Iterable[Board]) -> Rows | None:
 
 def by_variant(board: Board) -> Rows | None:
     """Each variant's metric with its interval, and its roofline; the fastest on top."""
-    found = list(rows_of(board.standing[board.standing.geomean_us.notna()]))[:MOST_ROWS]
-    rows, kinds = [], [1 if one.baseline else 0 if not pd.isna(one.rank) else 2 for one in found]
-    for one, kind in zip(found, kinds, strict=True):
-        label = one.variant if pd.isna(one.rank) else f"{one.rank}. {one.variant}"
-        rooflines = [one.geomean_us * one.roofline_share] if one.roofline_share > 0 else []
-        point = Point(one.geomean_us, one.lo_us, one.hi_us, kind)
-        rows.append(Row(label, [point], rooflines, f"{text.us(one.geomean_us)} us"))
+    shown = list(rows_of(board.standing[board.standing.geomean_us.notna()]))[:MOST_ROWS]
+    rows, kinds = [], [1 if row.baseline else 0 if not pd.isna(row.rank) else 2 for row in shown]
+    for row, kind in zip(shown, kinds, strict=True):
+        label = row.variant if pd.isna(row.rank) else f"{row.rank}. {row.variant}"
+        rooflines = [row.geomean_us * row.roofline_share] if row.roofline_share > 0 else []
+        point = Point(row.geomean_us, row.lo_us, row.hi_us, kind)
+        rows.append(Row(label, [point], rooflines, f"{text.us(row.geomean_us)} us"))
     names = ("ranked", "baseline, not ranked", "from another run, not ranked")[: max(kinds, default=0) + 1]
     cases = text.counted(len(board.cases), "case")
     axis = f"{board.metric} of the times of a call over {cases}, us, with 95 % interval"
@@ -53,12 +53,12 @@ def by_case(board: Board) -> Rows | None:
     """A row a case, with the time of each of the first variants, its interval and the measured roofline."""
     shown = series(board)
     own, _ = ranking.apart(board.cases)
-    cells = {(one.variant, one.case): one for one in rows_of(board.times[board.times.base])}
+    cells = {(cell.variant, cell.case): cell for cell in rows_of(board.times[board.times.base])}
     rows = []
     for case in board.cases:
         its = [(number, cells[variant, case]) for number, variant in enumerate(shown) if (variant, case) in cells]
-        points = [Point(one.median_us, one.lo_us, one.hi_us, number) for number, one in its if one.median_us > 0]
-        rooflines = sorted(one.roofline_us for _, one in its if one.roofline_us > 0)
+        points = [Point(cell.median_us, cell.lo_us, cell.hi_us, number) for number, cell in its if cell.median_us > 0]
+        rooflines = sorted(cell.roofline_us for _, cell in its if cell.roofline_us > 0)
         rows.append(Row(own[case], points, rooflines[len(rooflines) // 2 :][:1]))
     axis = "time of a call, us, median with 95 % interval"
     return Rows(rows, shown, axis, mark="measured roofline") if any(row.points for row in rows) else None
@@ -74,19 +74,19 @@ def history(board: Board, records: Iterable[dict]) -> Lines | None:
     """The metric of the drawn variants in each run in which one was right and timed on all cases of the board, over
     the commits. records: of the board's machine.
     """
-    mine = [one for one in records if (one["problem"], one["target"]) == (board.problem, board.target)]
-    judged = [one for one in mine if one["kind"] in ranking.JUDGED and not one.get("superseded")]
-    wrong = {(one["variant"], one["run_id"]) for one in judged if one["status"] not in ("PASSED", "UNSUPPORTED")}
+    of_board = [record for record in records if (record["problem"], record["target"]) == (board.problem, board.target)]
+    judged = [record for record in of_board if record["kind"] in ranking.JUDGED and not record.get("superseded")]
+    wrong = {(rec["variant"], rec["run_id"]) for rec in judged if rec["status"] not in ("PASSED", "UNSUPPORTED")}
     runs: dict[tuple[str, str], dict[str, dict]] = {}
-    for one in ranking.timed(mine):
-        key = one["variant"], one["run_id"]
-        if one["status"] == "PASSED" and (one.get("median_us") or 0) > 0 and key not in wrong:
-            runs.setdefault(key, {})[ranking.case_label(one["case"])] = one
+    for record in ranking.timed(of_board):
+        key = record["variant"], record["run_id"]
+        if record["status"] == "PASSED" and (record.get("median_us") or 0) > 0 and key not in wrong:
+            runs.setdefault(key, {})[ranking.case_label(record["case"])] = record
     points = []
-    for (variant, _), found in runs.items():
-        if board.cases and set(board.cases) <= set(found):
-            us = ranking.metric(board.metric, [found[case]["median_us"] for case in board.cases])
-            points.append((variant, found[board.cases[0]], us))
+    for (variant, _), by_label in runs.items():
+        if board.cases and set(board.cases) <= set(by_label):
+            us = ranking.metric(board.metric, [by_label[case]["median_us"] for case in board.cases])
+            points.append((variant, by_label[board.cases[0]], us))
     return _over_commits(points, series(board), f"{board.metric} of the times, us, by commit")
 
 
@@ -96,12 +96,12 @@ def _over_commits(points: Iterable[tuple[str, dict, float]], names: Iterable[str
     """
     commits: dict[str, str] = {}
     lines: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
-    for name, one, us in points:
-        commit = (one.get("commit") or "unknown")[:SHORT]
-        commits.setdefault(commit, f"{commit}\n{one['time'][:10]}")
+    for name, record, us in points:
+        commit = (record.get("commit") or "unknown")[:SHORT]
+        commits.setdefault(commit, f"{commit}\n{record['time'][:10]}")
         if name in lines:
             lines[name].append((list(commits).index(commit), us))
-    shown = [(name, found) for name, found in lines.items() if found]
+    shown = [(name, line) for name, line in lines.items() if line]
     return Lines(list(commits.values()), shown, axis) if shown else None
 
 
@@ -109,18 +109,18 @@ def components(records: Sequence[dict]) -> Rows | None:
     """Where the time of a decode step of each case goes: the ops that take most in the records together, and the rest.
     A prefill takes so much longer that it has no room beside them.
     """
-    own, records = _own(records), [one for one in records if "new" not in one["case"]]
-    found = {own[ranking.case_label(one["case"])]: (model_board.components(one), one) for one in records}
-    found = {label: (parts, one) for label, (parts, one) in found.items() if parts}
+    own, records = _own(records), [record for record in records if "new" not in record["case"]]
+    by_label = {own[ranking.case_label(record["case"])]: (model_board.components(record), record) for record in records}
+    by_label = {label: (parts, record) for label, (parts, record) in by_label.items() if parts}
     rest = (model_board.OUTSIDE, model_board.GAPS)
-    names = {name for parts, _ in found.values() for name in parts if name not in rest}
-    share = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts, _ in found.values()) for name in names}
+    names = {name for parts, _ in by_label.values() for name in parts if name not in rest}
+    share = {name: max(parts.get(name, 0.0) / sum(parts.values()) for parts, _ in by_label.values()) for name in names}
     longest = sorted(names, key=lambda name: -share[name])[: plot.MOST_SERIES - len(rest) - 1]
     rows = []
-    for label, (parts, one) in found.items():
+    for label, (parts, record) in by_label.items():
         others = sum(parts.get(name, 0.0) for name in names.difference(longest))
         values = [*(parts.get(name, 0.0) for name in longest), others, *(parts.get(name, 0.0) for name in rest)]
-        sol, points = number(one.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
+        sol, points = number(record.get("sol_us")), [Point(us, series=n) for n, us in enumerate(values)]
         rows.append(Row(label, points, [sol] if sol > 0 else [], f"{text.us(sum(values))} us"))
     axis = "time of a decode step on the GPU by op, us, by the driver's records"
     return Rows(rows, [*longest, "other ops", *rest], axis, True, "speed of light") if rows else None
@@ -128,16 +128,16 @@ def components(records: Sequence[dict]) -> Rows | None:
 
 def _own(records: Sequence[dict]) -> dict[str, str]:
     """By case what it has for itself among the records."""
-    return ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in records)))[0]
+    return ranking.apart(list(dict.fromkeys(ranking.case_label(record["case"]) for record in records)))[0]
 
 
 def model_history(title: str, records: Mapping[str, Iterable[dict]]) -> Lines | None:
     """The step's time as a graph over the commits, of a model's cases timed most often. records: by machine."""
     machine = title.partition(", on ")[2]
-    mine = (one for one in records[machine] if model_board.title(one, machine) == title)
-    timed = [one for one in sorted(mine, key=lambda one: one["time"]) if number(one.get("median_us")) > 0]
+    of_model = (record for record in records[machine] if model_board.title(record, machine) == title)
+    timed = [rec for rec in sorted(of_model, key=lambda rec: rec["time"]) if number(rec.get("median_us")) > 0]
     own = _own(timed)
-    points = [(own[ranking.case_label(one["case"])], one, one["median_us"]) for one in timed]
+    points = [(own[ranking.case_label(record["case"])], record, record["median_us"]) for record in timed]
     most = [name for name, _ in collections.Counter(name for name, *_ in points).most_common(plot.MOST_SERIES)]
     return _over_commits(points, most, "time of a decode step as a CUDA graph, us, by commit")
 
@@ -145,8 +145,8 @@ def model_history(title: str, records: Mapping[str, Iterable[dict]]) -> Lines | 
 def said_of(chart: plot.Chart) -> str:
     """The chart in words: what it shows, and its values."""
     if isinstance(chart, Lines):
-        said = [f"{what}: {', '.join(f'{y:.5g}' for _, y in points)}" for what, points in chart.series]
+        lines = [f"{name}: {', '.join(f'{y:.5g}' for _, y in points)}" for name, points in chart.series]
     else:
         named = [[f"{chart.names[point.series]} {point.x:.4g}" for point in row.points] for row in chart.rows]
-        said = [f"{row.label}: {', '.join(points)}" for row, points in zip(chart.rows, named, strict=True)]
-    return text.clean(f"Chart of {chart.axis}. {'; '.join(said)}")
+        lines = [f"{row.label}: {', '.join(points)}" for row, points in zip(chart.rows, named, strict=True)]
+    return text.clean(f"Chart of {chart.axis}. {'; '.join(lines)}")

@@ -95,9 +95,9 @@ def is_worth_drawing(chart: Chart | None) -> bool:
     return chart is not None and sum(len(row.points) for row in chart.rows) >= LEAST
 
 
-def inline(chart: Chart, said: str, key: str, file: Path) -> str:
+def inline(chart: Chart, label: str, key: str, file: Path) -> str:
     """Write the picture to `file` as SVG. Return it as an element for a page, in the theme's colours. Equal charts give
-    equal text. said: the text for who cannot see it; key: makes the ids, unique on the page.
+    equal text. label: the text for who cannot see it; key: makes the ids, unique on the page.
     """
     out = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}), warnings.catch_warnings():
@@ -113,7 +113,7 @@ def inline(chart: Chart, said: str, key: str, file: Path) -> str:
     for colour, value in COLOURS.items():
         body = body.replace(value, f"var(--p-{colour})")
     return (
-        f'<svg class="plot" role="img" aria-label="{escape(said)}" viewBox="{view[1] if view else ""}" '
+        f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="{view[1] if view else ""}" '
         f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
     )
 
@@ -125,23 +125,23 @@ def draw(chart: Chart) -> Figure:
 
 
 @functools.lru_cache(maxsize=20_000)
-def wide(said: str) -> float:
+def wide(line: str) -> float:
     """px of a text on one line."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         font = get_font(findfont(STYLE["font.family"]))
         font.set_size(SIZE, DPI)
-        font.set_text(said, 0)
+        font.set_text(line, 0)
         return 1.02 * font.get_width_height()[0] / 64 + 1
 
 
-def fit(said: str, room: float) -> str:
+def fit(line: str, room: float) -> str:
     """A text on one line of at most `room` px, cut with an ellipsis where it is longer."""
-    said = text.line(said, 200)
-    whole = said
-    while said and wide(shown := said if said == whole else said + "…") > room:
-        said = said[: min(len(said) - 1, int(len(said) * room / wide(shown)))]
-    return said if said == whole else said + "…"
+    line = text.line(line, 200)
+    whole = line
+    while line and wide(shown := line if line == whole else line + "…") > room:
+        line = line[: min(len(line) - 1, int(len(line) * room / wide(shown)))]
+    return line if line == whole else line + "…"
 
 
 def _figure(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
@@ -157,20 +157,20 @@ def _figure(height: float, left: float, right: float, top: float, bottom: float)
 
 def _legend(names: Sequence[str], mark: str = "", square: bool = False) -> tuple[Any, float]:
     """-> (what draws the legend into a figure, its height in px)."""
-    said = [*(names if len(names) > 1 else ()), *[mark] * bool(mark)]
-    room = max((min(wide(one), WIDTH - 50) for one in said), default=1)
+    labels = [*(names if len(names) > 1 else ()), *[mark] * bool(mark)]
+    room = max((min(wide(label), WIDTH - 50) for label in labels), default=1)
     columns = max(1, int(WIDTH / (room + 42)))
     how: dict[str, Any] = {"ncols": columns, "frameon": False, "labelcolor": COLOURS["ink"], "handletextpad": 0.3}
     how |= {"borderaxespad": 0, "borderpad": 0.2, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.4}
     how |= {"loc": "upper left", "bbox_to_anchor": (0.003, 1)}
 
     def draw_into(figure: Figure) -> None:
-        items = [Line2D([], [], **_shape(n, square)) for n in range(len(said) - bool(mark))]
+        items = [Line2D([], [], **_shape(n, square)) for n in range(len(labels) - bool(mark))]
         line: dict[str, Any] = {"marker": "|", "markersize": 12, "markeredgewidth": 2, "color": COLOURS["roofline"]}
         items += [Line2D([], [], linestyle="none", **line)] * bool(mark)
-        figure.legend(items, [fit(one, room) for one in said], **how)
+        figure.legend(items, [fit(label, room) for label in labels], **how)
 
-    return draw_into, 19 * math.ceil(len(said) / columns) + 10 if said else 4
+    return draw_into, 19 * math.ceil(len(labels) / columns) + 10 if labels else 4
 
 
 def _shape(series: int, square: bool = False) -> dict[str, Any]:
@@ -256,8 +256,8 @@ def _data(axes: Axes, chart: Rows, middles: Sequence[float], band: float) -> Non
             lane = 0 if chart.stacked else order.index(point.series) - (len(order) - 1) / 2
             by_series.setdefault(point.series, []).append((point, middle + 9 * lane, start))
             start += point.x
-    for series, found in by_series.items():
-        points, y, starts = zip(*found, strict=True)
+    for series, placed in by_series.items():
+        points, y, starts = zip(*placed, strict=True)
         x, colour = [point.x for point in points], COLOURS[f"s{series % MOST_SERIES}"]
         if chart.stacked:
             axes.barh(y, x, left=starts, height=14, color=colour)

@@ -33,45 +33,45 @@ class Provenance:
         self._codes: dict[tuple[Key, str], set[str]] = {}
         self._ran: set[Key] = set()
         self._checks: dict[tuple[Key, str], dict[str, dict]] = {}
-        for one in sorted(records, key=lambda one: one["time"]):
-            key, source = _key(one), one.get("source_hash") or ""
-            if one.get("code_hash") and source:
-                self._codes.setdefault((key, source), set()).add(one["code_hash"])
-            if one["kind"] in ranking.JUDGED and one["status"] != "UNSUPPORTED":
+        for record in sorted(records, key=lambda record: record["time"]):
+            key, source = _key(record), record.get("source_hash") or ""
+            if record.get("code_hash") and source:
+                self._codes.setdefault((key, source), set()).add(record["code_hash"])
+            if record["kind"] in ranking.JUDGED and record["status"] != "UNSUPPORTED":
                 self._ran.add(key)
-            if one["kind"] == "model":
-                self._checks.setdefault((key, source), {})[ranking.case_label(one["case"])] = one
+            if record["kind"] == "model":
+                self._checks.setdefault((key, source), {})[ranking.case_label(record["case"])] = record
 
-    def state(self, one: dict) -> str:
+    def state(self, rec: dict) -> str:
         """Return MATCH or SAME_CODE where the code that ran is the checkout's, by source or machine code; of these
         PROBLEM_CHANGED where the problem is known to have been another one. Else CHANGED, which also stands where the
         checkout has no such variant, or where the machine code of its sources is not known.
         """
-        folder, ran = load.PROBLEMS / one["problem"], one.get("source_hash")
-        now = source_hash(folder, one["variant"])
-        if now is None or not ran or (ran != now and one.get("code_hash") not in self._codes.get((_key(one), now), ())):
+        folder, ran = load.PROBLEMS / rec["problem"], rec.get("source_hash")
+        now = source_hash(folder, rec["variant"])
+        if now is None or not ran or (ran != now and rec.get("code_hash") not in self._codes.get((_key(rec), now), ())):
             return CHANGED
-        if None not in (problem := {one.get("problem_hash"), problem_hash(folder)}) and len(problem) > 1:
+        if None not in (problem := {rec.get("problem_hash"), problem_hash(folder)}) and len(problem) > 1:
             return PROBLEM_CHANGED
         return MATCH if ran == now else SAME_CODE
 
-    def modelled(self, one: dict) -> tuple[str, str, str]:
+    def modelled(self, record: dict) -> tuple[str, str, str]:
         """-> (status, reason, note) of a compiled variant: COMPILED, MODEL_CHECKED, or how it failed in the model.
 
-        one: its newest compile record, or a record of the model where there is none.
+        record: its newest compile record, or a record of the model where there is none.
         """
-        key, its_sources = _key(one), [one.get("source_hash") or ""]
-        if self.state(one) != CHANGED:  # what it was compiled to is what the checkout's source gives
-            its_sources.insert(0, source_hash(load.PROBLEMS / one["problem"], one["variant"]) or "")
-        found = next((self._checks[key, source] for source in its_sources if (key, source) in self._checks), {})
-        for case, its in found.items():
+        key, its_sources = _key(record), [record.get("source_hash") or ""]
+        if self.state(record) != CHANGED:  # what it was compiled to is what the checkout's source gives
+            its_sources.insert(0, source_hash(load.PROBLEMS / record["problem"], record["variant"]) or "")
+        checks = next((self._checks[key, source] for source in its_sources if (key, source) in self._checks), {})
+        for case, its in checks.items():
             if its["status"] != "MODEL_CHECKED":
                 return its["status"], f"in the model, {case}: {its.get('reason') or 'no reason given'}", ""
-        if not found:
+        if not checks:
             return "COMPILED", "", "compiled, not run"
-        checked = f"model-checked ({text.counted(len(found), 'test case')})"
-        said = [checked, "not run here" if key in self._ran else "never run"]
-        return "MODEL_CHECKED", "", ", ".join(["compiled", *said] if one["kind"] == "compile" else said)
+        checked = f"model-checked ({text.counted(len(checks), 'test case')})"
+        remarks = [checked, "not run here" if key in self._ran else "never run"]
+        return "MODEL_CHECKED", "", ", ".join(["compiled", *remarks] if record["kind"] == "compile" else remarks)
 
 
 def stale(problem: str, variant: str, state: str) -> list[str]:
@@ -110,21 +110,21 @@ def problem_hash(folder: Path) -> str | None:
 def warnings(records: Sequence[dict]) -> list[str]:
     """What the clock warned of in a row's records: each warning once, with the number of cases that have it."""
     by_form: dict[str, list[str]] = {}
-    for one in records:
-        said, reasons = (one.get("clock") or {}).get("warnings") or [], one.get("throttle") or []
-        said, reasons = (its if isinstance(its, list) else [its] for its in (said, reasons))
+    for record in records:
+        messages, reasons = (record.get("clock") or {}).get("warnings") or [], record.get("throttle") or []
+        messages, reasons = (its if isinstance(its, list) else [its] for its in (messages, reasons))
         throttled = [f"the GPU's clocks were throttled ({', '.join(map(str, reasons))})"] if reasons else []
-        for word in dict.fromkeys(text.line(word) for word in [*said, *throttled]):
+        for word in dict.fromkeys(text.line(word) for word in [*messages, *throttled]):
             by_form.setdefault(re.sub(r"\d+", "#", word), []).append(word)
     notes = []
     for its in by_form.values():
         where = f" (in {len(its)} of {len(records)} cases)" if len(its) < len(records) else ""
-        said = max(its, key=lambda said: (len(said), said))
+        warning = max(its, key=lambda note: (len(note), note))
         if counts := [int(word.split()[0]) for word in its if re.match(r"\d+ ", word)]:  # of calls, in each case
-            said = f"{sum(counts)} {said.partition(' ')[2]}"
-        notes.append(said + where)
+            warning = f"{sum(counts)} {warning.partition(' ')[2]}"
+        notes.append(warning + where)
     return notes
 
 
-def _key(one: dict) -> Key:
-    return one["problem"], one["variant"], one["target"]
+def _key(record: dict) -> Key:
+    return record["problem"], record["variant"], record["target"]

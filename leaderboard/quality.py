@@ -82,13 +82,13 @@ class Quality:
         how many have the right verdict, or the wrong way round; ratios: of those timed.
         """
         alike: dict[tuple[float, str, str, int], list[Pair]] = {}
-        for one in self.pairs:
-            alike.setdefault((PLANTED_US[one.kind], one.kind, one.problem, one.processes), []).append(one)
+        for pair in self.pairs:
+            alike.setdefault((PLANTED_US[pair.kind], pair.kind, pair.problem, pair.processes), []).append(pair)
         rows = []
         for (more, _, problem, processes), its in sorted(alike.items(), key=lambda item: item[0]):
-            times, ratios = [one.us for one in its if one.us], [one.ratio for one in its if one.ratio is not None]
+            times, ratios = [pair.us for pair in its if pair.us], [pair.ratio for pair in its if pair.ratio is not None]
             planted = more / (statistics.median(times) - more) if more and times else 0.0
-            words = collections.Counter(one.word or "failed" for one in its)
+            words = collections.Counter(pair.word or "failed" for pair in its)
             wrong = words["FASTER"] + (0 if planted else words["SLOWER"])
             row = {"planted": planted, "problem": problem, "processes": processes, "pairs": len(its)}
             row |= {word: words[word] for word in WORDS}
@@ -101,15 +101,15 @@ def read(exploits: Path = EXPLOITS, pairs: Path = PAIRS) -> Quality:
     """What these files say. Of pairs those count that the present clock timed."""
     attacks, complaints = _lines(exploits, Attack)
     every, more = _lines(pairs, Pair)
-    counted = [one for one in every if one.clock == CLOCK and one.kind in PLANTED_US]
-    return Quality(list({(one.file, one.form): one for one in attacks}.values()), counted, complaints + more)
+    counted = [pair for pair in every if pair.clock == CLOCK and pair.kind in PLANTED_US]
+    return Quality(list({(form.file, form.form): form for form in attacks}.values()), counted, complaints + more)
 
 
 def _lines(file: Path, kind: type[_Line]) -> tuple[list[Any], list[str]]:
     def read_line(line: bytes) -> _Line:
-        said = record.loads(line)
-        schema.check(said, kind)
-        return kind.model_validate(said)
+        values = record.loads(line)
+        schema.check(values, kind)
+        return kind.model_validate(values)
 
     return record.parse_lines(file.read_bytes() if file.is_file() else b"", file.name, read_line)
 
@@ -118,20 +118,20 @@ def pairs_table(groups: Sequence[dict[str, Any]]) -> Table:
     """What the judge says of pairs whose ratio is known."""
     header = ["planted", "problem", "processes", "pairs", *WORDS, "ratios"]
     rows = [[str(row[name]) for name in header] for row in groups]
-    for said, row in zip(rows, groups, strict=True):
-        said[0] = tables.percent(row["planted"]) if row["planted"] else "nothing"
+    for cells, row in zip(rows, groups, strict=True):
+        cells[0] = tables.percent(row["planted"]) if row["planted"] else "nothing"
     return Table(header, rows, {"planted", "problem"})
 
 
-def attacks_table(found: Sequence[Attack]) -> Table:
+def attacks_table(attacks: Sequence[Attack]) -> Table:
     """A row a file, with the outcomes of its forms."""
     rows = []
-    for file in dict.fromkeys(one.file for one in found):
-        forms = [one for one in found if one.file == file]
-        outcomes = collections.Counter(one.outcome for one in forms)
-        said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        lows = [one.low for one in forms if one.low is not None]
+    for file in dict.fromkeys(attack.file for attack in attacks):
+        forms = [attack for attack in attacks if attack.file == file]
+        outcomes = collections.Counter(attack.outcome for attack in forms)
+        text = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        lows = [attack.low for attack in forms if attack.low is not None]
         source = ATTACKS / f"{file}.py"
-        rows.append([file, said, f"{min(lows):.3f}" if lows else "", load.summary(source) if source.is_file() else ""])
+        rows.append([file, text, f"{min(lows):.3f}" if lows else "", load.summary(source) if source.is_file() else ""])
     header = ["attack", "outcome of its forms", "least time / honest time", "what it does"]
     return Table(header, rows, {*header} - {header[2]})

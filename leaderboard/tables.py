@@ -65,7 +65,7 @@ class Table:
     def footnotes(self) -> tuple[list[list[int]], list[str]]:
         """-> (of each row the numbers of its footnotes, the footnotes)."""
         numbers: dict[str, int] = {}
-        refs = [[numbers.setdefault(said, len(numbers) + 1) for said in its] for its in self.remarks]
+        refs = [[numbers.setdefault(remark, len(numbers) + 1) for remark in its] for its in self.remarks]
         return refs or [[] for _ in self.rows], list(numbers)
 
 
@@ -111,29 +111,29 @@ def facts(board: Board) -> list[str]:
 
 def standing(board: Board) -> Table:
     """A row per variant; on a board without times what was compiled, and what of it was right in the model."""
-    found = list(rows_of(board.standing))
+    entries = list(rows_of(board.standing))
     columns = {
-        "rank": ["baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank) for row in found],
-        "variant": [row.variant for row in found],
-        f"{board.metric} us": [text.us(row.geomean_us) for row in found],
-        "95 % interval": [interval(row.lo_us, row.hi_us) for row in found],
-        "% of roofline": [percent(row.roofline_share) for row in found],
-        "x baseline": [times_baseline(row) for row in found],
-        "cases": [f"{row.done}/{row.wanted}" for row in found],
-        "error / tolerance": [worst_error(board.times, row) for row in found],
-        "attempts": [str(row.attempts or "") for row in found],
-        "bits": [row.bits for row in found],
-        "source": [row.source for row in found],
-        "state": ["; ".join(remarks(row)) or "ok" for row in found],
+        "rank": ["baseline" if row.baseline else "-" if pd.isna(row.rank) else str(row.rank) for row in entries],
+        "variant": [row.variant for row in entries],
+        f"{board.metric} us": [text.us(row.geomean_us) for row in entries],
+        "95 % interval": [interval(row.lo_us, row.hi_us) for row in entries],
+        "% of roofline": [percent(row.roofline_share) for row in entries],
+        "x baseline": [times_baseline(row) for row in entries],
+        "cases": [f"{row.done}/{row.wanted}" for row in entries],
+        "error / tolerance": [worst_error(board.times, row) for row in entries],
+        "attempts": [str(row.attempts or "") for row in entries],
+        "bits": [row.bits for row in entries],
+        "source": [row.source for row in entries],
+        "state": ["; ".join(remarks(row)) or "ok" for row in entries],
     }
-    below = [remarks(row) + provenance.stale(board.problem, row.variant, row.source) for row in found]
+    below = [remarks(row) + provenance.stale(board.problem, row.variant, row.source) for row in entries]
     if not board.timed:
         columns, below = {name: columns[name] for name in ("variant", "source", "state")}, []
     elif board.standing.baseline_ratio.isna().all():
         del columns["x baseline"]
     columns = {name: cells for name, cells in columns.items() if name != "bits" or any(cells)}
     rows = list(map(list, zip(*columns.values(), strict=True)))
-    return Table(list(columns), rows, {"variant", "bits", "source", "state"}, [*map(_kind, found)], below)
+    return Table(list(columns), rows, {"variant", "bits", "source", "state"}, [*map(_kind, entries)], below)
 
 
 def remarks(row: Any) -> list[str]:
@@ -141,11 +141,11 @@ def remarks(row: Any) -> list[str]:
     reason = " ".join(text.line(row.reason).split())
     reason = reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
     quiet = row.status in ("PASSED", *UNRUN)  # the notes say it, or it goes without saying
-    said = [*([] if quiet else [": ".join(filter(None, [row.status, reason]))]), *row.notes]
+    lines = [*([] if quiet else [": ".join(filter(None, [row.status, reason]))]), *row.notes]
     if row.status in UNRUN and math.isfinite(row.registers):
-        said.append(f"{row.registers:.0f} registers")
-    told = row.spill_bytes > 0 or (row.status in UNRUN and row.spill_bytes == 0)
-    return said + [f"spills {row.spill_bytes:.0f} B"] * told
+        lines.append(f"{row.registers:.0f} registers")
+    spills = row.spill_bytes > 0 or (row.status in UNRUN and row.spill_bytes == 0)
+    return lines + [f"spills {row.spill_bytes:.0f} B"] * spills
 
 
 def _kind(row: Any) -> str:
@@ -161,13 +161,13 @@ def first_of(board: Board) -> Any:
     return next((row for row in rows_of(board.standing) if not pd.isna(row.rank)), None)
 
 
-def best_first(boards: Iterable[Board], mine: Collection[str] = ()) -> list[Board]:
-    """Boards of the machines `mine`, then GPUs, CPUs, and what was only compiled; the fastest leader first."""
+def best_first(boards: Iterable[Board], machines: Collection[str] = ()) -> list[Board]:
+    """Boards of these machines, then GPUs, CPUs, and what was only compiled; the fastest leader first."""
 
     def place(board: Board) -> tuple[bool, bool, bool, float]:
         leader = first_of(board)
         us = math.inf if leader is None else leader.geomean_us
-        return board.machine not in mine, not board.timed, board.target == "cpu", us
+        return board.machine not in machines, not board.timed, board.target == "cpu", us
 
     return sorted(boards, key=place)
 
@@ -218,18 +218,18 @@ def by_case(board: Board) -> Table:
 
 def of_records(judged: Sequence[dict]) -> Table:
     """A row for each test or benchmark record of a variant."""
-    own = ranking.apart(list(dict.fromkeys(ranking.case_label(one["case"]) for one in judged)))[0]
+    own = ranking.apart(list(dict.fromkeys(ranking.case_label(record["case"]) for record in judged)))[0]
     rows = []
-    for one in judged:
-        us, roofline = (number(one.get(key)) for key in ("median_us", "roofline_us"))
-        error = one.get("error") or {}
-        off, allowed = number(error.get("rel" if one.get("baseline") else "max")), number(error.get("tol"))
-        row = [one["kind"], own[ranking.case_label(one["case"])], one["status"], text.us(us)]
-        row += [interval(*one.get("ci95_us") or (math.nan, math.nan)), percent(roofline / us if us > 0 else math.nan)]
-        rows.append([*row, str(one.get("n") or ""), f"{off:.1e} / {allowed:.1e}" if off + allowed >= 0 else ""])
+    for rec in judged:
+        us, roofline = (number(rec.get(key)) for key in ("median_us", "roofline_us"))
+        error = rec.get("error") or {}
+        off, allowed = number(error.get("rel" if rec.get("baseline") else "max")), number(error.get("tol"))
+        row = [rec["kind"], own[ranking.case_label(rec["case"])], rec["status"], text.us(us)]
+        row += [interval(*rec.get("ci95_us") or (math.nan, math.nan)), percent(roofline / us if us > 0 else math.nan)]
+        rows.append([*row, str(rec.get("n") or ""), f"{off:.1e} / {allowed:.1e}" if off + allowed >= 0 else ""])
     header = ["kind", "case", "verdict", "us", "95 % interval", "% of roofline", "samples", "error / tolerance"]
-    kinds = ["" if one["status"] in ("PASSED", *UNRUN) else "failed" for one in judged]
-    reasons = [[text.line(one["reason"], 400)] if one.get("reason") else [] for one in judged]
+    kinds = ["" if record["status"] in ("PASSED", *UNRUN) else "failed" for record in judged]
+    reasons = [[text.line(record["reason"], 400)] if record.get("reason") else [] for record in judged]
     return Table(header, rows, {"kind", "case", "verdict"}, kinds, reasons)
 
 
@@ -312,13 +312,13 @@ def interval(lo: float, hi: float) -> str:
     return f"{text.us(lo)} to {text.us(hi)}" if math.isfinite(lo) else ""
 
 
-def escape(said: object) -> str:
+def escape(value: object) -> str:
     """Return a text on one line for running text or a table cell of GitHub's Markdown, where it shows as it is: no
     markup, entity, formula, cell or link comes of it. An empty comment parts what would be an address.
     """
-    plain = " ".join(text.line(said).split())
-    plain = _MARKUP.sub(lambda found: "".join(f"\\{char}" for char in found[0]), plain)
-    return _AUTOLINKS.sub(lambda found: f"{found[0][:-1]}<!-- -->{found[0][-1]}", plain)
+    plain = " ".join(text.line(value).split())
+    plain = _MARKUP.sub(lambda match: "".join(f"\\{char}" for char in match[0]), plain)
+    return _AUTOLINKS.sub(lambda match: f"{match[0][:-1]}<!-- -->{match[0][-1]}", plain)
 
 
 def _cell(time: Any) -> str:

@@ -44,18 +44,18 @@ def show(
     """Print the boards: all of them `whole`; or this machine's, else the best machine's, of the problems that were
     `named`; and a line for each other. cases: also the times by case of a board, by op of a model.
     """
-    mine, width = here(), shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
-    best = tables.best_first(boards, mine)
-    of = ([one for one in best if one.problem == name] for name in named)
-    firsts = ([one for one in its if one.machine in mine] or its[:1] for its in of)
-    every = sorted(boards, key=lambda one: one.machine not in mine)
+    machines, width = here(), shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+    best = tables.best_first(boards, machines)
+    of = ([board for board in best if board.problem == name] for name in named)
+    firsts = ([board for board in its if board.machine in machines] or its[:1] for its in of)
+    every = sorted(boards, key=lambda board: board.machine not in machines)
     full = every if whole else list(itertools.chain.from_iterable(firsts))
-    sections = [tables.section(one, cases) for one in full]
+    sections = [tables.section(board, cases) for board in full]
     if whole or named:
         sections += [model_board.section(title, records, known, cases) for title, records in steps.items()]
         steps = {}
-    lines = [line for one in sections for line in [*section(one, width), _line("")]]
-    if (rest := [one for one in best if one not in full]) or steps:
+    lines = [line for part in sections for line in [*section(part, width), _line("")]]
+    if (rest := [board for board in best if board not in full]) or steps:
         lines += overview(rest, steps)
     output.say("\n".join(lines))
 
@@ -68,7 +68,7 @@ def brief(boards: Iterable[Board], steps: model_board.Steps, known: Provenance, 
     following = f"{RUN} {problem}{' --mode latency' if steps else ' --all'}"
     for name, records in steps.items():
         title, table = name, model_board.table(records, known)
-    for board in sorted((one for one in boards if one.timed), key=lambda one: one.run["time"])[-1:]:
+    for board in sorted((item for item in boards if item.timed), key=lambda item: item.run["time"])[-1:]:
         title, table, following = tables.title(board), tables.standing(board), next_command(board, problem)
     lines = [_line(title, BOLD), *(_table(table, shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns) if table else [])]
     if len(lines) > MOST - 1:
@@ -86,19 +86,19 @@ def next_command(board: Board, problem: str) -> str:
     apart = board.standing[(board.standing.status == "PASSED") & ~board.standing.base & ~ranked].variant
     if len(apart) or ranked.sum() < 2:
         return f"{RUN} {problem} --all" + (f"   (ranks {', '.join(apart)} too)" if len(apart) else "")
-    mine, leader = f"{board.target}_mine", tables.first_of(board).variant
-    if not (variants / f"{mine}.py").is_file():
-        return f".venv/bin/python -m harness new {problem} {mine}"
-    return f"{RUN} {problem} --variant {mine}" + (f" --against {leader}" if leader != mine else "")
+    draft, leader = f"{board.target}_mine", tables.first_of(board).variant
+    if not (variants / f"{draft}.py").is_file():
+        return f".venv/bin/python -m harness new {problem} {draft}"
+    return f"{RUN} {problem} --variant {draft}" + (f" --against {leader}" if leader != draft else "")
 
 
 def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[str]:
     """A line for each board and model, below its machine's name."""
-    best = [(tables.title(one), tables.leaders([one]).rows, one.run["time"]) for one in boards]
+    best = [(tables.title(board), tables.leaders([board]).rows, board.run["time"]) for board in boards]
     for title, records in steps.items():
         best.append((title, model_board.leaders({title: records})[-1:], records[-1]["time"]))
     order = [title.partition(", on ")[2] for title, *_ in best]
-    best.sort(key=lambda one: (order.index(one[0].partition(", on ")[2]), one[0]))
+    best.sort(key=lambda row: (order.index(row[0].partition(", on ")[2]), row[0]))
     rows, machines = [["problem", "leader", "time", "roofline", "x baseline", "date"]], []
     for title, leaders, time in best:
         problem, _, machine = title.partition(", on ")
@@ -107,12 +107,12 @@ def overview(boards: Iterable[Board], steps: model_board.Steps) -> list[str]:
         rows.append([problem.replace(",", ""), variant, *figures, time[:10]])
         machines.append(machine)
     header, *lines = aligned(rows, {"problem", "leader", "date"})
-    found = [_line(header, BOLD)]
+    printed = [_line(header, BOLD)]
     for machine, its in itertools.groupby(zip(machines, lines, strict=True), lambda at: at[0]):
-        found += [_line(machine, BOLD), *(_line(line) for _, line in its)]
-    if len(found) > MOST_LINES:
-        found[MOST_LINES:] = [_line(f"... {len(found) - MOST_LINES} more lines: name a PROBLEM or a --machine")]
-    return [*found, _line(f"A whole board: {REPORT} PROBLEM", DIM)]
+        printed += [_line(machine, BOLD), *(_line(line) for _, line in its)]
+    if len(printed) > MOST_LINES:
+        printed[MOST_LINES:] = [_line(f"... {len(printed) - MOST_LINES} more lines: name a PROBLEM or a --machine")]
+    return [*printed, _line(f"A whole board: {REPORT} PROBLEM", DIM)]
 
 
 def section(shown: Section, width: int) -> list[str]:
@@ -120,7 +120,7 @@ def section(shown: Section, width: int) -> list[str]:
     lines = [_line(shown.title, BOLD), *(_line(fact, DIM) for fact in shown.facts)]
     for above, table in shown.tables:
         lines += [_line(above)] * bool(above) + _table(table, width)
-    return [*lines, *(_line(one, DIM) for note in shown.notes for one in textwrap.wrap(text.line(note), width))]
+    return [*lines, *(_line(line, DIM) for note in shown.notes for line in textwrap.wrap(text.line(note), width))]
 
 
 def _table(table: Table, width: int) -> list[str]:
@@ -135,11 +135,11 @@ def _table(table: Table, width: int) -> list[str]:
     if max(map(len, lines)) > width and not table.remarks:
         return [line for row in rows for line in _paragraph(header, row, width)]
     styles = [BOLD, *(STYLES.get(kind, 0) for kind in table.kinds or [""] * len(rows))]
-    found = [_line(line, style) for line, style in zip(lines, styles, strict=True)]
-    for number, said in enumerate(notes, 1):
-        wrapped = textwrap.wrap(text.line(f"[{number}] {said}"), width, subsequent_indent="    ")
-        found += [_line(one, DIM) for one in wrapped]
-    return found
+    printed = [_line(line, style) for line, style in zip(lines, styles, strict=True)]
+    for number, note in enumerate(notes, 1):
+        wrapped = textwrap.wrap(text.line(f"[{number}] {note}"), width, subsequent_indent="    ")
+        printed += [_line(part, DIM) for part in wrapped]
+    return printed
 
 
 def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> list[str]:
@@ -154,8 +154,8 @@ def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> list[str]:
     return ["  ".join(map(lambda to, cell, size: to(cell, size), sides, row, sizes)) for row in rows]
 
 
-def _line(said: str, style: int = 0) -> str:
+def _line(words: str, style: int = 0) -> str:
     """A line of output, clean, since a submission may have written it; on a terminal that wants colours in a style."""
-    line = text.line(said, math.inf).rstrip()
+    line = text.line(words, math.inf).rstrip()
     coloured = style and line and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return f"\x1b[{style}m{line}\x1b[0m" if coloured else line

@@ -50,7 +50,7 @@ class Row:
     tried: dict[str, Tried] = field(default_factory=dict)
 
     def cases(self, status: str) -> list[str]:
-        return [case for case, one in self.tried.items() if one.status == status]
+        return [case for case, trial in self.tried.items() if trial.status == status]
 
     @property
     def formed(self) -> int:
@@ -72,14 +72,14 @@ class Row:
         if not (cases := self.cases(status)):
             return ""
         many = f"{status} in {text.counted(len(cases), 'case')}, first {cases[0]} ({self.tried[cases[0]].text})"
-        return ": ".join([many, *(said for part, said in ABOUT.items() if part in self.name)])
+        return ": ".join([many, *(hint for part, hint in ABOUT.items() if part in self.name)])
 
     def note(self) -> str:
         """Return what to know of it, for the table."""
         notes = ["HOLE"] * bool(self.hole()) + ["QUESTION"] * bool(self.question())
-        for status, said in {"right": "is the answer", "luck": "fits by luck"}.items():
+        for status, meaning in {"right": "is the answer", "luck": "fits by luck"}.items():
             if cases := self.cases(status):
-                notes.append(f"{said} in {'every case' if len(cases) == self.formed else _few(cases)}")
+                notes.append(f"{meaning} in {'every case' if len(cases) == self.formed else _few(cases)}")
         for why in dict.fromkeys(self.tried[case].text for case in self.cases("absent")):
             cases = [case for case in self.cases("absent") if self.tried[case].text == why]
             notes.append(f"not applicable{f' in {_few(cases)}' if self.formed else ''}: {why}")
@@ -108,7 +108,7 @@ def run(problem: Problem, device: str, target: str, say: Say) -> bool:
         holes.append("task.yml is stale: python -m harness.problem.task_yml writes it")
     say("")
     with console.quiet(False):
-        questions = [f"QUESTION {row.name}: {said}" for row in rows if (said := row.question())]
+        questions = [f"QUESTION {row.name}: {question}" for row in rows if (question := row.question())]
         for line in [*(f"HOLE {hole}" for hole in holes), *questions]:
             say(line)
         say(f"{problem.name}: {text.counted(len(holes), 'hole') if holes else 'no hole'} found by the linter")
@@ -133,23 +133,23 @@ def survey(
         progress(Step("trivial answers", number, len(cases), str(case)))
         reply = ask({"op": "lint", "case": case.params, "seed": case.seed})
         faults += [f"{case}: {reply['fault']}"] if reply["fault"] else []
-        for one in (Tried(**fields) for fields in reply["tried"]):
-            rows.setdefault(one.name, Row(one.name, one.kind)).tried[f"{case} seed={case.seed}"] = one
+        for trial in (Tried(**fields) for fields in reply["tried"]):
+            rows.setdefault(trial.name, Row(trial.name, trial.kind)).tried[f"{case} seed={case.seed}"] = trial
     return list(rows.values()), faults
 
 
 def left_out(rows: list[Row]) -> list[str]:
     """Return the inputs that the reference reads and no case needs: zero or constant in all, where that was tried."""
     by_name = {row.name: row for row in rows}
-    found = []
+    faults = []
     for row in rows:
         stem, change, of = row.name.partition(" zero")
         other = by_name.get(f"{stem} shifted{of}")
-        untried = {one.text for one in row.tried.values() if one.status == "absent"} - {trivial.UNCHANGED}
+        untried = {trial.text for trial in row.tried.values() if trial.status == "absent"} - {trivial.UNCHANGED}
         counts = untried or row.cases("refused") or row.cases("accepted")
         if change and other and other.cases("refused") and not counts:
-            found.append(f"{stem}{of}: the answer depends on it, but not on whether it is left out, in any case")
-    return found
+            faults.append(f"{stem}{of}: the answer depends on it, but not on whether it is left out, in any case")
+    return faults
 
 
 def _few(names: list[str]) -> str:
@@ -166,21 +166,21 @@ def wrong_files(session: Session, target: str, say: Say) -> list[str]:
     if not files:
         return [f"{problem.name} has no file that must be rejected"] if problem.ours else []
     fit, others = _fit(session, _named(problem, files), target)
-    caught = {one.name: Outcome("PASSED", "in every case") for one in fit}
+    caught = {sub.name: Outcome("PASSED", "in every case") for sub in fit}
     first = small(problem)
     for cases in (first, [case for case in problem.tests if case not in first]):
-        todo = [one for one in fit if caught[one.name].status == "PASSED"]
+        todo = [sub for sub in fit if caught[sub.name].status == "PASSED"]
         for name, outcomes in _judged(session, target, todo, cases).items() if cases else ():
-            failed = [(case, one) for case, one in zip(cases, outcomes, strict=False) if one.status != "PASSED"]
+            failed = [(case, res) for case, res in zip(cases, outcomes, strict=False) if res.status != "PASSED"]
             for case, outcome in sorted(failed, key=lambda pair: pair[1].status != "INCORRECT")[:1]:
                 caught[name] = replace(outcome, reason=f"{case}: {_line(outcome.reason)}")
     say(f"\nwrong/ through the judge: {text.counted(len(files), 'file')}")
     for name, outcome in (caught | others).items():
         say(f"{name:<38} {outcome.status:<15} {outcome.reason}")
     return [
-        f"{name}.py: {'passes every case' if one.status == 'PASSED' else f'{one.status} shows nothing of the check'}"
-        for name, one in (caught | others).items()
-        if one.status != "INCORRECT" and not (one.status == "UNSUPPORTED" and name in others)
+        f"{name}.py: {'passes every case' if res.status == 'PASSED' else f'{res.status} shows nothing of the check'}"
+        for name, res in (caught | others).items()
+        if res.status != "INCORRECT" and not (res.status == "UNSUPPORTED" and name in others)
     ]
 
 
@@ -190,7 +190,7 @@ def variants(session: Session, target: str, say: Say) -> list[str]:
     submissions = honest(problem)
     fit, others = _fit(session, submissions, target)
     say(f"\nhonest variants through the judge: {len(fit)} of {len(submissions)} can run here")
-    later = [Result(one, one.targets[0]) for one in submissions if one.name in others and target not in one.targets]
+    later = [Result(sub, sub.targets[0]) for sub in submissions if sub.name in others and target not in sub.targets]
     modes.compile_only(problem, session.device, later, session.progress)
     refused = {name: (why.status, why.reason) for name, why in others.items()}
     refused |= {j.submission.name: (j.status, j.reason) for j in later if j.status}
@@ -199,9 +199,9 @@ def variants(session: Session, target: str, say: Say) -> list[str]:
     for name, outcomes in _judged(session, target, fit, cases).items():
         left = [o.reason for o in outcomes if o.status == "UNSUPPORTED"]  # by what a baseline says of itself
         bad = [(case, o) for case, o in zip(cases, outcomes, strict=False) if o.status not in ("PASSED", "UNSUPPORTED")]
-        said = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
-        say(f"{name:<32} {len(outcomes) - len(bad) - len(left)}/{len(cases)} cases right  {said}".rstrip())
-        holes += [f"{name}: {said}"] if bad else []
+        note = f"{bad[0][1].status} on {bad[0][0]}: {_line(bad[0][1].reason)}" if bad else left[0] if left else ""
+        say(f"{name:<32} {len(outcomes) - len(bad) - len(left)}/{len(cases)} cases right  {note}".rstrip())
+        holes += [f"{name}: {note}"] if bad else []
     for name, (status, reason) in refused.items():
         say(f"{name:<32} {status:<15} {_line(reason)}")
     if not fit:
@@ -229,15 +229,15 @@ def _judged(
     """Return the outcomes of each submission by name, in the order of `cases`."""
     results: dict[str, list[Outcome]] = {}
     for start in range(0, len(submissions), AT_ONCE):
-        handles = [RunnerHandle(one.name, one, target) for one in submissions[start : start + AT_ONCE]]
+        handles = [RunnerHandle(sub.name, sub, target) for sub in submissions[start : start + AT_ONCE]]
         results |= phases_of(session.device).run_tests(session, handles, cases, lambda *_: None)
     return results
 
 
 def _fit(session: Session, submissions: list[Submission], target: str) -> tuple[list[Submission], dict[str, Outcome]]:
     """Return what can be judged here, and by name why the others cannot."""
-    refused = {one: selection.refusal(one, session.device, target) for one in submissions}
-    return [one for one, why in refused.items() if not why], {one.name: why for one, why in refused.items() if why}
+    refused = {sub: selection.refusal(sub, session.device, target) for sub in submissions}
+    return [sub for sub, why in refused.items() if not why], {sub.name: why for sub, why in refused.items() if why}
 
 
 def _line(reason: str) -> str:

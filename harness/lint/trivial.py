@@ -70,29 +70,29 @@ class Trivial(Checker):
         fault = f"two contents from one seed differ in {self.names[differ[0]]}" if self.ours and differ else ""
         tried = {name: self._tried(name, *candidate) for name, candidate in candidates.items()}
         statuses = {EXACT: (), WRONG: ("accepted", "right")}
-        often = {name: 0 for name, one in tried.items() if one.status in statuses.get(one.kind, ("accepted",))}
+        often = {name: 0 for name, trial in tried.items() if trial.status in statuses.get(trial.kind, ("accepted",))}
         for more in range(1, OTHER_SEEDS + 1 if often else 1):
-            made = self._candidates(case, seed + more)
-            for name in often.keys() & made.keys():
-                often[name] += self._tried(name, *made[name]).status in ("accepted", "right")
+            others = self._candidates(case, seed + more)
+            for name in often.keys() & others.keys():
+                often[name] += self._tried(name, *others[name]).status in ("accepted", "right")
         for name, many in often.items():
             status = tried[name].status if many >= OFTEN[tried[name].status] else "luck"
             tried[name] = Tried(name, tried[name].kind, status, f"{many} of {OTHER_SEEDS} other seeds")
-        return {"tried": [vars(one) for one in tried.values()], "fault": fault}
+        return {"tried": [vars(trial) for trial in tried.values()], "fault": fault}
 
     def _tried(self, name: str, kind: str, make: Callable[[], list[list]]) -> Tried:
-        said = Tried(name, kind, "absent")
+        result = Tried(name, kind, "absent")
         try:
             for outputs in make():
                 ok, text = self._check(outputs)
                 self._sync()
                 right = "right" if kind != EXACT and _near(outputs, self.exact) else "accepted"
-                said = Tried(name, kind, right if ok else "refused", "" if ok else text.partition("\n")[0])
-                if said.status == "accepted":
+                result = Tried(name, kind, right if ok else "refused", "" if ok else text.partition("\n")[0])
+                if result.status == "accepted":
                     break
         except AbsentError as absent:
             return Tried(name, kind, "absent", str(absent).partition("\n")[0])
-        return said
+        return result
 
     def _check(self, outputs: list) -> tuple[bool, str]:
         if self.ours:
@@ -158,30 +158,30 @@ class Trivial(Checker):
         self._make(case, seed)
         self.seed, self.opaque = seed, self._opaque()
         self.derived: dict[str, list] = {}
-        found: Candidates = {"exact": (EXACT, lambda: [self.exact])}
+        candidates: Candidates = {"exact": (EXACT, lambda: [self.exact])}
         judged = [j for j, output in enumerate(self.exact) if output is not None]
         for j in self._some(judged):
             of = f" [{self.paths[j]}]" if len(self.exact) > 1 else ""
             for name, (kind, make) in self._of_output(j).items():
                 kind = PART if kind == WRONG and len(judged) > 1 and not self.ours else kind
-                found[name + of] = kind, lambda j=j, make=make: self._beside(j, make())
-        return found
+                candidates[name + of] = kind, lambda j=j, make=make: self._beside(j, make())
+        return candidates
 
-    def _beside(self, j: int, made: Any) -> list[list]:
-        """Return whole answers: each of what was made for output j, one or a list, beside the right other outputs."""
-        return [[*self.exact[:j], one, *self.exact[j + 1 :]] for one in (made if isinstance(made, list) else [made])]
+    def _beside(self, j: int, outs: Any) -> list[list]:
+        """Return whole answers: `outs` for output j, one or a list, each beside the right other outputs."""
+        return [[*self.exact[:j], out, *self.exact[j + 1 :]] for out in (outs if isinstance(outs, list) else [outs])]
 
     def _of_output(self, j: int) -> Candidates:
         exact, truth = self.exact[j], self.truth[j]
         if isinstance(exact, torch.Tensor) and not exact.numel():
             return {}
-        found: Candidates = {"zeros": (WRONG, lambda: self._constant(j, 0.0))}
+        candidates: Candidates = {"zeros": (WRONG, lambda: self._constant(j, 0.0))}
         if _alike(self.before, self.exact):
-            found["previous answer"] = (WRONG, lambda: self.before[j])
+            candidates["previous answer"] = (WRONG, lambda: self.before[j])
         if not isinstance(exact, torch.Tensor):  # a text, or a number beyond all types
-            return found
+            return candidates
         axes = [axis for axis, size in enumerate(exact.shape) if size > 1 and exact.dtype != values.FP4]
-        found |= {
+        candidates |= {
             "second half zero": (WRONG, lambda: half_zero(exact)),
             "one infinity": (WRONG, lambda: special(exact, float("inf"))),
             "largest element zero": (WRONG, lambda: largest_zero(exact)),
@@ -192,25 +192,25 @@ class Trivial(Checker):
             "inputs in less precision": (PART, lambda: self._narrowed_inputs(j)),
         }
         if self.ours:  # in other folders the judge refuses it
-            found["one NaN"] = (WRONG, lambda: special(exact, float("nan")))
+            candidates["one NaN"] = (WRONG, lambda: special(exact, float("nan")))
         if truth.numel() > 1:  # one element is its own mean
-            found["mean of the answer"] = (WRONG, lambda: self._constant(j, float(values.numbers(truth).mean())))
+            candidates["mean of the answer"] = (WRONG, lambda: self._constant(j, float(values.numbers(truth).mean())))
         for axis in axes:
-            found[f"axis {axis} rolled by one"] = (QUESTION, lambda axis=axis: rolled(exact, axis))
+            candidates[f"axis {axis} rolled by one"] = (QUESTION, lambda axis=axis: rolled(exact, axis))
         if len(axes) > 1:  # of one axis the order may be free
-            found["elements rolled by one"] = (WRONG, lambda: rolled(exact))
+            candidates["elements rolled by one"] = (WRONG, lambda: rolled(exact))
         if self.unweighted:
-            found["answer to other weights"] = (WRONG, lambda: self.unweighted[j])
+            candidates["answer to other weights"] = (WRONG, lambda: self.unweighted[j])
         for i in self._some(self.inputs):
             name, content = self.names[i], values.plain(tree.tensors(self.pristine)[i])
             if content.numel() == exact.numel() and exact.dtype != values.FP4:
                 same = not self.ours and (exact.dtype, exact.shape) == (content.dtype, content.shape)
-                made = values.numbers(content).reshape(exact.shape)
-                copied = values.like(exact, values.cast(made, exact.dtype))
-                found[f"copy of {name}"] = (PART if same else WRONG, lambda copied=copied: copied)
-            found[f"{name} zero"] = (PART, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
-            found[f"{name} shifted"] = (PART, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
-        return found
+                shaped = values.numbers(content).reshape(exact.shape)
+                copied = values.like(exact, values.cast(shaped, exact.dtype))
+                candidates[f"copy of {name}"] = (PART if same else WRONG, lambda copied=copied: copied)
+            candidates[f"{name} zero"] = (PART, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
+            candidates[f"{name} shifted"] = (PART, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])
+        return candidates
 
     def _some(self, which: list[int]) -> list[int]:
         return sorted(random.Random(self.seed).sample(which, min(len(which), ALONE_AT_MOST)))
@@ -248,17 +248,17 @@ class Trivial(Checker):
 
         return self._answer_to(f"narrowed for {out}", self.inputs, narrowed)[j]
 
-    def _answer_to(self, what: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> list:
+    def _answer_to(self, key: str, which: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> list:
         """The answer to inputs of which those in `which` went through `change`, but OPAQUE ones. It is made once."""
-        if what in self.derived:
-            return self.derived[what]
+        if key in self.derived:
+            return self.derived[key]
         data = tree.clone(self.pristine)
         tensors = [values.held(tensor) for tensor in tree.tensors(data)]
         changed = [(tensors[i], change(values.plain(tensors[i]))) for i in which if i not in self.opaque]
-        made = [(values.bits(old), values.bits(new)) for old, new in changed]
-        if all(torch.equal(old, new) for old, new in made):
+        pairs = [(values.bits(old), values.bits(new)) for old, new in changed]
+        if all(torch.equal(old, new) for old, new in pairs):
             raise AbsentError(UNCHANGED)
-        for old, new in made:
+        for old, new in pairs:
             old.copy_(new)
         try:
             truth = self._outputs_of(self.reference.ref_kernel(data))[2]
@@ -266,8 +266,8 @@ class Trivial(Checker):
             raise AbsentError(f"the reference refuses such inputs: {type(error).__name__}: {error}") from error
         if not _alike(truth, self.exact):
             raise AbsentError("the answer to such inputs has another shape; a wrong file can show that they count")
-        self.derived[what] = _formed(truth, self.exact)
-        return self.derived[what]
+        self.derived[key] = _formed(truth, self.exact)
+        return self.derived[key]
 
 
 def _formed(truth: list, shapes: list) -> list:
@@ -278,15 +278,15 @@ def _formed(truth: list, shapes: list) -> list:
     ]
 
 
-def _alike(one: list, two: list) -> bool:
+def _alike(first: list, second: list) -> bool:
     """Return whether two answers have as many outputs, of the same shapes."""
-    shapes = [[t.shape if isinstance(t, torch.Tensor) else type(t) for t in outputs] for outputs in (one, two)]
+    shapes = [[t.shape if isinstance(t, torch.Tensor) else type(t) for t in outputs] for outputs in (first, second)]
     return shapes[0] == shapes[1]
 
 
-def _near(one: list, two: list) -> bool:
+def _near(first: list, second: list) -> bool:
     """Return whether two answers of the same form are equal, or each output the other's neighbour."""
-    pairs = zip(one, two, strict=True)
+    pairs = zip(first, second, strict=True)
     return all(values.neighbours(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
 
 
@@ -331,11 +331,11 @@ def scaled(exact: torch.Tensor, factor: float) -> torch.Tensor:
 def rolled(exact: torch.Tensor, axis: int | None = None) -> torch.Tensor:
     """Return the answer with each element one place further along an axis; None: in the order of all elements."""
     bits = values.bits(exact).contiguous()
-    made = bits.roll(1) if axis is None else bits.roll(1, axis)
-    same = [bits.sort(a).values.equal(made.sort(a).values) for a in range(bits.dim() if axis is None else 0)]
-    if any(same) and not made.equal(bits):
+    turned = bits.roll(1) if axis is None else bits.roll(1, axis)
+    same = [bits.sort(a).values.equal(turned.sort(a).values) for a in range(bits.dim() if axis is None else 0)]
+    if any(same) and not turned.equal(bits):
         raise AbsentError("its rows or columns hold the same, in another order")
-    return _of_bits(exact, made)
+    return _of_bits(exact, turned)
 
 
 def floating(exact: torch.Tensor) -> torch.Tensor:

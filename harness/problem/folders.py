@@ -34,23 +34,23 @@ class ProblemError(RuntimeError):
 
 
 @contextlib.contextmanager
-def reading(what: str, named: bool = False) -> Iterator[None]:
+def reading(source: str, named: bool = False) -> Iterator[None]:
     """Turn what goes wrong in files into a UsageError of one line. named: an error of values says which file."""
     try:
         yield
     except UsageError:
         raise
     except SyntaxError as error:
-        name = Path(error.filename or what).name
-        place = name if name == what else f"{what}: {name}"
+        name = Path(error.filename or source).name
+        place = name if name == source else f"{source}: {name}"
         raise UsageError(f"{place}:{error.lineno}: not Python: {error.msg}") from error
     except Exception as error:
         if named and isinstance(error, ValueError | build.BuildError) and not isinstance(error, UnicodeError):
             raise UsageError(str(error)) from error
-        said = text.line(f"{type(error).__name__}: {error}".rstrip(": "), 300)
+        reason = text.line(f"{type(error).__name__}: {error}".rstrip(": "), 300)
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, build.BuildError) else f" ({Path(at.filename).name}:{at.lineno})"
-        raise UsageError(f"{what} cannot be read: {said}{where}") from error
+        raise UsageError(f"{source} cannot be read: {reason}{where}") from error
 
 
 def has_words(case: str, words: str) -> bool:
@@ -120,7 +120,7 @@ class Problem:
         contents = sorted({case.params["content"] for case in self.tests if "content" in case.params})
         small = sorted(self.timed(target), key=lambda case: case.bytes or 0)[: AT_TIMED if contents else 0]
         chosen = zip(small, random.Random(seed).choices(contents or [""], k=len(small)), strict=True)
-        hard = (dataclasses.replace(case, params=case.params | {"content": one}, seed=seed) for case, one in chosen)
+        hard = (dataclasses.replace(case, params=case.params | {"content": fill}, seed=seed) for case, fill in chosen)
         return (*_cases(self.folder, task.tests(seed)[:DRAWN]), *hard)
 
     def submissions(self) -> list[Submission]:
@@ -176,8 +176,8 @@ def listing(folder: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
         if not text.can_name(file.stem):
             raise UsageError(f"a submission's file must have a plain name, got {file.stem!r}: rename it")
         with reading(file.name, named=True):
-            found = file.stem, _targets(file, load.constants(file, "TARGETS")), load.summary(file)
-        yield found
+            entry = file.stem, _targets(file, load.constants(file, "TARGETS")), load.summary(file)
+        yield entry
 
 
 def problem_names() -> list[str]:
@@ -194,51 +194,51 @@ def submission(problem: Problem, file: Path, option: str = "--submission") -> Su
     if file.name in modules and modules[file.name].resolve() != file.resolve():
         raise UsageError(f"{option}: {file.name} would hide a module of {problem.name} of that name: rename the file")
     with reading(file.name, named=True):
-        said = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
+        literals = load.constants(file, "TARGETS", "REQUIRES", "ONLY", "CPU_FLAGS")
         summary = load.summary(file)
         if file.resolve() in sources.helpers(problem.folder.resolve()).values():
             raise UsageError(f"{option}: {file.name} is a module of {problem.name}, whose reference imports it")
         for path in (*sources.files_of(file), *sources.brought(file, problem.folder)):
             if path.suffix == ".py":
                 load.parse(path)
-        requires, _ = _names(file, said, "REQUIRES"), _names(file, said, "CPU_FLAGS")
-        targets = _targets(file, said)
+        requires, _ = _names(file, literals, "REQUIRES"), _names(file, literals, "CPU_FLAGS")
+        targets = _targets(file, literals)
         baseline = file.stem.startswith("peer_") and file.resolve().parent == problem.folder / "variants"
-        only = _only(problem, file, said["ONLY"], () if baseline else targets) if "ONLY" in said else ()
+        only = _only(problem, file, literals["ONLY"], () if baseline else targets) if "ONLY" in literals else ()
     name, path, folder = file.stem, file.resolve(), problem.folder
     return Submission(name, path, targets, requires, baseline, summary, folder, only, problem.ours)
 
 
-def _targets(file: Path, said: dict[str, Any]) -> tuple[str, ...]:
-    targets = _names(file, said, "TARGETS") or TARGETS
+def _targets(file: Path, literals: dict[str, Any]) -> tuple[str, ...]:
+    targets = _names(file, literals, "TARGETS") or TARGETS
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"{file.name}: TARGETS must be of {TARGETS}, got {sorted(unknown)}")
     return targets
 
 
-def _names(file: Path, said: dict[str, Any], literal: str) -> tuple[str, ...]:
-    words = said.get(literal, ())
+def _names(file: Path, literals: dict[str, Any], literal: str) -> tuple[str, ...]:
+    words = literals.get(literal, ())
     if not isinstance(words, tuple | list) or not all(isinstance(w, str) and w.isidentifier() for w in words):
         raise UsageError(f"{file.name}: {literal} must be a tuple of names, got {words!r:.80}")
     return tuple(words)
 
 
-def _only(problem: Problem, file: Path, said: object, targets: tuple[str, ...]) -> tuple[tuple[str, tuple], ...]:
+def _only(problem: Problem, file: Path, spec: object, targets: tuple[str, ...]) -> tuple[tuple[str, tuple], ...]:
     """The literal ONLY as Submission has it. targets: () of a baseline. UsageError: malformed, or not allowed."""
     allowed = {}
     if targets and problem.ours:
         allowed = load.constants(problem.folder / "task.py", "ONLY_BY_TARGET").get("ONLY_BY_TARGET", {})
-    if any(allowed.get(target) != said for target in targets):
+    if any(allowed.get(target) != spec for target in targets):
         known = "".join(f", and for {target} {value}" for target, value in allowed.items())
         wanted = f"ONLY is for peer_* files of variants/{known}, a submission must serve every case"
-        raise UsageError(f"{file.name}: {wanted}, got {said!r}")
-    if not isinstance(said, dict) or not said or any(isinstance(v, list | set | dict) for v in said.values()):
-        raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {said!r}")
+        raise UsageError(f"{file.name}: {wanted}, got {spec!r}")
+    if not isinstance(spec, dict) or not spec or any(isinstance(v, list | set | dict) for v in spec.values()):
+        raise UsageError(f"{file.name}: ONLY must map fields of the case to a value or a tuple of values, got {spec!r}")
     cases = [*problem.tests, *(case for cases in problem.benchmarks.values() for case in cases)]
     known = list(dict.fromkeys(field for case in cases for field in case.params))
-    if unknown := [field for field in said if field not in known]:
+    if unknown := [field for field in spec if field not in known]:
         raise UsageError(f"{file.name}: ONLY must name fields of the case ({', '.join(known)}), got {unknown[0]!r}")
-    only = tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in said.items())
+    only = tuple((field, value if isinstance(value, tuple) else (value,)) for field, value in spec.items())
     for case in (case for target in targets for case in problem.timed(target)):
         if not all(case.params.get(field) in values for field, values in only):
             raise UsageError(f"{problem.name}/task.py: ONLY_BY_TARGET must admit each timed case, it leaves out {case}")
@@ -259,10 +259,10 @@ def is_own(folder: Path) -> bool:
 
 def _count(folder: Path, method: Any) -> Any:
     """Return what a method of a case says. UsageError: it is no count."""
-    said = method()
-    if isinstance(said, bool) or not isinstance(said, numbers.Real) or not 0 <= said < float("inf"):
-        raise UsageError(f"{folder.name}/task.py: {method.__name__}() of a case must be a number from 0, got {said!r}")
-    return said
+    count = method()
+    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < float("inf"):
+        raise UsageError(f"{folder.name}/task.py: {method.__name__}() of a case must be a number from 0, got {count!r}")
+    return count
 
 
 def _cases(folder: Path, specs: list) -> tuple[Case, ...]:
@@ -283,9 +283,9 @@ def find(name: str) -> Problem:
     folder = place(name)
     if is_own(folder):
         with reading(folder.name, named=True):
-            said = load.constants(folder / "task.py", "INOUT", "OPAQUE")
-        for literal in said:
-            _names(folder / "task.py", said, literal)
+            literals = load.constants(folder / "task.py", "INOUT", "OPAQUE")
+        for literal in literals:
+            _names(folder / "task.py", literals, literal)
         task = load.module(folder, "task")
         cases = functools.partial(_cases, folder)
         benchmarks = {"cuda": cases(task.BENCHMARKS), "cpu": cases(task.BENCHMARKS_CPU)}

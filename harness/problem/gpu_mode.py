@@ -49,22 +49,22 @@ class _Task(BaseModel):
     ranking_by: Literal["last", "mean", "geom"] = "last"
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] = 0
 
-    def cases(self, given: list[dict]) -> tuple[Case, ...]:
-        params = [{name: value for name, value in case.items() if name != "seed"} for case in given]
-        return tuple(Case(one, case.get("seed", self.seed)) for one, case in zip(params, given, strict=True))
+    def cases(self, specs: list[dict]) -> tuple[Case, ...]:
+        params = [{name: value for name, value in case.items() if name != "seed"} for case in specs]
+        return tuple(Case(param, case.get("seed", self.seed)) for param, case in zip(params, specs, strict=True))
 
 
 def read(folder: Path) -> Problem:
     """Return the problem in `folder`. UsageError: task.yml is missing or malformed (it names the key), or a file is."""
     file = sources.task_yml(folder)
     try:
-        given = yaml.safe_load(file.read_text())
-        task = _Task.model_validate(given)
+        content = yaml.safe_load(file.read_text())
+        task = _Task.model_validate(content)
     except yaml.YAMLError as error:
         raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise UsageError(f"{file}: {schema.said_of(error)}") from None
-    for key in given.keys() - {*_Task.model_fields, *_OTHER_KEYS}:
+    for key in content.keys() - {*_Task.model_fields, *_OTHER_KEYS}:
         near = difflib.get_close_matches(str(key), [*_Task.model_fields, *_OTHER_KEYS], 1)
         hint = f": is it {near[0]}?" if near else ""
         output.complain(text.line(f"warning: {file}: the key {key!r} is unknown and ignored{hint}"))
@@ -79,10 +79,10 @@ def read(folder: Path) -> Problem:
 def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
     """Return the Python files that task.yml lists, task.py and utils.py, by import name. UsageError: a wrong one."""
     unlisted = [folder.parent / "utils.py", folder / "utils.py", folder / "task.py"]
-    found = {path.name: path for path in unlisted if path.is_file()}
-    found |= {one.name: folder / (one.source or one.name) for one in listed if "@" not in one.source}
-    found = {name: path.resolve() for name, path in found.items() if name not in _UNUSED}
-    for name, path in {**found, "reference.py": folder / "reference.py"}.items():
+    files = {path.name: path for path in unlisted if path.is_file()}
+    files |= {file.name: folder / (file.source or file.name) for file in listed if "@" not in file.source}
+    files = {name: path.resolve() for name, path in files.items() if name not in _UNUSED}
+    for name, path in {**files, "reference.py": folder / "reference.py"}.items():
         where = f"{sources.task_yml(folder)}: files: {name} ({path})"
         if name.partition("/")[0].removesuffix(".py") in _OURS:
             raise UsageError(f"{where} has the name of a package of this judge: rename it")
@@ -90,4 +90,4 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
             raise UsageError(f"{where} is not there")
         if name.endswith(".py") and path.suffix != ".py":
             raise UsageError(f"{where} must be a file whose name ends in .py")
-    return {name: path for name, path in found.items() if path.suffix == ".py"}
+    return {name: path for name, path in files.items() if path.suffix == ".py"}

@@ -70,10 +70,10 @@ def brought(file: Path, folder: Path) -> list[Path]:
     if not is_composition(folder):
         return []
     users = [file, *(bridge for name in composed for bridge in _in_model(name))]
-    found = dict.fromkeys(path for user in users for module in modules(user, folder) for path in files_of(module))
+    paths = dict.fromkeys(path for user in users for module in modules(user, folder) for path in files_of(module))
     for name in composed:
-        found |= dict.fromkeys(_winners(name))
-    return [path for path in found if path not in files_of(file)]
+        paths |= dict.fromkeys(_winners(name))
+    return [path for path in paths if path not in files_of(file)]
 
 
 def shared(files: Iterable[Path]) -> list[Path]:
@@ -183,19 +183,19 @@ def helpers(folder: Path) -> dict[str, Path]:
     def used(path: Path) -> list[Path | None]:
         return [_found(f".{name}", folder, "") for _, name in imported(path)] if path.is_file() else []
 
-    found = [path for path in _reached([folder / "reference.py"], used) if folder in path.parents]
-    return {str(path.relative_to(folder)): path for path in found if path.name != "submission.py"}
+    paths = [path for path in _reached([folder / "reference.py"], used) if folder in path.parents]
+    return {str(path.relative_to(folder)): path for path in paths if path.name != "submission.py"}
 
 
 def _reached(files: Iterable[Path], used: Callable[[Path], Iterable[Path | None]]) -> list[Path]:
     """Return what `files` use, and what that uses, each once."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     todo = list(files)
     while todo:
-        new = dict.fromkeys(path for path in used(todo.pop(0)) if path and path not in found)
-        found |= new
+        new = dict.fromkeys(path for path in used(todo.pop(0)) if path and path not in paths)
+        paths |= new
         todo += new
-    return list(found)
+    return list(paths)
 
 
 def imported(path: Path) -> tuple[tuple[int, str], ...]:
@@ -232,8 +232,8 @@ def _is_hidden(name: str) -> bool:
 
 def defines(tree: ast.Module, name: str) -> bool:
     """Return whether a module defines `name`: as a function of its own, or as the name of another."""
-    made = [_targets(node) if isinstance(node, ast.Assign) else {getattr(node, "name", "")} for node in tree.body]
-    return name in set().union(*made)
+    defined = [_targets(node) if isinstance(node, ast.Assign) else {getattr(node, "name", "")} for node in tree.body]
+    return name in set().union(*defined)
 
 
 def _found(name: str, folder: Path, package: str) -> Path | None:

@@ -44,15 +44,13 @@ def is_stale(problem: Problem) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write task.yml of every problem.", allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where one is stale")
-    check, stale = parser.parse_args().check, [one for one in map(find, problem_names()) if is_stale(one)]
+    check, stale = parser.parse_args().check, [problem for problem in map(find, problem_names()) if is_stale(problem)]
     if stale and check:
-        print(
-            f"stale task.yml: {', '.join(one.name for one in stale)}; run .venv/bin/python -m harness.problem.task_yml"
-        )
+        print(f"stale task.yml: {', '.join(p.name for p in stale)}; run .venv/bin/python -m harness.problem.task_yml")
         return 1
-    for one in stale:
-        (one.folder / "task.yml").write_text(render(one))
-        print(f"wrote {one.folder / 'task.yml'}")
+    for problem in stale:
+        (problem.folder / "task.yml").write_text(render(problem))
+        print(f"wrote {problem.folder / 'task.yml'}")
     return 0
 
 

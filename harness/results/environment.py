@@ -93,10 +93,10 @@ def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
     status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]
     asked = (["git", "rev-parse", "HEAD"], status)
     try:
-        said = [subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout for words in asked]
+        texts = [subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout for words in asked]
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    return said[0].strip(), bool(said[1].strip())
+    return texts[0].strip(), bool(texts[1].strip())
 
 
 @functools.cache

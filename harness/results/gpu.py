@@ -26,11 +26,11 @@ class Gpu:
     capability: str
 
 
-def asked(what: str, fields: tuple[str, ...]) -> list[list[str]]:
-    """Return the rows of nvidia-smi's table of `what`, "gpu" or "compute-apps". RuntimeError: it does not answer."""
+def asked(kind: str, fields: tuple[str, ...]) -> list[list[str]]:
+    """Return the rows of nvidia-smi's table of `kind`, "gpu" or "compute-apps". RuntimeError: it does not answer."""
     if not shutil.which("nvidia-smi"):
         raise RuntimeError("there is no nvidia-smi to ask")
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -52,17 +52,17 @@ def present() -> tuple[Gpu, ...]:
 
 def visible() -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA sees, in its order. A word that names none, or one again, hides all from there on."""
-    said = os.environ.get(VARIABLE)
-    if said is None:
+    setting = os.environ.get(VARIABLE)
+    if setting is None:
         return present()
-    found: list[Gpu] = []
-    for word in map(str.strip, said.split(",")):
+    gpus: list[Gpu] = []
+    for word in map(str.strip, setting.split(",")):
         is_uuid = word.startswith("GPU-")
-        named = [one for one in present() if word == str(one.index) or (is_uuid and one.uuid.startswith(word))]
-        if len(named) != 1 or named[0] in found:
+        named = [gpu for gpu in present() if word == str(gpu.index) or (is_uuid and gpu.uuid.startswith(word))]
+        if len(named) != 1 or named[0] in gpus:
             break
-        found += named
-    return tuple(found)
+        gpus += named
+    return tuple(gpus)
 
 
 def current() -> Gpu | None:
@@ -72,11 +72,11 @@ def current() -> Gpu | None:
 
 def select(number: int = 0) -> Gpu:
     """Leave this process, ahead of CUDA, and its children GPU `number` of the visible ones. LookupError: none such."""
-    found = visible()
-    if number >= len(found):
-        names = "; ".join(f"cuda:{i} is {gpu.name} ({gpu.uuid})" for i, gpu in enumerate(found)) or "there is none"
-        hidden = len(present()) - len(found)
+    gpus = visible()
+    if number >= len(gpus):
+        names = "; ".join(f"cuda:{i} is {gpu.name} ({gpu.uuid})" for i, gpu in enumerate(gpus)) or "there is none"
+        hidden = len(present()) - len(gpus)
         rest = f" ({VARIABLE}={os.environ.get(VARIABLE)} hides {hidden})" if hidden else ""
         raise LookupError(f"no GPU cuda:{number}: {names}{rest}")
-    os.environ[VARIABLE] = found[number].uuid
-    return found[number]
+    os.environ[VARIABLE] = gpus[number].uuid
+    return gpus[number]

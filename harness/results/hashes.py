@@ -24,6 +24,6 @@ def source_hash(files: Iterable[Path]) -> str:
 def harness_hash() -> str:
     """Hash of the judge, of what problems share, and of the model of a GPU with what runs variants in it."""
     root = Path(__file__).resolve().parents[2]
-    found = [path for part in ("harness", "problems/common") for path in (root / part).rglob("*.[pc]*")]
-    found += [*(root / "ptx_model").glob("*.[pc]*"), root / "ptx_model" / "tools" / "check.py"]
-    return source_hash(path for path in found if path.is_file() and path.parent.name != "__pycache__")
+    files = [path for part in ("harness", "problems/common") for path in (root / part).rglob("*.[pc]*")]
+    files += [*(root / "ptx_model").glob("*.[pc]*"), root / "ptx_model" / "tools" / "check.py"]
+    return source_hash(path for path in files if path.is_file() and path.parent.name != "__pycache__")

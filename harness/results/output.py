@@ -120,17 +120,17 @@ def deliver(place: str, text: str, stdout: TextIO) -> None:
     say(text, stdout) if place == "-" else write_whole(Path(place), text)
 
 
-def spliced(text: str, marks: tuple[str, str], said: str, name: str) -> str:
-    """Return `text`, of the file `name`, with `said` between two marks. ValueError: it lacks one or has one twice."""
+def spliced(text: str, marks: tuple[str, str], inner: str, name: str) -> str:
+    """Return `text`, of the file `name`, with `inner` between two marks. ValueError: it lacks one or has one twice."""
     begin, end = marks
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{name} must hold the lines {begin} and {end} once each, in this order")
-    return f"{text.partition(begin)[0]}{begin}\n\n{said}\n{end}{text.partition(end)[2]}"
+    return f"{text.partition(begin)[0]}{begin}\n\n{inner}\n{end}{text.partition(end)[2]}"
 
 
-def splice(path: Path, marks: tuple[str, str], said: str) -> None:
-    """Write `said` between the two marks of the file `path`. ValueError as in `spliced`: it stays as it was."""
-    write_whole(path, spliced(path.read_text(encoding="utf-8"), marks, said, path.name))
+def splice(path: Path, marks: tuple[str, str], inner: str) -> None:
+    """Write `inner` between the two marks of the file `path`. ValueError as in `spliced`: it stays as it was."""
+    write_whole(path, spliced(path.read_text(encoding="utf-8"), marks, inner, path.name))
 
 
 def _target(path: Path) -> Path:

@@ -45,7 +45,7 @@ def apart(labels: Sequence[str]) -> tuple[dict[str, str], str]:
     fields = {label: re.split(r" (?=\w+=)", label) for label in labels}
     first = next(iter(fields.values()), [])
     common = [field for field in first if len(fields) > 1 and all(field in other for other in fields.values())]
-    distinct = {label: " ".join(f for f in mine if f not in common) or label for label, mine in fields.items()}
+    distinct = {label: " ".join(f for f in own if f not in common) or label for label, own in fields.items()}
     return distinct, " ".join(common)
 
 
@@ -134,18 +134,18 @@ def leaders(records: Iterable[dict], wanted: Sequence[str], ranking_by: str = "g
     records = [record for record in records if record["kind"] != "benchmark" or clock(record) == by]
     of_base = dict.fromkeys(record["variant"] for record in runs[base])
     standings = [_standing(records, v, base, wanted, ranking_by) for v in of_base if not _failed(records, v)]
-    found = sorted((one for one in standings if one), key=lambda one: (one.value, one.variant))[:1]
+    chain = sorted((leader for leader in standings if leader), key=lambda leader: (leader.value, leader.variant))[:1]
     for run_id in list(runs)[list(runs).index(base) + 1 :]:
         for variant in dict.fromkeys(record["variant"] for record in runs[run_id] if record.get("confirms")):
-            mine = {case_label(r["case"]): r for r in runs[run_id] if r["variant"] == variant}
-            over = {r["confirms"]["variant"] for r in mine.values() if (r.get("confirms") or {}).get("paired")}
-            if not found or over != {found[-1].variant} or variant in over or _failed(records, variant):
+            own = {case_label(r["case"]): r for r in runs[run_id] if r["variant"] == variant}
+            over = {r["confirms"]["variant"] for r in own.values() if (r.get("confirms") or {}).get("paired")}
+            if not chain or over != {chain[-1].variant} or variant in over or _failed(records, variant):
                 continue
-            theirs = {case_label(r["case"]): r for r in runs[run_id] if r["variant"] == found[-1].variant}
-            standing, ratio = _standing(records, variant, run_id, wanted, ranking_by), _pair(mine, theirs)
+            theirs = {case_label(r["case"]): r for r in runs[run_id] if r["variant"] == chain[-1].variant}
+            standing, ratio = _standing(records, variant, run_id, wanted, ranking_by), _pair(own, theirs)
             if standing and ratio and ratio[2] < 1:
-                found.append(dataclasses.replace(standing, over=found[-1].variant, ratio=ratio))
-    return found
+                chain.append(dataclasses.replace(standing, over=chain[-1].variant, ratio=ratio))
+    return chain
 
 
 def attempts(records: Iterable[dict], variant: str) -> set[str]:
@@ -155,8 +155,8 @@ def attempts(records: Iterable[dict], variant: str) -> set[str]:
 
 def attempt(records: Iterable[dict], variant: str) -> int:
     """How many runs timed it: those on record, or what a record says, which also counts runs that were given up."""
-    said = [r.get("attempt") or 0 for r in records if r["kind"] == "benchmark" and r["variant"] == variant]
-    return max([len(attempts(records, variant)), *said])
+    counts = [r.get("attempt") or 0 for r in records if r["kind"] == "benchmark" and r["variant"] == variant]
+    return max([len(attempts(records, variant)), *counts])
 
 
 def _standing(records: list[dict], variant: str, run_id: str, wanted: Sequence[str], ranking_by: str) -> Leader | None:
@@ -175,8 +175,8 @@ def _standing(records: list[dict], variant: str, run_id: str, wanted: Sequence[s
 
 def _failed(records: Iterable[dict], variant: str) -> bool:
     """Whether the variant's newest run, of those that were about it and not about the machine, failed anywhere."""
-    mine = [r for r in records if r["variant"] == variant and r["kind"] in JUDGED and not r.get("superseded")]
-    runs = [run for run in _runs(_by_run(mine)).values() if any(r["status"] != "UNSUPPORTED" for r in run)]
+    judged = [r for r in records if r["variant"] == variant and r["kind"] in JUDGED and not r.get("superseded")]
+    runs = [run for run in _runs(_by_run(judged)).values() if any(r["status"] != "UNSUPPORTED" for r in run)]
     if not runs:
         return True
     last = {(r["kind"], case_label(r["case"])): r["status"] for r in runs[-1]}
@@ -184,19 +184,19 @@ def _failed(records: Iterable[dict], variant: str) -> bool:
     return any(status != "PASSED" and (kind, status) != gap for (kind, _), status in last.items())
 
 
-def _pair(mine: Mapping[str, dict], theirs: Mapping[str, dict]) -> tuple[float, float, float] | None:
-    """Ratio mine / theirs over the cases with its 99 % interval, by which it is FASTER, from samples taken in pairs."""
-    if not mine or set(mine) != set(theirs):
+def _pair(own: Mapping[str, dict], theirs: Mapping[str, dict]) -> tuple[float, float, float] | None:
+    """Ratio own / theirs over the cases with its 99 % interval, by which it is FASTER, from samples taken in pairs."""
+    if not own or set(own) != set(theirs):
         return None
     try:
         pairs = [
             [list(zip(a, b, strict=True)) for a, b in zip(r["samples_us"], theirs[c]["samples_us"], strict=True)]
-            for c, r in mine.items()
+            for c, r in own.items()
         ]
-        found = stats.compare(pairs)
+        ratio = stats.compare(pairs)
     except (KeyError, TypeError, ValueError):
         return None
-    return (found.ratio, *found.ci99) if math.isfinite(found.ratio) else None
+    return (ratio.ratio, *ratio.ci99) if math.isfinite(ratio.ratio) else None
 
 
 def _by_run(records: list[dict]) -> list[dict]:
@@ -210,7 +210,7 @@ def _by_run(records: list[dict]) -> list[dict]:
 
 
 def _runs(records: list[dict]) -> dict[str, list[dict]]:
-    found: dict[str, list[dict]] = {}
+    runs: dict[str, list[dict]] = {}
     for record in records:
-        found.setdefault(record["run_id"], []).append(record)
-    return found
+        runs.setdefault(record["run_id"], []).append(record)
+    return runs

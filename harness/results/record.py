@@ -103,11 +103,11 @@ class Contents:
 
 def joined(run: dict, line: dict) -> dict:
     """Return the record of a result: what it says, else what its variant or the run says; of `clock` by parts."""
-    of_variant = next((one for one in run.get("submissions", ()) if one.get("variant") == line.get("variant")), {})
-    found = {key: run[key] for key in schema.SHARED if key in run} | of_variant | line
+    of_variant = next((sub for sub in run.get("submissions", ()) if sub.get("variant") == line.get("variant")), {})
+    record = {key: run[key] for key in schema.SHARED if key in run} | of_variant | line
     if isinstance(line.get("clock"), dict):
-        found["clock"] = (run.get("clock") or {}) | line["clock"]
-    return found
+        record["clock"] = (run.get("clock") or {}) | line["clock"]
+    return record
 
 
 def apart(run: dict, record: dict) -> dict:
@@ -143,24 +143,24 @@ def contents_of(path: Path, results: Path, check: Check = UNCHECKED) -> Contents
 
 def parsed(data: bytes | str, path: Path, source: str, check: Check = UNCHECKED) -> Contents:
     """What the lines hold. source: named in complaints. Unknown keys stay; a lone surrogate becomes U+FFFD."""
-    found = Contents(path)
-    _, found.complaints = parse_lines(data, source, lambda line: found.take(loads(line), check))
-    return found
+    content = Contents(path)
+    _, content.complaints = parse_lines(data, source, lambda line: content.take(loads(line), check))
+    return content
 
 
-def records_of(found: Iterable[Contents]) -> list[dict]:
+def records_of(all_contents: Iterable[Contents]) -> list[dict]:
     """Return the records of files. Parts of one run (--shard), up to a part that comes again, share a run id."""
     records: list[dict] = []
     sets: dict[str, tuple[str, set[int]]] = {}
-    for one in found:
-        if not (shard := one.run.get("shard")) or one.unfinished:
-            records += one.records
+    for content in all_contents:
+        if not (shard := content.run.get("shard")) or content.unfinished:
+            records += content.records
             continue
         run_id, parts = sets.get(shard["set"], ("", {shard["part"]}))
         if shard["part"] in parts:
-            run_id, parts = sets[shard["set"]] = (one.run_id, set())
+            run_id, parts = sets[shard["set"]] = (content.run_id, set())
         parts.add(shard["part"])
-        records += [record | {"run_id": run_id} for record in one.records]
+        records += [record | {"run_id": run_id} for record in content.records]
     return records
 
 
@@ -171,8 +171,8 @@ def read(machine: str, problem: str, results: Path | None = None) -> list[dict]:
 
 def parse(data: bytes | str, source: str) -> tuple[list[dict], list[str]]:
     """Return (the records of a file, complaints). data: JSON lines; source: the file's name in complaints."""
-    found = parsed(data, Path(source), source)
-    return found.records, found.complaints
+    content = parsed(data, Path(source), source)
+    return content.records, content.complaints
 
 
 def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], Any]) -> tuple[list, list[str]]:
@@ -181,16 +181,16 @@ def parse_lines(data: bytes | str, source: str, read_line: Callable[[bytes], Any
     with contextlib.suppress(ValueError, RecursionError):  # else a writer was killed within it
         json.loads(last)
         lines.append(last)
-    found, complaints = [], []
+    values, complaints = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(read_line(line))
+            values.append(read_line(line))
         except ValueError as error:
             complaints.append(f"{source}:{number}: skipped: {text.line(error, 200)}")
     more = len(complaints) - MOST
-    return found, [*complaints[:MOST], f"... and {more} more in {source}"] if more > 0 else complaints
+    return values, [*complaints[:MOST], f"... and {more} more in {source}"] if more > 0 else complaints
 
 
 def loads(line: bytes) -> dict:
@@ -198,28 +198,28 @@ def loads(line: bytes) -> dict:
     if len(line) > LINE_BYTES:
         raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are read")
     try:
-        found = json.loads(line, object_pairs_hook=_object)
+        loaded = json.loads(line, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"a JSON object is wanted, got {text.line(repr(found), 60)}")
-    return found
+    if not isinstance(loaded, dict):
+        raise ValueError(f"a JSON object is wanted, got {text.line(repr(loaded), 60)}")
+    return loaded
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. ValueError: a key is there twice, and readers would differ about its value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {text.line(repr(twice), 60)} is there twice")
-    return found
+    return members
 
 
 def checked(record: dict) -> dict:
     """`record`, with text that can be encoded. ValueError: it is none, or has a number that JSON has not."""
-    found: Any = _sound(record)
-    schema.check(found)
-    return found
+    sound: Any = _sound(record)
+    schema.check(sound)
+    return sound
 
 
 def now() -> str:
@@ -242,8 +242,8 @@ def _sound(value: object, depth: int = text.DEPTH) -> object:
         raise ValueError("an integer must be below 2**63")
     if isinstance(value, dict | list) and not depth:
         raise ValueError("nested too deeply")
-    if isinstance(value, list) and all(type(one) is float for one in value) and math.isfinite(sum(value)):
+    if isinstance(value, list) and all(type(item) is float for item in value) and math.isfinite(sum(value)):
         return value  # most of a record's numbers are samples, and a board reads all records
     if isinstance(value, dict):
-        return {_sound(key): _sound(one, depth - 1) for key, one in value.items()}
-    return [_sound(one, depth - 1) for one in value] if isinstance(value, list) else value
+        return {_sound(key): _sound(item, depth - 1) for key, item in value.items()}
+    return [_sound(item, depth - 1) for item in value] if isinstance(value, list) else value

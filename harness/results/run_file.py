@@ -48,13 +48,13 @@ class RunFile:
 
     def write(self, kind: str, **facts: object) -> None:
         """Append a line of work. A number that is not finite is written as Python's json does."""
-        said = json.dumps({"kind": kind, "time": record.now(), **facts})
-        self._append(said)
-        self.contents.work.append(json.loads(said))
+        line = json.dumps({"kind": kind, "time": record.now(), **facts})
+        self._append(line)
+        self.contents.work.append(json.loads(line))
 
     def finish(self, records: Iterable[dict], exit_code: int) -> None:
         """Append the results and the end. ValueError, and nothing is written: one of `records` is none."""
-        lines = [record.apart(self.contents.run, record.checked(one)) for one in records]
+        lines = [record.apart(self.contents.run, record.checked(entry)) for entry in records]
         lines.append({"kind": "end", "time": record.now(), "exit_code": exit_code})
         self._append(*(json.dumps(line, allow_nan=False) for line in lines))
         self.contents.ended = True

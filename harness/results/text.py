@@ -67,15 +67,15 @@ def plain(value: Any, depth: int = DEPTH - 2) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict) and depth:
-        return {line(key): plain(one, depth - 1) for key, one in value.items()}
+        return {line(key): plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple) and depth:
-        return [plain(one, depth - 1) for one in value]
+        return [plain(item, depth - 1) for item in value]
     return clean(value) if isinstance(value, str) else line(f"({type(value).__name__})")
 
 
-def counted(many: int, what: str) -> str:
+def counted(many: int, noun: str) -> str:
     """Return "1 case" or "3 cases"."""
-    return f"{many} {what}{'' if many == 1 else 's'}"
+    return f"{many} {noun}{'' if many == 1 else 's'}"
 
 
 def us(value: float) -> str:
@@ -83,8 +83,8 @@ def us(value: float) -> str:
     return f"{value:,.{2 if value < 99.995 else 1 if value < 999.95 else 0}f}" if math.isfinite(value) else ""
 
 
-def _printable(found: re.Match) -> str:
-    char = found[0]
+def _printable(match: re.Match) -> str:
+    char = match[0]
     if char.isprintable():
         return char
     return "\ufffd" if "\ud800" <= char <= "\udfff" else " " if char.isspace() else ""

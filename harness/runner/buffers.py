@@ -18,12 +18,12 @@ class Buffer:
     def __init__(self, nbytes: int, fd: int = -1) -> None:
         self.nbytes, self.memory, self._fd = nbytes, torch.empty(0, dtype=torch.uint8), -1
         if nbytes:
-            made = _sealed_file(nbytes) if fd < 0 else fd
+            descriptor = _sealed_file(nbytes) if fd < 0 else fd
             # Populated now, so that no timed call pays for page faults.
-            pages = mmap.mmap(made, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            pages = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
             if fd < 0:
-                self._fd = made
+                self._fd = descriptor
             else:
                 os.close(fd)
 

@@ -28,7 +28,7 @@ class Noting:
     def __call__(self, *arguments: object) -> object:
         self.kept = []  # the kernel finds its memory free again, as that of an answer which nothing keeps
         result = self.kernel(*arguments)
-        said, parts = told(result)
+        spec, parts = told(result)
         gaps = [is_plain(item) and tree.extent(item) > item.numel() for item in parts]
         dense = zip(parts, gaps, strict=True)
         self.kept = [item.detach().resolve_conj().resolve_neg().contiguous() if gap else item for item, gap in dense]
@@ -36,10 +36,10 @@ class Noting:
             (item.data_ptr(), tree.extent(item) * item.element_size()) if is_plain(item) else (0, 0)
             for item in self.kept
         ]
-        for claim, item, part in zip(tree.leaves(said), self.kept, parts, strict=False):
+        for claim, item, part in zip(tree.leaves(spec), self.kept, parts, strict=False):
             if item is not part:
                 claim.update(form(item))
-        self.said = [said]
+        self.said = [spec]
         gate.bindings().note_returned(self.page.address, places, json.dumps(self.said).encode())
         return result
 
@@ -52,13 +52,13 @@ def forms(result: object, outputs: list[torch.Tensor]) -> list[dict]:
 
 def capture_any(result: object, captures: list[dict], memory: torch.Tensor) -> list[dict]:
     """Copy what tensors came back in a form that is judged; say what came. One without gaps keeps its strides."""
-    said, parts = told(result)
+    claim, parts = told(result)
     for item, spec in zip(parts, captures, strict=False):
         dtype = str(item.dtype).removeprefix("torch.") if is_plain(item) else ""
         if dtype in spec["dtypes"] and list(item.shape) == spec["shape"]:
             copy = tree.tensor({**spec, "dtype": dtype, "nbytes": item.nbytes}, memory)
             tree.with_strides(copy, item.stride()).copy_(item)
-    return [said]
+    return [claim]
 
 
 def told(answer: object) -> tuple[dict, list[Any]]:
@@ -85,13 +85,13 @@ def is_plain(item: object) -> TypeGuard[torch.Tensor]:
     return all(isinstance(name, str) and name.startswith("_dynamo_") for name in vars(item))
 
 
-def form(item: object, given: torch.Tensor | None = None) -> dict:
+def form(item: object, output: torch.Tensor | None = None) -> dict:
     """Return the claim of one returned object; `same`: it is the tensor that the judge handed out."""
     if not is_plain(item):
         return {"type": f"{type(item).__name__}{' that is no plain one' if type(item) is torch.Tensor else ''}"}
     same = (
-        given is not None
-        and (item is given or item.data_ptr() == given.data_ptr())
-        and (item.dtype, item.shape, item.stride()) == (given.dtype, given.shape, given.stride())
+        output is not None
+        and (item is output or item.data_ptr() == output.data_ptr())
+        and (item.dtype, item.shape, item.stride()) == (output.dtype, output.shape, output.stride())
     )
     return {"type": "Tensor", **tree.form(item), "same": same, "conj": item.is_conj(), "neg": item.is_neg()}

@@ -22,14 +22,14 @@ def reuse_builds() -> None:
 
     @functools.wraps(build)
     def found_or_built(*arguments: Any, **named: Any) -> Any:
-        given = signature.bind(*arguments, **named).arguments
-        name, folder = given["name"], Path(given["build_directory"])
-        mark, made_of = folder / MARK, _digest(given)
+        values = signature.bind(*arguments, **named).arguments
+        name, folder = values["name"], Path(values["build_directory"])
+        mark, made_of = folder / MARK, _digest(values)
         first = name not in loaded
         loaded.add(name)
         library = folder / f"{name}.so"
         if first and library.is_file() and mark.is_file() and mark.read_text() == made_of:
-            return cpp_extension._import_module_from_library(name, str(folder), given["is_python_module"])
+            return cpp_extension._import_module_from_library(name, str(folder), values["is_python_module"])
         result = build(*arguments, **named)
         if first and library.is_file():
             mark.write_text(made_of)
@@ -40,11 +40,11 @@ def reuse_builds() -> None:
     vars(cpp_extension)["_jit_compile"] = found_or_built
 
 
-def _digest(given: dict[str, Any]) -> str:
+def _digest(values: dict[str, Any]) -> str:
     """Return a digest of a build's sources and options; the folder's own path is not part of it."""
-    folder = str(given["build_directory"])
-    options = {key: value for key, value in given.items() if key not in ("sources", "build_directory", "verbose")}
+    folder = str(values["build_directory"])
+    options = {key: value for key, value in values.items() if key not in ("sources", "build_directory", "verbose")}
     digest = hashlib.sha256(repr(sorted(options.items())).replace(folder, ".").encode())
-    for source in sorted(given["sources"]):
+    for source in sorted(values["sources"]):
         digest.update(Path(source).name.encode() + b"\0" + hashlib.sha256(Path(source).read_bytes()).digest())
     return digest.hexdigest()

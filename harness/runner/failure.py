@@ -27,7 +27,7 @@ def reply(where: str, error: BaseException, file: str | None, module: Any = None
     # By name too: a submission of another commit has that commit's class.
     kind = type(error)
     compiler = isinstance(error, build.BuildError) or (kind.__module__, kind.__name__) == (build.__name__, "BuildError")
-    compiler |= kind is RuntimeError and any(type(one) is str and one.startswith(_EXTENSION) for one in error.args)
+    compiler |= kind is RuntimeError and any(type(arg) is str and arg.startswith(_EXTENSION) for arg in error.args)
     trace = error.__traceback__
     tail = _from(trace, Path(file)) if file else None
     text = str(error) if compiler else "".join(traceback.format_exception(kind, error, tail or trace))
@@ -82,17 +82,17 @@ def _what(error: BaseException) -> str:
     if isinstance(error, RefusedError):
         return str(error)
     lines = traceback.format_exception_only(error)
-    said = next(filter(str.strip, lines[-1 if isinstance(error, SyntaxError) else 0].splitlines()), "")
+    line = next(filter(str.strip, lines[-1 if isinstance(error, SyntaxError) else 0].splitlines()), "")
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ImportError) else ()
     if frames and (frames[-1].line or "").strip().startswith("from ."):
-        said += "; relative imports are not supported, this file is in no package: leave the dots out"
-    return said
+        line += "; relative imports are not supported, this file is in no package: leave the dots out"
+    return line
 
 
 def compiler_said(report: str) -> str:
     """Return the first error of nvcc or g++ as "my.cu:12: error: ...", "" if the report names no line."""
-    found = re.search(_ERROR_LINE, report, re.MULTILINE)
-    return f"{Path(found[1]).name}:{found[2] or found[3]}: error: {found[4]}" if found else ""
+    match = re.search(_ERROR_LINE, report, re.MULTILINE)
+    return f"{Path(match[1]).name}:{match[2] or match[3]}: error: {match[4]}" if match else ""
 
 
 def _clip(text: str) -> str:

@@ -60,14 +60,14 @@ class Gate:
         self, page: int, number: int, which: int, group: tuple[int, ...], limit_s: float, outputs: list[tuple[int, int]]
     ) -> tuple[Reading, list[tuple[int, int]]]:
         """Let a runner make call `number`, and stop it. outputs: (address, bytes). Return (the reading, as noted)."""
-        regions, sizes, found = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
-        code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(found))
-        reading = Reading(code, *(getattr(found, name) for name, *_ in _Reading._fields_))
+        regions, sizes, raw = _pairs(outputs), (c_uint64 * len(outputs))(), _Reading()
+        code = self._time(page, number, which, *group, limit_s, regions, len(outputs), sizes, ctypes.byref(raw))
+        reading = Reading(code, *(getattr(raw, name) for name, *_ in _Reading._fields_))
         return reading, [(regions[2 * i], sizes[i]) for i in range(len(outputs))]
 
-    def note_returned(self, page: int, places: list[tuple[int, int]], said: bytes) -> None:
+    def note_returned(self, page: int, places: list[tuple[int, int]], claims: bytes) -> None:
         """The runner, within its call: (address, bytes) of each tensor that it returns, and what they are, as JSON."""
-        self._note_returned(page, _pairs(places), len(places), said, len(said))
+        self._note_returned(page, _pairs(places), len(places), claims, len(claims))
 
 
 class _Reading(ctypes.Structure):

@@ -48,17 +48,17 @@ def _library() -> ctypes.CDLL:
 @functools.cache
 def _loaded(path: Path) -> ctypes.CDLL:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # of whose functions the native part has the names only
-    found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    found.capture_error.restype = found.capture_exported.restype = c_char_p
-    found.capture_top.restype = c_size_t
-    found.capture_used.restype, found.capture_used.argtypes = c_size_t, (c_void_p, c_size_t)
-    found.capture_image.restype = c_void_p
-    found.capture_image.argtypes = (c_size_t, c_void_p)
-    found.capture_map.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
-    found.capture_unmap.argtypes = found.capture_scratch.argtypes = (c_uint64, c_size_t)
-    found.capture_variable.argtypes = (c_size_t, c_char_p, c_void_p, c_size_t)
-    found.capture_watch.argtypes = (c_char_p,)
-    return found
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    library.capture_error.restype = library.capture_exported.restype = c_char_p
+    library.capture_top.restype = c_size_t
+    library.capture_used.restype, library.capture_used.argtypes = c_size_t, (c_void_p, c_size_t)
+    library.capture_image.restype = c_void_p
+    library.capture_image.argtypes = (c_size_t, c_void_p)
+    library.capture_map.argtypes = (c_void_p, c_uint64, c_void_p, c_void_p)
+    library.capture_unmap.argtypes = library.capture_scratch.argtypes = (c_uint64, c_size_t)
+    library.capture_variable.argtypes = (c_size_t, c_char_p, c_void_p, c_size_t)
+    library.capture_watch.argtypes = (c_char_p,)
+    return library
 
 
 class Mapped:
@@ -159,18 +159,18 @@ def _recorded(function: Callable, arguments: tuple, anew: bool) -> tuple[dict, A
             f"({library.capture_error().decode()})"
         )
     if library.capture_export():
-        said = library.capture_error().decode(errors="replace")
-        if said == "BRANCHES":
+        error = library.capture_error().decode(errors="replace")
+        if error == "BRANCHES":
             raise BranchesError("work ran on another stream than the default one")
-        raise NotRecordedError(said)
+        raise NotRecordedError(error)
     return json.loads(library.capture_exported()), result
 
 
 @functools.cache  # torch's have megabytes
 def _image(index: int) -> tuple[int, list[tuple[str, int]]]:
     """Return a file with an image, and the names and bytes of its variables."""
-    size, made = c_size_t(), _library().capture_image
-    address = made(index, ctypes.byref(size))  # which sets the size
+    size, capture = c_size_t(), _library().capture_image
+    address = capture(index, ctypes.byref(size))  # which sets the size
     image = ctypes.string_at(address, size.value)
     with tempfile.TemporaryFile() as file:
         file.write(image)
@@ -180,15 +180,15 @@ def _image(index: int) -> tuple[int, list[tuple[str, int]]]:
 
 def _variables(number: int, index: int) -> list[dict]:
     """Return the variables of an image with their present values."""
-    found = []
+    variables = []
     for name, nbytes in _image(index)[1]:
         if nbytes > VARIABLE_BYTES:
             text = f"variable {name} has {nbytes} bytes, and may have {VARIABLE_BYTES}: use torch.empty"
             raise NotRecordedError(text)
         value = ctypes.create_string_buffer(nbytes)
         if not _library().capture_variable(index, name.encode(), value, nbytes):
-            found.append({"image": number, "name": name, "value": value.raw.hex()})
-    return found
+            variables.append({"image": number, "name": name, "value": value.raw.hex()})
+    return variables
 
 
 def _check(code: int) -> None:

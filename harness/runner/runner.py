@@ -128,8 +128,8 @@ class Runner:
             if not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
         except Exception as error:
-            said = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
-            return {**prepared, "unrecorded": said, "branches": isinstance(error, recorder.BranchesError)}
+            reason = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
+            return {**prepared, "unrecorded": reason, "branches": isinstance(error, recorder.BranchesError)}
         if message["ours"]:
             recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}
@@ -162,10 +162,10 @@ class Runner:
         if not hasattr(self.module, "prepare"):
             return weights
         start = time.perf_counter()
-        made = self.module.prepare(weights)
+        prepared = self.module.prepare(weights)
         torch.cuda.synchronize()
         self.prepare_us = 1e6 * (time.perf_counter() - start)
-        return made
+        return prepared
 
     def _takes(self, result: object, message: dict) -> tuple[list[dict], list[dict]]:
         """Return the copies that bring a folder's answer to the judge, and its claim. NotRecordedError: none can."""
@@ -207,7 +207,7 @@ class Runner:
         """Make calls on a CPU, each on the judge's "go"; reply after the last. whats: the judge's own, per buffer."""
         if self.module is None:
             kernel = operator.call
-            pairs = [(what, buffer) for what in message["whats"] for buffer in self.buffers]
+            pairs = [(kind, buffer) for kind in message["whats"] for buffer in self.buffers]
             nbytes = message["bytes"]
             calls = tuple((self._judges_kernel(*pair, nbytes),) if pair[0] != "empty" else () for pair in pairs)
         else:
@@ -277,9 +277,9 @@ class Runner:
     def _setup(self, data: Any, message: dict) -> tuple:
         return (self.module.setup(data),) if message["baseline"] and hasattr(self.module, "setup") else ()
 
-    def _judges_kernel(self, what: str, buffer: Buffer, nbytes: int) -> Callable[[], object]:
+    def _judges_kernel(self, kind: str, buffer: Buffer, nbytes: int) -> Callable[[], object]:
         """Return a plain reader over `nbytes`; of a smaller buffer, since weights are separate, over zeros."""
-        config = self.opened["reads"][what]
+        config = self.opened["reads"][kind]
         part = buffer.memory
         if part.numel() < nbytes:
             if self.room is None or self.room.numel() < nbytes:
@@ -295,19 +295,19 @@ class Runner:
 
 def _kernels(artefact: build.Artefact) -> list[dict]:
     """What the compiler's report and, where nvdisasm is installed and reads it, the machine code say of each kernel."""
-    found: dict[str, dict] = {}
+    instructions: dict[str, dict] = {}
     if artefact.target in build.ARCH:
         with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):  # the code is right without it
-            found = cubins.instructions(artefact.path)
-    return [vars(kernel) | cubins.named(found, kernel.name) for kernel in artefact.kernels()]
+            instructions = cubins.instructions(artefact.path)
+    return [vars(kernel) | cubins.named(instructions, kernel.name) for kernel in artefact.kernels()]
 
 
 def _trace(profiler: torch.profiler.profile) -> str:
     """Return what the profiler saw as JSON for a viewer of traces; "" where that is too long for a reply."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
-        said = Path(file.name).read_text(errors="replace")
-    return said if len(said) <= TRACE_LIMIT else ""
+        trace = Path(file.name).read_text(errors="replace")
+    return trace if len(trace) <= TRACE_LIMIT else ""
 
 
 class _FreshCall:

@@ -70,10 +70,10 @@ def describe(value: Any, layout: Layout) -> dict:
 
 def rearrange(spec: dict, writable: Container[int], page: int) -> tuple[int, Layout]:
     """Place tensors on the device: first what a call only reads, from a page on `writable`. -> bytes of both."""
-    layout, found, first = Layout(), list(enumerate(leaves(spec))), 0
+    layout, numbered, first = Layout(), list(enumerate(leaves(spec))), 0
     for written in (False, True):
         first = layout.used = -(-layout.used // page) * page
-        for _, leaf in (pair for pair in found if (pair[0] in writable) is written):
+        for _, leaf in (pair for pair in numbered if (pair[0] in writable) is written):
             leaf["offset"] = layout.place(leaf["nbytes"])
     return first, layout
 
@@ -135,10 +135,10 @@ def made(spec: dict, leaf: Callable[[dict], Any], find: Callable[[str], Any]) ->
     keyed = dict(zip(spec["keys"], items, strict=True))
     if kind == "dict":
         return keyed
-    found = find(spec["value"])
+    cls = find(spec["value"])
     if kind == "named":
-        return tuple.__new__(found, items) if list(getattr(found, "_fields", ())) == spec["keys"] else tuple(items)
-    again = object.__new__(found) if found else SimpleNamespace()
+        return tuple.__new__(cls, items) if list(getattr(cls, "_fields", ())) == spec["keys"] else tuple(items)
+    again = object.__new__(cls) if cls else SimpleNamespace()
     vars(again).update(keyed)
     return again
 
@@ -158,16 +158,16 @@ def build(spec: dict, buffer: torch.Tensor, task: ModuleType | None = None, valu
 
 def packed(values: list) -> bytes:
     """Return plain values as JSON, filled up with blanks so that most contents of a case take as much."""
-    said = json.dumps(values).encode()
-    return said.ljust(-(-2 * len(said) // ALIGN) * ALIGN)
+    data = json.dumps(values).encode()
+    return data.ljust(-(-2 * len(data) // ALIGN) * ALIGN)
 
 
 def unpacked(leaf: dict | None, memory: torch.Tensor) -> Sequence:
     """Return the values that a call's memory holds where the tensor `leaf` is, () without one."""
     if leaf is None:
         return ()
-    said = tensor(leaf, memory)
-    return json.loads(ctypes.string_at(said.data_ptr(), said.numel()))
+    view = tensor(leaf, memory)
+    return json.loads(ctypes.string_at(view.data_ptr(), view.numel()))
 
 
 def nodes(spec: dict) -> Iterator[dict]:
@@ -195,14 +195,14 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def taken_apart(value: Any, answer: bool = False) -> tuple[dict, list[Any]]:
     """Return the containers of a value as `walk` does, and its leaves in order; those over its arrays are tensors."""
-    found: list[Any] = []
-    return walk(value, lambda leaf, _: {"type": "", "at": found.append(leaf)}, answer), found
+    flat: list[Any] = []
+    return walk(value, lambda leaf, _: {"type": "", "at": flat.append(leaf)}, answer), flat
 
 
 def clone(value: Any) -> Any:
     """Return a copy with separate memory for every tensor, strides kept."""
-    spec, found = taken_apart(value)
-    rest = map(_cloned, found)
+    spec, flat = taken_apart(value)
+    rest = map(_cloned, flat)
     return made(spec, lambda _: next(rest), objects.find)
 
 

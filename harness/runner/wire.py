@@ -46,18 +46,18 @@ def receive(
     fds: list[int] = []
 
     def read(nbytes: int, most_fds: int, where: str = "") -> bytes:
-        found = bytearray()
-        while len(found) < nbytes:
+        data = bytearray()
+        while len(data) < nbytes:
             while not select.select([sock], [], [], max(0.0, min(look_s, deadline - time.monotonic())))[0]:
                 if time.monotonic() >= deadline:
                     raise TimeoutError
                 look()
-            part, more, _, _ = socket.recv_fds(sock, min(nbytes - len(found), 2**20), most_fds)
+            part, more, _, _ = socket.recv_fds(sock, min(nbytes - len(data), 2**20), most_fds)
             fds.extend(more)
             if not part:
                 raise WireError(f"the other process closed the connection{where}")
-            found += part
-        return bytes(found)
+            data += part
+        return bytes(data)
 
     try:
         length, count = _HEADER.unpack(read(_HEADER.size, _MAX_FDS))
@@ -77,9 +77,9 @@ def serve(sock: socket.socket, answer: Callable[[dict, list[int]], dict]) -> Non
     with contextlib.suppress(WireError):
         while True:
             reply = answer(*receive(sock))
-            given = reply.pop("fds", ())
-            send(sock, reply, tuple(given))
-            for fd in given:
+            fds = reply.pop("fds", ())
+            send(sock, reply, tuple(fds))
+            for fd in fds:
                 os.close(fd)
 
 

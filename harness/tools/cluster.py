@@ -40,8 +40,8 @@ def run(address: str, args: Options, stdout: TextIO) -> int:
     except ImportError:
         raise UsageError("cluster needs the Python package ray: run `make setup-system`") from None
     except Exception as error:  # Ray has no common class for what may go wrong here
-        said = text.line(error, 300)
-        raise UsageError(f"no cluster at {address!r}: {said} (local starts one, auto is this node's)") from None
+        reason = text.line(error, 300)
+        raise UsageError(f"no cluster at {address!r}: {reason} (local starts one, auto is this node's)") from None
     codes, lines = [], []
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

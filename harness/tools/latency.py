@@ -255,14 +255,14 @@ def read(events: Sequence[dict]) -> list[Launch]:
         if event.get("cat") == "user_annotation" and event["name"].startswith(OP)
     ]
     launched = {event["args"]["correlation"]: event["ts"] for event in spans if event.get("cat") in BY_HOST}
-    found = []
+    on_gpu = []
     for event in spans:
         if event.get("cat") in ON_GPU:
             at = launched.get(event["args"].get("correlation"))
-            around = [one for one in ranges if at is not None and one[0] <= at <= one[1]]
-            op = min(around, key=lambda one: one[1] - one[0])[2] if around else ""
-            found.append(Launch(event["name"], event["ts"], event["dur"], op))
-    return sorted(found, key=lambda launch: launch.start_us)
+            around = [span for span in ranges if at is not None and span[0] <= at <= span[1]]
+            op = min(around, key=lambda span: span[1] - span[0])[2] if around else ""
+            on_gpu.append(Launch(event["name"], event["ts"], event["dur"], op))
+    return sorted(on_gpu, key=lambda launch: launch.start_us)
 
 
 def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> dict:
@@ -271,7 +271,7 @@ def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> d
     replays. A graph's launches have the ops of the eager step's, one by one, or "" if the numbers differ.
     """
     most = max(replays, key=len)
-    whole = [one for one in replays if len(one) == len(most)]
+    whole = [replay for replay in replays if len(replay) == len(most)]
     times = [statistics.median(launch.us for launch in same) for same in zip(*whole, strict=True)]
     known = [launch.op for launch in eager] if len(eager) == len(most) else [""] * len(most)
     ops: dict[str, dict] = {}
@@ -281,7 +281,7 @@ def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> d
             part = table.setdefault(key, {"us": 0.0, "launches": 0})
             part["us"] = round(part["us"] + us, 3)
             part["launches"] += 1
-    spans = [(one[-1].start_us + one[-1].us - one[0].start_us, _idle(one)) for one in whole if one]
+    spans = [(replay[-1].start_us + replay[-1].us - replay[0].start_us, _idle(replay)) for replay in whole if replay]
     span, gaps = (statistics.median(values) for values in zip(*spans, strict=True)) if spans else (0.0, 0.0)
     return {"ops": _longest(ops), "kernels": _longest(kernels), "span_us": round(span, 3), "gaps_us": round(gaps, 3)}
 

@@ -24,7 +24,7 @@ def target_of(submission: Submission) -> str:
     """Return the target that the model stands for. UsageError: `submission` is nothing that the model can execute."""
     name, wanted = submission.name, " or ".join(TARGETS)
     targets = [target for target in TARGETS if target in submission.targets]
-    missing = [one for one in submission.requires if importlib.util.find_spec(one) is None]
+    missing = [package for package in submission.requires if importlib.util.find_spec(package) is None]
     for refused, why in (
         (not submission.ours, "runs variants of this checkout: move the file to problems/PROBLEM/variants"),
         (not targets, f"needs a variant for {wanted}, this one is for {', '.join(submission.targets)}: give --variant"),
@@ -45,7 +45,7 @@ def run(
     asked = json.dumps([{**case.params, "seed": case.seed} for case in cases])
     argv = [sys.executable, "-m", "ptx_model.tools.check", *place, asked]
     environment = {**os.environ, "PYTHONPATH": str(process.ROOT), "PYTHONUNBUFFERED": "1"}
-    found: dict[int, Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     reached = 0
     with tempfile.TemporaryFile("w+") as errors:
         pipe, none = subprocess.PIPE, subprocess.DEVNULL
@@ -53,27 +53,27 @@ def run(
         try:
             for line in _lines(child.stdout, timeout_s):
                 reached = line["case"]
-                status, order, said = (line[key] for key in ("status", "order", "said"))
-                say(f"{submission.name:20} model  {cases[reached]}  {order:16}  {status}  {said}")
-                found[reached] = Outcome(status, f"{order}: {said}")  # a fault is the last word of its case
+                status, order, message = (line[key] for key in ("status", "order", "said"))
+                say(f"{submission.name:20} model  {cases[reached]}  {order:16}  {status}  {message}")
+                outcomes[reached] = Outcome(status, f"{order}: {message}")  # a fault is the last word of its case
                 reached += line["last"]
             status = child.wait()
         except TimeoutError:
             more = f"give it longer: --timeout {2 * (timeout_s or 0):g}"
-            found[reached] = Outcome("TIMEOUT", f"not over after {timeout_s:g} s under one order; {more}")
+            outcomes[reached] = Outcome("TIMEOUT", f"not over after {timeout_s:g} s under one order; {more}")
             status = 0
         finally:
             child.kill()
             child.wait()
-        if not status and reached < len(cases) and all(one.status == "MODEL_CHECKED" for one in found.values()):
-            found[reached] = Outcome("RUNTIME_ERROR", "its process ended with status 0 before the call was done")
+        if not status and reached < len(cases) and all(res.status == "MODEL_CHECKED" for res in outcomes.values()):
+            outcomes[reached] = Outcome("RUNTIME_ERROR", "its process ended with status 0 before the call was done")
         if status:
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or [f"exit status {status}"]
-            found[min(reached, len(cases) - 1)] = Outcome("RUNTIME_ERROR", last[0])
+            outcomes[min(reached, len(cases) - 1)] = Outcome("RUNTIME_ERROR", last[0])
     return [
-        (cases[n], Outcome(one.status, "" if one.status == "MODEL_CHECKED" else one.reason))
-        for n, one in sorted(found.items())
+        (cases[n], Outcome(outcome.status, "" if outcome.status == "MODEL_CHECKED" else outcome.reason))
+        for n, outcome in sorted(outcomes.items())
     ]
 
 

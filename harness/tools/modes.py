@@ -49,11 +49,11 @@ sys.exit({returned} if repr(code) == "0" else code or 1)
 
 def check(problem: Problem, device: str, words: Sequence[str], quiet: bool = False) -> tuple[int, str]:
     """Run the check. Return its status, and why it fails, "": passed, or arguments refused. UsageError: none."""
-    found = problem.folder / CHECK
-    if not problem.ours or not found.is_file():
+    file = problem.folder / CHECK
+    if not problem.ours or not file.is_file():
         raise UsageError(f"{problem.name} has no {CHECK}")
     if problem.folder.parent != load.PROBLEMS:
-        raise UsageError(f"{found} runs as problems.{problem.name}.check: its folder must stand in {load.PROBLEMS}")
+        raise UsageError(f"{file} runs as problems.{problem.name}.check: its folder must stand in {load.PROBLEMS}")
     argv = [sys.executable, "-c", MAIN.format(name=problem.name, returned=RETURNED), *words, "--device", device]
     # Beside other work, pools that spin take three times as long.
     policy = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
@@ -123,15 +123,15 @@ def profile(
             kept.append((case, reply.table, reply.trace))
     analyses = device == "cuda"  # by ncu, where that works
     for case, table, trace in kept:
-        said = [table]
+        reports = [table]
         try:
             if analyses:
-                said.append(ncu(problem, submission, case, target))
-                console.say(f"{case}\n{said[-1]}")
+                reports.append(ncu(problem, submission, case, target))
+                console.say(f"{case}\n{reports[-1]}")
         except (RuntimeError, UsageError, subprocess.TimeoutExpired) as error:
             console.say(f"no ncu report: {error}")
             analyses = False
-        console.say(keep(problem, submission, case, said, trace))
+        console.say(keep(problem, submission, case, reports, trace))
     return "PASSED"
 
 
@@ -142,13 +142,13 @@ def place(problem: Problem, submission: Submission, case: Case, suffix: str) -> 
     return OUT / f"{name.replace('/', '_')[:200]}{suffix}"
 
 
-def keep(problem: Problem, submission: Submission, case: Case, said: list[str], trace: str) -> str:
+def keep(problem: Problem, submission: Submission, case: Case, reports: list[str], trace: str) -> str:
     """Write what a profile of the case said as .txt and its trace as .trace.json, for the page. Return what to say."""
     commit, dirty = environment.commit()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     head = f"{problem.name} {submission.name}, {case}, {now}, commit {commit}{' with changes' if dirty else ''}"
     kept = [place(problem, submission, case, ".txt")]
-    output.write_whole(kept[0], "\n".join([head, *said]) + "\n")
+    output.write_whole(kept[0], "\n".join([head, *reports]) + "\n")
     if _is_trace(trace):
         kept.append(place(problem, submission, case, ".trace.json"))
         output.write_whole(kept[1], trace)
@@ -156,13 +156,13 @@ def keep(problem: Problem, submission: Submission, case: Case, said: list[str], 
     return f"kept: {names}" + ("" if len(kept) == 2 else " (no trace: it was too long, or is no JSON)")
 
 
-def _is_trace(said: str) -> bool:
+def _is_trace(trace: str) -> bool:
     """Whether a text from a runner is what a viewer of traces reads: a JSON object with events."""
     try:
-        found = json.loads(said)
+        content = json.loads(trace)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and isinstance(found.get("traceEvents"), list)
+    return isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
 
 
 def ncu(problem: Problem, submission: Submission, case: Case, target: str) -> str:
@@ -194,29 +194,29 @@ def sanitize(problem: Problem, judged: list[Result], cases: list[Case], target: 
         progress(Step("sanitize", n, len(SANITIZE_TOOLS) * len(judged), f"{name} {tool}"))
         command = [_tool("compute-sanitizer"), "--tool", tool, *options.split()]
         try:
-            code, said = _finished([*command, *_solo(problem, j.submission, served)], extra)
+            code, printed = _finished([*command, *_solo(problem, j.submission, served)], extra)
         except subprocess.TimeoutExpired as error:
             console.say(_tail((error.output or b"").decode(errors="replace")))
             raise UsageError(f"sanitize: {tool} was not done after {TOOL_LIMIT_S} s") from None
-        fault = _fault(code, said)
+        fault = _fault(code, printed)
         console.say(f"{name:<20} {tool:<10} {'ERRORS' if fault else 'clean'} on {text.counted(len(served), 'case')}")
         if fault:
-            console.say(f"{_tail(said)}\n{name} {tool}: {fault}")
+            console.say(f"{_tail(printed)}\n{name} {tool}: {fault}")
             faults.append(f"{name} {tool}: {fault}")
     return faults
 
 
-def _fault(code: int, said: str) -> str:
+def _fault(code: int, printed: str) -> str:
     """Return what is wrong with a run under compute-sanitizer in a line, "" if nothing."""
     if code:
         return "the tool found errors" if code == FOUND_EXIT else f"exit status {code}"
-    if not any(word in said for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")):
+    if not any(word in printed for word in ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")):
         return "the tool printed no summary without errors"
-    return "" if single.DONE in said else "its process ended with status 0 before the last case was called"
+    return "" if single.DONE in printed else "its process ended with status 0 before the last case was called"
 
 
-def _tail(said: str) -> str:
-    return "\n".join(said.strip().splitlines()[-TAIL:])
+def _tail(printed: str) -> str:
+    return "\n".join(printed.strip().splitlines()[-TAIL:])
 
 
 def _solo(problem: Problem, submission: Submission, cases: list[Case]) -> list[str]:

@@ -70,7 +70,7 @@ def request(args: Options, further: Iterable[str] = ()) -> Request:
         if value in (True, ""):
             arguments.append(spelled(name))
         elif value != getattr(Options, name):
-            arguments += [f"{spelled(name)}={one}" for one in (value if isinstance(value, list) else [value])]
+            arguments += [f"{spelled(name)}={item}" for item in (value if isinstance(value, list) else [value])]
     return Request(arguments, files)
 
 
@@ -121,9 +121,9 @@ class Host:
     def _run(self, command: list[str], out: int | IO = subprocess.PIPE) -> str:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE)
         if done.returncode:
-            said = text.line("; ".join(done.stderr.decode(errors="replace").strip().splitlines()[-2:]), 400)
+            message = text.line("; ".join(done.stderr.decode(errors="replace").strip().splitlines()[-2:]), 400)
             hint = f" (`ssh {self.name}` must work; a run that has begun goes on, the same command follows it)"
-            raise UsageError(f"{self.name}: {said}{hint if done.returncode == 255 else ''}")
+            raise UsageError(f"{self.name}: {message}{hint if done.returncode == 255 else ''}")
         return (done.stdout or b"").decode(errors="replace")
 
 
@@ -157,8 +157,8 @@ def run(name: str, verb: str, args: Options, further: list[str], stdout: TextIO)
         output.complain(f"the run goes on on {host.name}: the same command follows it, {end}")
         return output.INTERRUPTED_EXIT
     code = _fetch(host)
-    if args.json and (said := host.call("made", "json")):
-        output.deliver(args.json, said, stdout)
+    if args.json and (lines := host.call("made", "json")):
+        output.deliver(args.json, lines, stdout)
     if args.events:
         with open(args.events, "a") as file:
             file.write(host.call("made", "events"))

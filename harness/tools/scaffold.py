@@ -61,8 +61,8 @@ def run(problem: str, variant: str | None) -> int:
     if variant is None:
         files, how = new_problem(problem), f"{problem} --mode test"
     else:
-        found = folders.find(problem)
-        files, how = new_variant(found, variant), f"{found.name} --variant {variant} --mode test"
+        parent = folders.find(problem)
+        files, how = new_variant(parent, variant), f"{parent.name} --variant {variant} --mode test"
     for file in files:
         output.say(f"wrote {file.relative_to(load.PROBLEMS.parent)}")
     output.say(f"next: .venv/bin/python harness/run.py {how}")
@@ -115,17 +115,17 @@ def new_variant(problem: Problem, name: str) -> list[Path]:
 
 def plainest(problem: Problem, target: str) -> Submission:
     """The variant that a new one for `target` begins as: for every CPU, plain, short. UsageError: there is none."""
-    found = [one for one in problem.submissions() if target in one.targets and not one.baseline]
-    found = [one for one in found if one.name.partition("_")[0] not in {*folders.TARGETS} - {target}]
-    if not found:
+    candidates = [variant for variant in problem.submissions() if target in variant.targets and not variant.baseline]
+    candidates = [sub for sub in candidates if sub.name.partition("_")[0] not in {*folders.TARGETS} - {target}]
+    if not candidates:
         raise UsageError(f"{problem.name} has no variant for {target} to begin with")
 
-    def order(one: Submission) -> tuple:
-        size = sum(path.stat().st_size for path in files_of(one))
-        flags = bool(load.constants(one.file, "CPU_FLAGS"))
-        return flags, len(files_of(one)) == 1, not one.name.endswith(PLAIN), size, one.name
+    def order(variant: Submission) -> tuple:
+        size = sum(path.stat().st_size for path in files_of(variant))
+        flags = bool(load.constants(variant.file, "CPU_FLAGS"))
+        return flags, len(files_of(variant)) == 1, not variant.name.endswith(PLAIN), size, variant.name
 
-    return min(found, key=order)
+    return min(candidates, key=order)
 
 
 def files_of(submission: Submission) -> list[Path]:
@@ -136,13 +136,13 @@ def files_of(submission: Submission) -> list[Path]:
 
 def _renamed(text: str, first: Submission, target: str, name: str) -> str:
     """Return the text of a variant with a first line that says what it is, and its target as the only one."""
-    said = f'"""{name}: {first.name} as it was; say here what you change and what it does.'
-    text = re.sub(r'\A"""[^\n]*?("""\n|\n)', lambda end: said + end[1], text)
+    head = f'"""{name}: {first.name} as it was; say here what you change and what it does.'
+    text = re.sub(r'\A"""[^\n]*?("""\n|\n)', lambda end: head + end[1], text)
     return re.sub(r"^TARGETS = \(.*?\).*$", f'TARGETS = ("{target}",)', text, count=1, flags=re.MULTILINE)
 
 
-def _see_name(what: str, name: str, pattern: str, wanted: str) -> None:
+def _see_name(argument: str, name: str, pattern: str, wanted: str) -> None:
     if not (len(name) <= 40 and text.can_name(name) and not keyword.iskeyword(name) and re.fullmatch(pattern, name)):
-        raise UsageError(f"{what} must {wanted}, have at most 40 characters and be no word of Python, got {name!r}")
+        raise UsageError(f"{argument} must {wanted}, have at most 40 characters and be no word of Python, got {name!r}")
     if scan.WORD.search(name):
-        raise UsageError(f"{what} must not hold the reserved word of rule 1, {scan.WORD.pattern!r}, got {name!r}")
+        raise UsageError(f"{argument} must not hold the reserved word of rule 1, {scan.WORD.pattern!r}, got {name!r}")

@@ -19,16 +19,16 @@ DONE = "every case was called"
 
 def main() -> None:
     folder, file, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    found = folders.find(str(folder))
-    if not found.ours:
-        load.bind(found.folder, found.files)
+    problem = folders.find(str(folder))
+    if not problem.ours:
+        load.bind(problem.folder, problem.files)
     reference = load.from_file(folder, folder / "reference.py")
     module = load.from_file(folder, file)
-    task = load.from_file(folder, folder / "task.py") if found.ours else None
-    split = found.ours and hasattr(reference, "generate_weights")
+    task = load.from_file(folder, folder / "task.py") if problem.ours else None
+    split = problem.ours and hasattr(reference, "generate_weights")
     for case in cases:
         # No byte behind a tensor belongs to another, or to one that it is a part of.
-        data = tree.clone(inputs.make(reference, task, case, device, found.ours))
+        data = tree.clone(inputs.make(reference, task, case, device, problem.ours))
         if split and hasattr(module, "prepare"):
             data = data._replace(weights=module.prepare(data.weights))
         state = (module.setup(data),) if hasattr(module, "setup") else ()

@@ -52,9 +52,9 @@ def write(shown: Shown, folder: Path) -> int:
     """Write the page into `folder`. Return the number of HTML files. OSError: they cannot be written. ValueError: the
     folder holds files that are not those of a page.
     """
-    if folder.is_dir() and not (folder / MARK).is_file() and (found := sorted(folder.iterdir())):
+    if folder.is_dir() and not (folder / MARK).is_file() and (files := sorted(folder.iterdir())):
         wanted = "a new or empty folder, or one with an earlier page"
-        raise ValueError(f"--html must name {wanted}: {folder} holds {found[0].name}")
+        raise ValueError(f"--html must name {wanted}: {folder} holds {files[0].name}")
     site = Site(shown, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
@@ -77,7 +77,7 @@ class Site:
         self.problems: dict[str, list[Board]] = {}
         for board in sorted(tables.best_first(shown.boards), key=lambda board: board.problem):
             self.problems.setdefault(board.problem, []).append(board)
-        self.variants = sorted({(board.problem, one) for board in shown.boards for one in board.standing.variant})
+        self.variants = sorted({(board.problem, name) for board in shown.boards for name in board.standing.variant})
         self.quality = quality.read()
         loader = jinja2.FileSystemLoader(HERE / "templates")
         self.environment: Any = jinja2.Environment(
@@ -86,8 +86,8 @@ class Site:
         self.environment.filters |= {"shell": shlex.quote, "line": text.line}
         modules = {"model_board": model_board, "pictures": pictures, "quality": quality, "tables": tables}
         pages = {"problem_page": problem_page, "variant_page": variant_page, "model_key": model_key, "key_of": key_of}
-        given: dict[str, Any] = {"shown": shown, "picture": self.picture, "us": text.us}
-        self.environment.globals |= modules | pages | given
+        values: dict[str, Any] = {"shown": shown, "picture": self.picture, "us": text.us}
+        self.environment.globals |= modules | pages | values
         self.profiles = _profiles(self.variants)
 
     def static(self) -> None:
@@ -97,14 +97,14 @@ class Site:
         output.write_whole(self.folder / "board.csv", tables.csv(self.shown.boards))
         (self.folder / "pictures").mkdir(exist_ok=True)
 
-    def page(self, template: str, title: str, place: str = "", **given: Any) -> None:
+    def page(self, template: str, title: str, place: str = "", **values: Any) -> None:
         """Render a page. place: of its file, relative to the folder; by default as the template's."""
         file = self.folder / (place or template)
         file.parent.mkdir(parents=True, exist_ok=True)
-        given |= {"root": "../" * place.count("/"), "title": title, "place": place or template}
+        values |= {"root": "../" * place.count("/"), "title": title, "place": place or template}
         links = [("Boards", "index.html"), *((text.line(name, 40), problem_page(name)) for name in self.problems)]
         links += [("Model", "model.html"), ("Judge", "judge.html")]
-        output.write_whole(file, self.environment.get_template(template).render(links=links, **given))
+        output.write_whole(file, self.environment.get_template(template).render(links=links, **values))
 
     def picture(self, chart: plot.Chart | None, key: str) -> Markup:
         """A chart, which pictures/KEY.svg gets too; empty where it shows no more than its numbers."""
@@ -114,7 +114,7 @@ class Site:
 
     def index(self) -> None:
         timed = [boards[0] for boards in self.problems.values() if tables.first_of(boards[0])]  # where it is fastest
-        leaders, links = tables.leaders(timed), [f"{problem_page(one.problem)}#{key_of(one)}" for one in timed]
+        leaders, links = tables.leaders(timed), [f"{problem_page(board.problem)}#{key_of(board)}" for board in timed]
         for title, records in self.shown.steps.items():
             rows = model_board.leaders({title: records}, self.shown.known)
             leaders = dataclasses.replace(leaders, rows=[*leaders.rows, *rows])
@@ -131,12 +131,12 @@ class Site:
     def variant(self, problem: str, name: str) -> None:
         """The page of a variant: its times on each board beside its source, then all else."""
         place = variant_page(problem, name)
-        boards = [one for one in self.problems[problem] if name in set(one.standing.variant)]
-        found = [_section(board, name, self.shown.records[board.machine]) for board in boards]
+        boards = [item for item in self.problems[problem] if name in set(item.standing.variant)]
+        sections = [_section(board, name, self.shown.records[board.machine]) for board in boards]
         (summary, source), profiles = _source(problem, name), self.profiles.get((problem, name), [])
-        given = {"problem": problem, "sections": found, "summary": summary, "source": source}
-        given["downloads"] = _downloads(self.folder / place, found, [*(file for file, *_ in source), *profiles])
-        self.page("variant.html", text.line(name), place, digests=_digests(profiles), **given)
+        values = {"problem": problem, "sections": sections, "summary": summary, "source": source}
+        values["downloads"] = _downloads(self.folder / place, sections, [*(file for file, *_ in source), *profiles])
+        self.page("variant.html", text.line(name), place, digests=_digests(profiles), **values)
 
     def judge(self) -> None:
         outcomes = collections.Counter(attack.outcome for attack in self.quality.attacks)
@@ -148,27 +148,27 @@ def _section(board: Board, name: str, records: Iterable[dict]) -> dict[str, Any]
     """What is shown of a variant on a board. judged: the test and benchmark records of the run that its row shows;
     timed: of these the passed benchmarks; facts: (name, text) of where and how; resources: lines about its kernels.
     """
-    row = next(one for one in rows_of(board.standing) if one.variant == name)
-    mine = [one for one in records if (one["problem"], one["variant"]) == (board.problem, name)]
-    run = [one for one in mine if one["run_id"] == row.run_id and not one.get("superseded")]
-    of_target = [one for one in run if one["target"] == board.target]
-    last = {(one["kind"], ranking.case_label(one["case"])): one for one in of_target if one["kind"] in ranking.JUDGED}
-    judged = sorted(last.values(), key=lambda one: one["kind"] != "benchmark")
-    timed = [one for one in judged if one["kind"] == "benchmark" and one["status"] == "PASSED"]
-    compiled = [one for one in mine if one["kind"] == "compile" and one.get("resources")]
+    row = next(entry for entry in rows_of(board.standing) if entry.variant == name)
+    of_variant = [record for record in records if (record["problem"], record["variant"]) == (board.problem, name)]
+    run = [record for record in of_variant if record["run_id"] == row.run_id and not record.get("superseded")]
+    of_target = [record for record in run if record["target"] == board.target]
+    last = {(rec["kind"], ranking.case_label(rec["case"])): rec for rec in of_target if rec["kind"] in ranking.JUDGED}
+    judged = sorted(last.values(), key=lambda record: record["kind"] != "benchmark")
+    timed = [record for record in judged if record["kind"] == "benchmark" and record["status"] == "PASSED"]
+    compiled = [record for record in of_variant if record["kind"] == "compile" and record.get("resources")]
     kernels = compiled[-1]["resources"] if compiled else []
-    kernels = [one for one in kernels if (one.get("target") or compiled[-1]["target"]) == board.target]
-    last_one = (timed or judged or run or mine)[-1]
+    kernels = [kernel for kernel in kernels if (kernel.get("target") or compiled[-1]["target"]) == board.target]
+    last_one = (timed or judged or run or of_variant)[-1]
     facts = [(key.replace("_", " "), _words(last_one.get(key))) for key in FACTS]
-    facts.append(("secret seeds", str(sum(len(one.get("seeds") or ()) for one in timed))))
+    facts.append(("secret seeds", str(sum(len(record.get("seeds") or ()) for record in timed))))
     rank = "A baseline" if row.baseline else "Not ranked" if pd.isna(row.rank) else f"Rank {row.rank}"
-    found = {"board": board, "row": row, "place": rank, "judged": judged, "timed": timed, "facts": facts}
-    return found | {"resources": [_words({key: one[key] for key in one if one[key] is not None}) for one in kernels]}
+    view = {"board": board, "row": row, "place": rank, "judged": judged, "timed": timed, "facts": facts}
+    return view | {"resources": [_words({key: item[key] for key in item if item[key] is not None}) for item in kernels]}
 
 
 def _words(value: object) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{key.replace('_', ' ')}: {_words(one)}" for key, one in value.items())
+        return "; ".join(f"{key.replace('_', ' ')}: {_words(item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(_words, value)) or "none"
     return "not recorded" if value in (None, "") else text.line(value, 400)
@@ -186,22 +186,22 @@ def _source(problem: str, name: str) -> tuple[str, list[tuple[Path, int, Markup]
     except ERRORS:
         files, summary = [file], ""
     shown = []
-    for one in files:
-        said, lexer = one.read_text(encoding="utf-8", errors="replace"), LEXERS.get(one.suffix, CppLexer)
-        shown.append((one, said.count("\n"), Markup(highlight(said, lexer(), HtmlFormatter(nowrap=True)))))
+    for path in files:
+        code, lexer = path.read_text(encoding="utf-8", errors="replace"), LEXERS.get(path.suffix, CppLexer)
+        shown.append((path, code.count("\n"), Markup(highlight(code, lexer(), HtmlFormatter(nowrap=True)))))
     return text.line(summary), shown
 
 
 def _profiles(variants: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[Path]]:
     """By variant the files that its profiles left in leaderboard/out/profile: PROBLEM-VARIANT-CASE.SUFFIX."""
-    found: dict[tuple[str, str], list[Path]] = {}
+    profiles: dict[tuple[str, str], list[Path]] = {}
     files = sorted(path for path in modes.OUT.glob("*") if path.is_file())
     longest = sorted(variants, key=lambda names: -len("-".join(names)))  # "a-b" before "a", whose files begin alike
     for file in files:
-        mine = next((names for names in longest if file.name.startswith(f"{'-'.join(names)}-")), None)
-        if mine:
-            found.setdefault(mine, []).append(file)
-    return found
+        variant = next((names for names in longest if file.name.startswith(f"{'-'.join(names)}-")), None)
+        if variant:
+            profiles.setdefault(variant, []).append(file)
+    return profiles
 
 
 def _digests(files: Iterable[Path]) -> list[tuple[str, str]]:
@@ -210,12 +210,12 @@ def _digests(files: Iterable[Path]) -> list[tuple[str, str]]:
     return [(file.name, text.clean(file.read_text(encoding="utf-8", errors="replace"))) for file in shown]
 
 
-def _downloads(page: Path, found: Sequence[dict], copied: Iterable[Path]) -> list[tuple[str, str]]:
+def _downloads(page: Path, sections: Sequence[dict], copied: Iterable[Path]) -> list[tuple[str, str]]:
     """Write the variant's records beside its page, and copy files there. Return (name, address) of each."""
     folder, stem, written = page.parent, page.stem, []
     folder.mkdir(parents=True, exist_ok=True)
-    if records := [one for section in found for one in section["judged"]]:
-        output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(one) + "\n" for one in records))
+    if records := [record for section in sections for record in section["judged"]]:
+        output.write_whole(folder / f"{stem}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
         written.append(("records with all samples, JSON lines", f"{stem}.jsonl"))
     for file in copied:
         (folder / f"{stem}.files").mkdir(exist_ok=True)
@@ -226,9 +226,9 @@ def _downloads(page: Path, found: Sequence[dict], copied: Iterable[Path]) -> lis
 
 def slug(name: str) -> str:
     """Letters, digits, ".", "-", "_" as they are, others as ~ and a number. A long name ends in a digest."""
-    said = re.sub(r"[^A-Za-z0-9._-]", lambda found: f"~{ord(found[0]):x}~", name)
-    said = f"~{said}" if said.startswith(".") else said
-    return said if len(said) <= LONGEST else f"{said[:80]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    safe = re.sub(r"[^A-Za-z0-9._-]", lambda match: f"~{ord(match[0]):x}~", name)
+    safe = f"~{safe}" if safe.startswith(".") else safe
+    return safe if len(safe) <= LONGEST else f"{safe[:80]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def key_of(board: Board) -> str:

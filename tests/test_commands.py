@@ -17,7 +17,8 @@ from problems.common import load
 from tests.support import ROOT
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "AGENTS.md", "leaderboard/README.md", "ptx_model/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name / "README.md" for name in ("leaderboard", "ptx_model")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("problems/*/README.md")),
 ]

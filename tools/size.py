@@ -24,7 +24,7 @@ PARTS = {
     "other tests": (("tests",), 20070),
     "docs": (("docs",), 1475),
     "tools": (("tools",), 593),
-    "root": (("",), 397),
+    "root": (("",), 411),
 }
 
 

@@ -131,7 +131,14 @@ def attacks_table(attacks: Sequence[Attack]) -> Table:
         outcomes = collections.Counter(attack.outcome for attack in forms)
         text = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         lows = [attack.low for attack in forms if attack.low is not None]
-        source = ATTACKS / f"{file}.py"
-        rows.append([file, text, f"{min(lows):.3f}" if lows else "", load.summary(source) if source.is_file() else ""])
+        sources = [place for suffix in ("py", "cpp") if (place := ATTACKS / f"{file}.{suffix}").is_file()]
+        rows.append([file, text, f"{min(lows):.3f}" if lows else "", _summary(sources[0]) if sources else ""])
     header = ["attack", "outcome of its forms", "least time / honest time", "what it does"]
     return Table(header, rows, {*header} - {header[2]})
+
+
+def _summary(source: Path) -> str:
+    """Return what an attack says of itself: the first line of its docstring, or of its first comment."""
+    if source.suffix == ".py":
+        return load.summary(source)
+    return source.read_text().partition("\n")[0].removeprefix("// ")

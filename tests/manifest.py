@@ -20,6 +20,7 @@ from harness.results import record
 from leaderboard import pages
 from problems import wrong
 from problems.common import load
+from tests.exploits import native
 from tests.support import foreign
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,8 +38,9 @@ def tracked(pattern: str) -> list[Path]:
 
 def attacks() -> Iterator[dict]:
     """Each attack and each honest control with its verdict by device."""
-    for path in tracked("tests/exploits/submissions/*.py"):
-        said = {"REASON": ""} | load.constants(ROOT / path, "PROBLEM", "TARGETS", "VERDICT", "REASON")
+    files = [ROOT / path for path in tracked("tests/exploits/submissions/*.py")]
+    for path in sorted([*files, *native.files()], key=lambda file: file.stem):
+        said = {"REASON": ""} | load.constants(path, "PROBLEM", "TARGETS", "VERDICT", "REASON")
         targets = said.pop("TARGETS")
         said["DEVICES"] = [device for device, target in (("cpu", "cpu"), ("cuda", "sm90")) if target in targets]
         kind = "control" if path.stem.startswith("control_") else "attack"

@@ -60,7 +60,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     calls: list[object] = []
 
     monkeypatch.setattr(invocation.Run, "main", lambda run: calls.append(run) or 0)
-    for module, name in ((cluster, "run"), (remote, "run"), (scaffold, "run"), (scaffold, "listed")):
+    written = ((scaffold, name) for name in ("run", "listed", "wrong_kernels"))
+    for module, name in ((cluster, "run"), (remote, "run"), *written):
         monkeypatch.setattr(module, name, lambda *arguments: calls.append(arguments) or 0)
     return calls
 

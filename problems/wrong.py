@@ -14,6 +14,8 @@ from pathlib import Path
 
 from problems.common import load
 
+NOTE = "# Made from the problem's wrong.py, which is the place to change it.\n"
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -33,7 +35,7 @@ class Mistake:
             if text.count(old) != 1:
                 raise ValueError(f"{self.says!r}: {old!r} is {text.count(old)} times in the carrier, wanted once")
             text = text.replace(old, new)
-        return f'"""Wrong: {self.says}"""\n\n{text.strip()}\n'
+        return f'"""Wrong: {self.says}"""\n{NOTE}\n{text.strip()}\n'
 
 
 def mistake(says: str, case: str, carrier: str, *edits: tuple[str, str]) -> Mistake:
@@ -59,7 +61,7 @@ def write(folder: Path) -> list[Path]:
     if texts:
         place.mkdir(exist_ok=True)
         for file in place.glob("*.py"):
-            if file.name not in texts:
+            if file.name not in texts and NOTE in file.read_text():
                 file.unlink(missing_ok=True)
     for name, text in texts.items():
         with contextlib.suppress(FileNotFoundError):
@@ -67,5 +69,6 @@ def write(folder: Path) -> list[Path]:
                 continue
         with tempfile.NamedTemporaryFile("w", dir=place, suffix=".tmp", delete=False) as file:  # others may read it
             file.write(text)
+        os.chmod(file.name, 0o644)
         os.replace(file.name, place / name)
     return sorted(place.glob("*.py"))

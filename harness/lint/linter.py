@@ -162,7 +162,7 @@ def _few(names: list[str]) -> str:
 def wrong_files(session: Session, target: str, say: Say) -> list[str]:
     """Put every file of wrong/ to the judge, small cases first, until one catches it. Return the holes."""
     problem = session.problem
-    files = sorted([*wrong.write(problem.folder), *problem.folder.glob("solutions/wrong/*.py")])
+    files = wrong.write(problem.folder) if problem.ours else sorted(problem.folder.rglob("wrong/*.py"))
     if not files:
         return [f"{problem.name} has no file that must be rejected"] if problem.ours else []
     fit, others = _fit(session, _named(problem, files), target)

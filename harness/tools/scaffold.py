@@ -71,11 +71,11 @@ def run(problem: str, variant: str | None) -> int:
 
 def wrong_kernels(problem: str, name: str | None) -> int:
     """Write the kernels that the problem's check must refuse, and print the file of one, or all. -> exit code."""
-    files = {file.stem: file for file in wrong.write(folders.find(problem).folder)}
+    files = {file.stem: file for own in [folders.find(problem)] if own.ours for file in wrong.write(own.folder)}
     if name and name not in files:
         raise UsageError(f"NAME must be one of {', '.join(files) or 'none'}, got {name!r}")
     for file in [files[name]] if name else files.values():
-        output.say(text.line(f"{file.relative_to(load.PROBLEMS.parent)}  {load.summary(file)}"))
+        output.say(text.line(f"{file}  {load.summary(file)}"))
     return 0
 
 

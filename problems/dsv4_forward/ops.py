@@ -6,12 +6,12 @@ steps one by one.
 """
 
 import ast
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from problems import wrong
 from problems.common import load
 from problems.dsv4_forward.kernels.arguments import Own
 from problems.dsv4_forward.kernels.cache_rows import LayerRows
@@ -287,16 +287,10 @@ def _part(part: str, target: str, filled: Mapping[str, tuple[Kernel, ...]]) -> d
 
 def _named(part: str, variant: str, op: str, problems: Sequence[str], target: str) -> Kernel:
     """The file that VARIANT names. op: what its function must be called; "": of a problem's variant nothing."""
-    for problem in (OWN, *problems):
-        wrong.write(load.PROBLEMS / problem)
-    folders = [load.PROBLEMS / problem / below for problem in problems for below in ("variants", "wrong")]
-    own = load.PROBLEMS / OWN / "wrong"
-    places = [
-        *(folder / f"{variant}.py" for folder in folders),
-        *([own / f"{variant}.py"] if op else []),
-        Path(variant),
-    ]
+    places = [*(load.PROBLEMS / problem / "variants" / f"{variant}.py" for problem in problems), Path(variant)]
     file = next((place.resolve() for place in places if place.suffix == ".py" and place.is_file()), None)
+    if file is None:
+        file = next((file for problem in (*problems, *[OWN] * bool(op)) for file in _wrong(problem, variant)), None)
     if file is None:
         raise ValueError(
             f"--kernels {part}: VARIANT must be reference, winner, {_known(problems, op, target)}or the path of a "
@@ -339,9 +333,14 @@ def _known(problems: Sequence[str], op: str, target: str) -> str:
         said.append(f"a variant of {problem} ({', '.join(names) or f'none for {target}'}), ")
     if said:
         said.append(f"a kernel of {'its' if len(said) == 1 else 'their'} wrong.py, ")
-    own = load.PROBLEMS / OWN / "wrong"
-    wrong = [file.stem for file in sorted(own.glob("*.py")) if op and f"\ndef {op}(" in file.read_text()]
-    return "".join(said) + (f"a kernel of dsv4_forward/wrong.py ({', '.join(wrong)}), " if wrong else "")
+    names = [file.stem for file in _wrong(OWN) if op and f"\ndef {op}(" in file.read_text()]
+    return "".join(said) + (f"a kernel of dsv4_forward/wrong.py ({', '.join(names)}), " if names else "")
+
+
+def _wrong(problem: str, name: str = "") -> list[Path]:
+    """Files of the problem's wrong kernels, or of one."""
+    wrong = importlib.import_module("problems.wrong")  # which a judged submission does not bring along
+    return [file for file in wrong.write(load.PROBLEMS / problem) if name in ("", file.stem)]
 
 
 def _unrunnable(file: Path, target: str) -> str:

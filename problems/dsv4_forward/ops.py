@@ -337,10 +337,10 @@ def _known(problems: Sequence[str], op: str, target: str) -> str:
     return "".join(said) + (f"a kernel of dsv4_forward/wrong.py ({', '.join(names)}), " if names else "")
 
 
-def _wrong(problem: str, name: str = "") -> list[Path]:
+def _wrong(problem: str, name: str | None = None) -> list[Path]:
     """Files of the problem's wrong kernels, or of one."""
     wrong = importlib.import_module("problems.wrong")  # which a judged submission does not bring along
-    return [file for file in wrong.write(load.PROBLEMS / problem) if name in ("", file.stem)]
+    return [file for file in wrong.write(load.PROBLEMS / problem) if name in (None, file.stem)]
 
 
 def _unrunnable(file: Path, target: str) -> str:

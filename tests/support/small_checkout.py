@@ -39,6 +39,7 @@ def make(folder: Path) -> Path:
         "harness",
         "leaderboard/*.py",
         "problems/__init__.py",
+        "problems/wrong.py",
         "problems/common",
         "tools",
         "pyproject.toml",

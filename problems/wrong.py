@@ -43,6 +43,16 @@ def mistake(says: str, case: str, carrier: str, *edits: tuple[str, str]) -> Mist
     return Mistake(says, case, carrier, edits)
 
 
+def instead(line: str, *lines: str, depth: int = 1) -> tuple[str, str]:
+    """Return the edit that puts lines, at this depth of indentation, in place of one."""
+    return line, f"\n{'    ' * depth}".join(lines)
+
+
+def behind(line: str, *lines: str, depth: int = 1) -> tuple[str, str]:
+    """Return the edit that puts lines, at this depth of indentation, behind one."""
+    return instead(line, line, *lines, depth=depth)
+
+
 def read(folder: Path) -> dict[str, Mistake]:
     """Return the mistakes of the problem in `folder` by name, none where it has no wrong.py."""
     return dict(sorted(load.module(folder, "wrong").WRONG.items())) if (folder / "wrong.py").is_file() else {}

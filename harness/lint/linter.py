@@ -161,8 +161,8 @@ def _few(names: list[str]) -> str:
 
 def wrong_files(session: Session, target: str, say: Say) -> list[str]:
     """Put every file of wrong/ to the judge, small cases first, until one catches it. Return the holes."""
-    problem = session.problem
-    files = wrong.write(problem.folder) if problem.ours else sorted(problem.folder.rglob("wrong/*.py"))
+    problem, at = session.problem, session.problem.folder
+    files = sorted([*(wrong.write(at) if problem.ours else at.glob("wrong/*.py")), *at.glob("solutions/wrong/*.py")])
     if not files:
         return [f"{problem.name} has no file that must be rejected"] if problem.ours else []
     fit, others = _fit(session, _named(problem, files), target)

@@ -1,6 +1,6 @@
 """Kernels that fmha_decode's check must refuse, as edits of right ones (problems/wrong.py)."""
 
-from problems.wrong import Mistake, mistake
+from problems.wrong import Mistake, behind, instead, mistake
 
 ZEROS = """
 import torch
@@ -59,16 +59,6 @@ BOTH = "c, counts = (torch.cat(parts, 2) for parts in zip(window, compressed, st
 P = "p = (a - total.unsqueeze(3)).exp().masked_fill(~counts.unsqueeze(2), 0)"
 OUT = "data.out.copy_(p @ c)"
 LSE = "lse.masked_fill(lse == -torch.inf, torch.inf)"
-
-
-def instead(line: str, *lines: str) -> tuple[str, str]:
-    """Edit that puts lines of a function in place of one."""
-    return line, "\n    ".join(lines)
-
-
-def behind(line: str, *lines: str) -> tuple[str, str]:
-    """Edit that puts lines of a function behind one."""
-    return instead(line, line, *lines)
 
 
 MATH = ("import torch\n", "import math\n\nimport torch\n")

@@ -1,5 +1,8 @@
 """Kernels that indexer's check must refuse, as edits of right ones (problems/wrong.py)."""
 
+from functools import partial
+
+from problems import wrong
 from problems.wrong import Mistake, mistake
 
 ZEROS = """
@@ -53,15 +56,8 @@ BEST = "best = score.sort(dim=1, descending=True, stable=True).indices[:, : size
 HOLES = "row.masked_fill_(torch.arange(sizes.topk, device=ids.device) >= visible, -1)"
 
 
-def instead(line: str, *lines: str) -> tuple[str, str]:
-    """Edit that puts lines of the loop in place of one."""
-    return line, "\n        ".join(lines)
-
-
-def behind(line: str, *lines: str) -> tuple[str, str]:
-    """Edit that puts lines of the loop behind one."""
-    return instead(line, line, *lines)
-
+# Edits of lines of the loop.
+instead, behind = partial(wrong.instead, depth=2), partial(wrong.behind, depth=2)
 
 # Sizes, format and content as in task.py's rows. Most mistakes show in the first; the others have rows of fewer than k
 # entries, equal scores, an odd k, outliers, large pages, more places than 16 bits name.

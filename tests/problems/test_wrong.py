@@ -16,6 +16,7 @@ NAMES = [
     for name in wrong.read(folder.parent)
     if folder.parent.name != "dsv4_forward"  # in tests/dsv4/test_forward.py and test_check.py
 ]
+RARE = "distant_groups_lost"  # it passes with a seed of four
 
 
 @functools.cache
@@ -34,8 +35,9 @@ def test_wrong_kernel_is_refused(problem, name, device):
     folder = load.PROBLEMS / problem
     reference, kernel = load.module(folder, "reference"), wrong.load_kernel(folder, name)
     right = []
-    for seed in (1, 2):  # a few mistakes change an answer with most seeds only
+    for seed in (1, 2):
         data, want = solved(problem, wrong.read(folder)[name].case, seed, device)
         mine = tree.clone(data)
         right.append(inputs.compared(reference, mine, want, kernel(mine), False).ok)
-    assert not all(right)
+    # A GPU draws other contents, of which some mistakes change most answers only.
+    assert not (any(right) if device == "cpu" and name != RARE else all(right))

@@ -23,13 +23,8 @@ ENTRIES = 32  # a step
 WARPS = 4
 FULL = 528  # programs that keep an H200 busy: four for each of 132 SMs
 LOG2E = tl.constexpr(1.4426950408889634)
-SIZES = (
-    "S",
-    "H",
-    "NW",
-    "NC",
-    "SPLITS",
-)  # no kernel of its own for 1 and for multiples of 16: each takes 4 s to compile
+# No kernel of its own for 1 and for multiples of 16: each takes 4 s to compile.
+SIZES = ("S", "H", "NW", "NC", "SPLITS")
 
 
 @triton.jit

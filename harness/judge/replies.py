@@ -35,7 +35,7 @@ WORDY = 5  # times a text's limit: a longer text is refused, since cleaning take
 _MOST_US = 1e12  # no call takes eleven days
 _LEAST_US = 1e-3  # nor less than a cycle of a GPU; ratios and geometric means are of times above 0
 _MOST_BYTES = 2**48
-NODES = 4096  # of a recorded call; and its modules' variables
+NODES = 4096  # of a recorded call; its modules may have 16 times as many variables, CUTLASS's headers bring thousands
 
 
 def _cleaned(clean: Callable[[str, int], str], limit: int, most: int = WORDY * TEXT_LIMIT) -> AfterValidator:
@@ -198,7 +198,7 @@ class Recorded(Reply):
     most_values: ClassVar[int] = 1_000_000
     before: Nodes = []
     nodes: Nodes = []
-    variables: Annotated[list[Variable], Field(max_length=NODES)] = []
+    variables: Annotated[list[Variable], Field(max_length=16 * NODES)] = []
     used: Annotated[list[Count], Field(max_length=2 * NODES)] = []
     scratch: Count = 0
     claims: Claims = []

@@ -421,7 +421,13 @@ int player_variable(size_t image, const char* name, const void* value, size_t by
         Variable variable = variables[name];
         require(!value || bytes == variable.bytes, named + " has another size");
         if (value) memcpy(variable.value.data(), value, bytes);
-        call.variables.push_back(std::move(variable));
+        auto& all = call.variables;  // neighbours are restored as one: a header of CUTLASS's may bring a thousand bytes
+        if (!all.empty() && all.back().place + all.back().bytes == variable.place) {
+            all.back().bytes += variable.bytes;
+            all.back().value.insert(all.back().value.end(), variable.value.begin(), variable.value.end());
+        } else {
+            all.push_back(std::move(variable));
+        }
     });
 }
 

@@ -49,7 +49,6 @@ class Runner:
         self.room: torch.Tensor | None = None  # what plain readers read where the buffer is smaller
         self.weights: Any = None  # the weights in the data of a call, or what prepare made of them
         self.mapped: list[recorder.Mapped] = []  # on a GPU, the memory of the present call
-        self.arguments: tuple = ()  # on a GPU, of the present call
         self.prepare_us: float | None = None
         self.flush: torch.Tensor | None = None  # what empties L2 ahead of a call that is timed here
         if start["records"]:
@@ -115,46 +114,44 @@ class Runner:
 
     def record(self, message: dict, fds: list[int]) -> dict:
         """Map a call's memory, prepare its weights, warm up, and record a call, or say why it cannot be recorded."""
-        arguments = self._mapped_arguments(message, fds)
-        kernel = self.module.custom_kernel
-        setup = self.module.setup if message["baseline"] and hasattr(self.module, "setup") else None
+        self.map_call(message, fds)
         for _ in range(WARMUPS):
-            kernel(*arguments, *([setup(*arguments)] if setup else []))
-            torch.cuda.synchronize()
+            self._warm_up(message)
         gc.collect()
-        prepared = {"prepare_us": self.prepare_us}
+        prepared, data = {"prepare_us": self.prepare_us}, self._data(self.mapped[0])
+        setup = getattr(self.module, "setup", None) if message["baseline"] else None
         try:
-            recorded, files, result = recorder.record(kernel, arguments, setup)
+            recorded, files, result = recorder.record(self.module.custom_kernel, (data,), setup)
             if not message["ours"]:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
         except Exception as error:
             reason = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
+            for _ in range(WARMUPS):  # libraries say in a later call what failed while one was recorded
+                with contextlib.suppress(Exception):
+                    self._warm_up(message)
             return {**prepared, "unrecorded": reason, "branches": isinstance(error, recorder.BranchesError)}
         if message["ours"]:
-            recorded["claims"] = claims.forms(result, [self._leaf(*arguments, i) for i in message["outputs"]])
+            recorded["claims"] = claims.forms(result, [self._leaf(data, i) for i in message["outputs"]])
         return {**prepared, **recorded, "fds": files}
 
-    def map_call(self, message: dict, fds: list[int]) -> dict:
-        """Map the memory of a call that was made before, to `time` it."""
-        self._mapped_arguments(message, fds)
-        return {}
+    def _warm_up(self, message: dict) -> None:
+        data = self._data(self.mapped[0])  # made anew: a folder's call may keep things in it, as in a dict of weights
+        self.module.custom_kernel(data, *self._setup(data, message))
+        torch.cuda.synchronize()
 
-    def _mapped_arguments(self, message: dict, fds: list[int]) -> tuple:
-        """Map a call's memory, and let the submission prepare its weights. Return the arguments of the call."""
+    def map_call(self, message: dict, fds: list[int]) -> dict:
+        """Map a call's memory, to record or to `time` it, and let the submission prepare its weights."""
         for old in self.mapped:
             old.close()
-        self.weights, self.arguments, self.opened, sizes = None, (), message, message["sizes"]
+        self.weights, self.opened, sizes = None, message, message["sizes"]
         self.trim({}, [])  # frees what was prepared for another call, also where it refers to itself
         parts = [(fds.pop(0) if sizes[name] else -1, sizes[name]) for name in ("inputs", "outputs")]
         self.mapped = [recorder.Mapped(parts, message["address"])]
         objects.define(message["definitions"])
-        data = tree.build(message["data"], self.mapped[0].memory, self.task)
         if message["split"]:
             self.mapped.append(recorder.Mapped([(fds.pop(0), sizes["weights"])], message["weights_address"]))
-            self.weights = tree.build(message["weights"], self.mapped[1].memory, self.task)
-            data = data._replace(weights=self._prepared(self.weights))
-        self.arguments = (data,)
-        return self.arguments
+            self.weights = self._prepared(tree.build(message["weights"], self.mapped[1].memory, self.task))
+        return {}
 
     def _prepared(self, weights: Any) -> Any:
         """Return what the submission makes of the weights, and note how long that takes."""
@@ -184,7 +181,7 @@ class Runner:
         """Make a call in this process, by events: its time can be forged by the submission."""
         if self.flush is None:
             self.flush = torch.empty(message["flush"], dtype=torch.uint8, device="cuda")
-        data = self.arguments[0]
+        data = self._data(self.mapped[0])
         state = self._setup(data, message)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -229,18 +226,15 @@ class Runner:
         return {"claims": forms}
 
     def profile(self, message: dict, _: list[int]) -> dict:
-        data = self.arguments[0] if self.device == "cuda" else self._data(self.buffers[0])
-        state = self._setup(data, message)
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if self.device == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        data = self._data(self.mapped[0] if self.device == "cuda" else self.buffers[0])
+        state, kinds = self._setup(data, message), torch.profiler.ProfilerActivity
         overwritten = [tree.raw(self._leaf(data, i)) for i in self.opened["inout"]]
         before = [tensor.clone() for tensor in overwritten]
         self.module.custom_kernel(data, *state)
         for tensor, content in zip(overwritten, before, strict=True):
             tensor.copy_(content)
         self._sync()
-        with torch.profiler.profile(activities=kinds) as profiler:
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA][: 1 + (self.device == "cuda")]) as profiler:
             self.module.custom_kernel(data, *state)
             self._sync()
         order = "cuda_time_total" if self.device == "cuda" else "cpu_time_total"
@@ -252,7 +246,7 @@ class Runner:
         artefacts = self.module.compile_for(message["target"])
         return {"artefacts": [{"bytes": a.path.stat().st_size, "kernels": _kernels(a)} for a in artefacts]}
 
-    def _data(self, buffer: Buffer) -> Any:
+    def _data(self, buffer: Buffer | recorder.Mapped) -> Any:
         """Return a call's data over a buffer, with the weights in their place where the problem has such."""
         values = tree.unpacked(self.opened.get("values"), buffer.memory)
         data = tree.build(self.opened["data"], buffer.memory, self.task, values)

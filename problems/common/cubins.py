@@ -73,7 +73,7 @@ def _contents(elf: memoryview) -> tuple[list[memoryview], int]:
 
 
 def variables(image: bytes) -> list[tuple[str, int]]:
-    """Return (name, bytes) of each variable of a cubin: what `__device__` and `__constant__` stand for."""
+    """Return (name, bytes) of each variable of a cubin, in memory's order: of `__device__` and `__constant__`."""
     view, found = memoryview(image), []
     if not _contents(view)[0]:
         return []
@@ -84,10 +84,11 @@ def variables(image: bytes) -> list[tuple[str, int]]:
             continue
         texts = image[sections[names][4] : sections[names][4] + sections[names][5]]
         for at in range(offset, min(offset + length, len(image) - _SYMBOL.size + 1), _SYMBOL.size):
-            name, info, _, _, _, nbytes = _SYMBOL.unpack_from(view, at)
+            name, info, _, section, place, nbytes = _SYMBOL.unpack_from(view, at)
             if info & 15 == _OBJECT and nbytes and texts[name : name + 1] not in (b".", b"$"):  # the compiler's own
-                found.append((texts[name : texts.find(b"\0", name)].decode(errors="replace"), nbytes))
-    return found
+                word = texts[name : texts.find(b"\0", name)].decode(errors="replace")
+                found.append((section, place, word, nbytes))
+    return [(name, nbytes) for _, _, name, nbytes in sorted(found)]
 
 
 def _length(elf: memoryview) -> int:

@@ -34,10 +34,12 @@ def solved(problem: str, case: str, seed: int, device: str) -> tuple[object, obj
 def test_wrong_kernel_is_refused(problem, name, device):
     folder = load.PROBLEMS / problem
     reference, kernel = load.module(folder, "reference"), wrong.load_kernel(folder, name)
-    right = []
-    for seed in (1, 2):
+
+    def is_right(seed):
         data, want = solved(problem, wrong.read(folder)[name].case, seed, device)
         mine = tree.clone(data)
-        right.append(inputs.compared(reference, mine, want, kernel(mine), False).ok)
-    # A GPU draws other contents, of which some mistakes change most answers only.
-    assert not (any(right) if device == "cpu" and name != RARE else all(right))
+        return inputs.compared(reference, mine, want, kernel(mine), False).ok
+
+    # A GPU draws other contents, of which some mistakes change most answers only, or no more than in every tenth call.
+    always = device == "cpu" and name != RARE
+    assert not (any(map(is_right, (1, 2))) if always else all(map(is_right, range(1, 33))))

@@ -236,10 +236,10 @@ def test_no_call_takes_no_time(said):
         (("nodes", 1, "from"), -1),
         (("before",), [FILL_NODE] * 4097),
         (("nodes",), [COPY_NODE] * 4097),
-        (("variables",), [VARIABLE] * 4097),
+        (("variables",), [VARIABLE] * (16 * replies.NODES + 1)),
         (("takes",), [TAKE] * 1025),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_hostile_recorded_call_is_refused(place, value):
     assert place[0] in refused(replies.Recorded, changed(RIGHT[replies.Recorded], place, value))

@@ -298,10 +298,12 @@ def _time(row: dict, case: str, record: dict | None) -> dict:
 def _against_baselines(standing: pd.DataFrame, times: pd.DataFrame, other_clock: set[tuple[str, str]]) -> None:
     """Fill baseline_ratio for the base run: in times, by case, the fastest baseline's time / this time; in standing the
     geomean of these, over the baseline_cases that a baseline serves, of variants that have a time in every case. Times
-    of baselines count that the board's clock took: not those of (variant, case) in other_clock.
+    of baselines count that the board's clock took: not those of (variant, case) in other_clock. Where a baseline of the
+    run failed, none counts: it may be the fastest.
     """
     standing["base"], times["base"] = standing["base"].astype(bool), times["base"].astype(bool)
-    right = standing.loc[standing.base & (standing.status == "PASSED"), "variant"]
+    failed = (standing.base & standing.baseline & ~standing.status.isin(["PASSED", *UNRUN])).any()
+    right = standing.loc[standing.base & (standing.status == "PASSED") & (not failed), "variant"]
     same_clock = ~pd.MultiIndex.from_frame(times[["variant", "case"]]).isin(other_clock)
     counted = times[times.base & times.baseline & times.variant.isin(right) & same_clock]
     baselines = counted.groupby("case")["median_us"].min()

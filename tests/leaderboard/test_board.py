@@ -236,6 +236,9 @@ def test_a_peer_that_failed_or_is_from_another_run_is_no_measure():
     found = one(other + records)
     assert found.standing.baseline_ratio.isna().all() and found.times.baseline_ratio.isna().all()
     assert board.OTHER_RUN in rows(found)["peer_o"].notes
+    right = full("a", 1.0) + full("peer_r", 2.0, baseline=True)
+    assert rows(one(right))["a"].baseline_ratio == pytest.approx(2.0)
+    assert one(right + wrong).standing.baseline_ratio.isna().all()  # peer_w may be the fastest
 
 
 def test_baseline_that_serves_some_cases_measures_in_those_alone():

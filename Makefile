@@ -1,6 +1,6 @@
 # Every job sets itself up: the first call makes .venv, later calls install nothing.
 #   make run          check and time every nvfp4_gemv variant that this machine can run, then its board
-#   make test         the fast tests            make test-slow   the others (GPU tests: .venv/bin/python tools/on_gpu.py)
+#   make test         the fast tests            make test-nightly  the slow ones (on a GPU: tools/on_gpu.py)
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
 #   make lint         ruff, types, imports      make board       compile what the records lack; render README's table
 #   make size         how many lines each part has, beside its limit
@@ -11,7 +11,7 @@ VENV_PYTHON := .venv/bin/python
 # Packages come uncompiled (tools/setup.py): what an import compiles is kept, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-system run test test-slow test-system lint size bench board clean
+.PHONY: setup setup-system run test test-nightly test-system lint size bench board clean
 setup:
 	@$(PYTHON) tools/setup.py
 
@@ -43,8 +43,10 @@ board: setup
 test: setup
 	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadfile --no-loadscope-reorder")
 
-test-slow: setup
-	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu"
+# Single tests take minutes, so they are shared out one by one; the longest are printed at the end.
+test-nightly: setup
+	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu" --durations=25 \
+	  $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist worksteal")
 
 # With REQUIRE_SYSTEM=1 a test fails where a program is missing, and is not skipped.
 test-system: setup

@@ -11,6 +11,7 @@ sections 4 and 6 to 13 of README.md's account of DeepSeek's inference code.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -30,6 +31,16 @@ class Rope:
     sin: torch.Tensor
 
 
+class Exchange(Protocol):
+    """With the other GPUs of a model whose weights are one's part of it (parallel/). place: for messages."""
+
+    def add(self, part: torch.Tensor, place: str) -> torch.Tensor:
+        """part (N, d) -> the sum of all GPUs' parts, with equal bits on each."""
+
+    def join(self, part: torch.Tensor, place: str) -> torch.Tensor:
+        """part (M, n) -> all GPUs' parts, one behind the other, (M, GPUs * n)."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What the layers of one call share. dtype: of activations, fp32 in the oracle, else bf16."""
@@ -39,6 +50,7 @@ class Context:
     batch: Batch
     dtype: torch.dtype
     quantised_index: bool  # indexer queries and keys go through Hadamard and FP4
+    exchange: Exchange | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Make an unwritten tensor on the batch's device, of activations unless `dtype` says otherwise."""
@@ -96,15 +108,24 @@ class Pending:
         return Pending(self.y[index], second, self.copies[index], self.post[index], self.comb[index])
 
 
-def block(residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context) -> Pending:
-    """Run one layer: attention, then experts; each reads the hc copies (N, n, d) behind the sublayer ahead of it.
+def block(
+    name: str, residual: torch.Tensor | Pending, w: BlockWeights, state: LayerState, rope: Rope, ctx: Context
+) -> Pending:
+    """Run the layer `name`: attention, then experts; each reads the hc copies (N, n, d) behind the sublayer ahead.
 
     residual: the copies, or what is still to be written to them. -> what the experts returned, still to be written.
     """
     u, *mixing = _site(residual, w.hc_attn, w.attn_norm, ctx)
-    middle = Pending(attention(u, w.attn, state, rope, ctx), None, *mixing)
+    middle = _pending(f"{name}.attention", attention(u, w.attn, state, rope, ctx), None, mixing, ctx)
     u, *mixing = _site(middle, w.hc_ffn, w.ffn_norm, ctx)
-    return Pending(*moe(u, w.ffn, ctx), *mixing)
+    return _pending(f"{name}.experts", *moe(u, w.ffn, ctx), mixing, ctx)
+
+
+def _pending(place: str, y: torch.Tensor, second: torch.Tensor | None, mixing: list, ctx: Context) -> Pending:
+    """Return what a sublayer returned, of all GPUs where several share the model."""
+    if ctx.exchange:
+        y, second = ctx.exchange.add(y if second is None else y + second, place), None
+    return Pending(y, second, *mixing)
 
 
 def _site(
@@ -323,6 +344,6 @@ def head(
     fp32 (M, vocab); the copies.
     """
     u, copies, *_ = _site(residual, site, norm, ctx)
-    out = ctx.empty(len(u), ctx.config.vocab_size, dtype=torch.float32)
+    out = ctx.empty(len(u), len(weight), dtype=torch.float32)
     ctx.ops.matmuls(x=u, weights=[weight], outs=[out])
-    return out, copies
+    return ctx.exchange.join(out, "head") if ctx.exchange else out, copies

@@ -13,7 +13,7 @@ import torch
 from problems.common.early import behind_kernels
 from problems.dsv4_forward import layers, ops
 from problems.dsv4_forward.cache.state import Batch, LayerState, State
-from problems.dsv4_forward.layers import Context, Pending, Rope
+from problems.dsv4_forward.layers import Context, Exchange, Pending, Rope
 from problems.dsv4_forward.ops import Ops
 from problems.dsv4_forward.torch_ops import rope
 from problems.dsv4_forward.weights.config import PLAIN, SWA, Config
@@ -49,15 +49,17 @@ class Model:
         dtype: torch.dtype | None = None,
         probe: Probe | None = None,
         early: bool = True,
+        exchange: Exchange | None = None,
     ) -> None:
         """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given. early:
-        whether kernels of other problems may begin before the one ahead has ended, as this folder's do.
+        whether kernels of other problems may begin before the one ahead has ended, as this folder's do. exchange: with
+        the GPUs that share the model, where the weights are one's part of it (parallel/partition.py).
         """
         self.weights, self.config = weights, weights.config
         self.ops = table or ops.REFERENCE
         self.dtype = dtype or (torch.float32 if weights.format == "fp32" else torch.bfloat16)
         self.probe = probe
-        self.early = early
+        self.early, self.exchange = early, exchange
         # The two compressed kinds share their angles.
         self._kinds = {ratio: int(ratio != SWA) for ratio in (SWA, *self.config.ratios)}
         kinds = {kind: ratio for ratio, kind in self._kinds.items()}
@@ -119,7 +121,8 @@ class Model:
         return self._context(batch), self._tables(outputs["cos"], outputs["sin"]), outputs["copies"]
 
     def _context(self, batch: Batch) -> Context:
-        return Context(self.config, self.ops, batch, self.dtype, self.weights.format not in PLAIN)
+        quantised = self.weights.format not in PLAIN
+        return Context(self.config, self.ops, batch, self.dtype, quantised, self.exchange)
 
     def _outputs(self, tokens: int, n: int) -> dict[str, torch.Tensor]:
         """Copies, cosines and sines, unwritten."""
@@ -138,7 +141,7 @@ class Model:
         is.
         """
         self._enter(name, residual)
-        return layers.block(residual, w, layer, table, ctx)
+        return layers.block(name, residual, w, layer, table, ctx)
 
     def logits(
         self, residual: torch.Tensor | Pending, site: Site, norm: torch.Tensor, ctx: Context

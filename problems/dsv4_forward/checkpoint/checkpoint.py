@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert, quantisation, values
 from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError, Piece, Stored
 from problems.dsv4_forward.checkpoint.config_json import config_from_json
-from problems.dsv4_forward.weights import layout, tree
+from problems.dsv4_forward.weights import layout, partition, tree
 from problems.dsv4_forward.weights.config import Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -118,12 +118,15 @@ def load(
     fmt: str | None = None,
     device: str | torch.device = "cpu",
     progress: bool = True,
+    gpus: int = 1,
+    rank: int = 0,
 ) -> ModelWeights:
     """The weights of a checkpoint: a folder with an index and its files, or with one file, or a file.
 
     cfg: config.json's if None; one without prediction layers leaves those of the checkpoint out. So are those left out
     that are not one layer of the model's kind (the release of July 2026 drafts with three of another). fmt: the format
     to hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
+    gpus, rank: load what GPU `rank` of so many has of the model (weights/partition.py).
     CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor, every file that cannot be read
     and what quantization_config of config.json says otherwise than the tensors, before any weight is loaded, or in the
     end every tensor with wrong values (values.fault); ValueError: the checkpoint cannot become `fmt`.
@@ -152,13 +155,15 @@ def load(
         faults = files.faults + quantisation.contradictions(said, files.stored)
         if faults := faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
             raise CheckpointError(f"{path} as {cfg.name} in {source}", faults)
-        convert.check(source, fmt or source)
-        tensors = tree.empty(cfg, fmt or source, device)
+        fmt = fmt or source
+        convert.check(source, fmt)
+        mine = partition.local(cfg, fmt, gpus)
+        tensors = tree.empty(mine, fmt, device)
         with _bar(progress, layout.nbytes(layout.layout(cfg, source))) as advance:
-            wrong = _fill(cfg, source, fmt or source, pieces, files, tensors, advance)
+            wrong = _fill(cfg, source, fmt, pieces, files, tensors, advance, gpus, rank)
         if wrong:
             raise CheckpointError(f"{path} as {cfg.name} in {source}", wrong)
-    return tree.assemble(cfg, fmt or source, tensors)
+    return tree.assemble(mine, fmt, tensors)
 
 
 def _faults(cfg: Config, pieces: dict[str, Piece], files: _Files) -> list[str]:
@@ -212,8 +217,11 @@ def _fill(
     files: _Files,
     tensors: dict[str, torch.Tensor],
     advance: Advance,
+    gpus: int,
+    rank: int,
 ) -> list[str]:
-    """Read every tensor or linear layer, as it is or, where the format differs, by way of temporary memory.
+    """Read every tensor or linear layer, as it is or, where the format differs or a GPU has a part of it, by way of
+    temporary memory.
 
     -> what is wrong with their values.
     """
@@ -223,17 +231,18 @@ def _fill(
     for name, piece in pieces.items():
         parts[piece.unit][name] = piece
     for name, unit in before.items():
-        if isinstance(unit, layout.Spec) or unit.kind == after[name].kind:
-            faults += _read(parts[name], unit, files, tensors)
-        else:
-            specs = {f"{name}.{field}": spec for field, spec in unit.tensors().items()}
-            buffer = torch.empty(layout.nbytes(specs), dtype=torch.uint8, device=tensors["embed.weight"].device)
-            held = layout.views(buffer, specs)
-            faults += (wrong := _read(parts[name], unit, files, held))
-            fields = {field: held[f"{name}.{field}"] for field in unit.tensors()}
-            if not wrong:
-                convert.transfer(cfg, name, unit, after[name], fields, tensors)
-        advance(sum(spec.nbytes for spec in ([unit] if isinstance(unit, layout.Spec) else unit.tensors().values())))
+        specs = layout.tensors_of(name, unit)
+        with partition.filling(name, after[name], tensors, gpus, rank) as whole:
+            if isinstance(unit, layout.Spec) or unit.kind == after[name].kind:
+                faults += _read(parts[name], unit, files, whole)
+            else:
+                buffer = torch.empty(layout.nbytes(specs), dtype=torch.uint8, device=tensors["embed.weight"].device)
+                held = layout.views(buffer, specs)
+                faults += (wrong := _read(parts[name], unit, files, held))
+                fields = {field: held[f"{name}.{field}"] for field in unit.tensors()}
+                if not wrong:
+                    convert.transfer(cfg, name, unit, after[name], fields, whole)
+        advance(sum(spec.nbytes for spec in specs.values()))
     return faults
 
 

@@ -52,6 +52,7 @@ class Config:
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6
     rms_norm_eps: float = 1e-6
+    vocab_parts: int = 1  # the head has one of so many equal parts of its rows, the others are other GPUs'
 
     def __post_init__(self) -> None:
         """ValueError, naming the field, where one is not of its type and range, or does not fit the others."""

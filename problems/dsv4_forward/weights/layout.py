@@ -166,7 +166,7 @@ def units(cfg: Config, fmt: str) -> dict[str, Spec | LinearSpec]:
         made.block(f"layers.{layer}", ratio, KINDS[fmt].experts, hashed=layer < cfg.num_hash_layers)
     made.site("hc_head", cfg.hc_mult, 1)
     made.tensor("norm.weight", cfg.hidden_size)
-    made.tensor("head.weight", cfg.vocab_size, cfg.hidden_size)
+    made.tensor("head.weight", cfg.vocab_size // cfg.vocab_parts, cfg.hidden_size)
     for layer in range(cfg.num_nextn_predict_layers):
         made.prediction(f"mtp.{layer}")
     for name, unit in made.units.items():
@@ -204,13 +204,14 @@ def _check(name: str, unit: Spec | LinearSpec) -> None:
 
 def layout(cfg: Config, fmt: str) -> dict[str, Spec]:
     """Every tensor of the model by name. ValueError as units()."""
-    specs = {}
-    for name, unit in units(cfg, fmt).items():
-        if isinstance(unit, LinearSpec):
-            specs |= {f"{name}.{field}": spec for field, spec in unit.tensors().items()}
-        else:
-            specs[name] = unit
-    return specs
+    return {key: spec for name, unit in units(cfg, fmt).items() for key, spec in tensors_of(name, unit).items()}
+
+
+def tensors_of(name: str, unit: Spec | LinearSpec) -> dict[str, Spec]:
+    """The tensors of one unit by name."""
+    if isinstance(unit, Spec):
+        return {name: unit}
+    return {f"{name}.{field}": spec for field, spec in unit.tensors().items()}
 
 
 def _offsets(specs: dict[str, Spec]) -> tuple[dict[str, int], int]:

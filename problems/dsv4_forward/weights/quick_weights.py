@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from problems.common import nvfp4
-from problems.dsv4_forward.weights import layout, packing, random_weights
+from problems.dsv4_forward.weights import layout, packing, partition, random_weights
 from problems.dsv4_forward.weights.config import Config
 
 BYTES, NORMALS = 2**26 - 5, 2**24 - 3  # primes: entries of the two tables
@@ -54,28 +54,38 @@ class _Tables:
             self._at[table] = (at + count) % len(table)
 
 
-def fill(cfg: Config, fmt: str, seed: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write every tensor of layout.layout(cfg, fmt), in place; extra memory: two tables, of 64 and 32 MiB."""
+def fill(cfg: Config, fmt: str, seed: int, tensors: dict[str, torch.Tensor], gpus: int = 1, rank: int = 0) -> None:
+    """Write every tensor of layout.layout(cfg, fmt), or what GPU `rank` of `gpus` has of it, in place.
+
+    Extra memory: two tables, of 64 and 32 MiB, and for several GPUs one linear layer.
+    """
     units = layout.units(cfg, fmt)
     specs = layout.layout(cfg, fmt).values()
     coded = sum(spec.nbytes for spec in specs if spec.dtype.itemsize == 1)
     plain = sum(spec.nbytes for spec in specs if spec.dtype.is_floating_point)
     tables = _Tables(seed, coded, plain, tensors["embed.weight"].device)
     for name, unit in units.items():
-        if isinstance(unit, layout.LinearSpec):
-            fields = {part: tensors[f"{name}.{part}"] for part in unit.tensors()}
-            _KINDS[unit.kind](fields, random_weights.gain(cfg, name) / math.sqrt(unit.k), tables)
-            if "input_scale" in fields:
-                amax = random_weights.input_amax(cfg, name) / packing.NVFP4_LARGEST
-                fields["input_scale"].copy_(amax * (1 + random_weights.AMAX_SPREAD * _uniform(unit.lead, tables)))
-        elif name.endswith("tid2eid"):
-            tensors[name].copy_(_experts(cfg, unit.shape, tables))
-        elif math.prod(unit.shape) <= SMALL:
-            tensors[name].copy_(random_weights.tensor(cfg, name, unit.shape, tables.source))
-        else:
-            mean, spread = random_weights.moments(name, unit.shape)
-            for part, normals in tables.normals(tensors[name]):
-                part.copy_(normals).mul_(spread).add_(mean)
+        with partition.filling(name, unit, tensors, gpus, rank) as whole:
+            _fill(cfg, name, unit, whole, tables)
+
+
+def _fill(
+    cfg: Config, name: str, unit: layout.Spec | layout.LinearSpec, tensors: dict[str, torch.Tensor], tables: _Tables
+) -> None:
+    if isinstance(unit, layout.LinearSpec):
+        fields = {part: tensors[f"{name}.{part}"] for part in unit.tensors()}
+        _KINDS[unit.kind](fields, random_weights.gain(cfg, name) / math.sqrt(unit.k), tables)
+        if "input_scale" in fields:
+            amax = random_weights.input_amax(cfg, name) / packing.NVFP4_LARGEST
+            fields["input_scale"].copy_(amax * (1 + random_weights.AMAX_SPREAD * _uniform(unit.lead, tables)))
+    elif name.endswith("tid2eid"):
+        tensors[name].copy_(_experts(cfg, unit.shape, tables))
+    elif math.prod(unit.shape) <= SMALL:
+        tensors[name].copy_(random_weights.tensor(cfg, name, unit.shape, tables.source))
+    else:
+        mean, spread = random_weights.moments(name, unit.shape)
+        for part, normals in tables.normals(tensors[name]):
+            part.copy_(normals).mul_(spread).add_(mean)
 
 
 def _uniform(shape: tuple[int, ...], tables: _Tables) -> torch.Tensor:

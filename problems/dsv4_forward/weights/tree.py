@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from problems.dsv4_forward.weights import layout, quick_weights, random_weights
+from problems.dsv4_forward.weights import layout, partition, quick_weights, random_weights
 from problems.dsv4_forward.weights.config import CSA, SWA, Config
 from problems.dsv4_forward.weights.linear import Linear
 
@@ -243,14 +243,25 @@ def quick(
     seed: int,
     device: str | torch.device = "cpu",
     tensors: dict[str, torch.Tensor] | None = None,
+    gpus: int = 1,
+    rank: int = 0,
 ) -> ModelWeights:
     """Make random weights at memory speed (quick_weights.py says which), in `tensors` if given, else in new memory.
 
-    A seed gives the same bits on every device, and another model in every format.
+    A seed gives the same bits on every device, and another model in every format. gpus, rank: make what GPU `rank` of
+    so many has of them (partition.py). ValueError: so many cannot share the model.
     """
-    made = assemble(cfg, fmt, empty(cfg, fmt, device) if tensors is None else tensors)
-    quick_weights.fill(cfg, fmt, seed, made.tensors)
+    mine = partition.local(cfg, fmt, gpus)
+    made = assemble(mine, fmt, empty(mine, fmt, device) if tensors is None else tensors)
+    quick_weights.fill(cfg, fmt, seed, made.tensors, gpus, rank)
     return made
+
+
+def shard(weights: ModelWeights, gpus: int, rank: int) -> ModelWeights:
+    """Return what GPU `rank` of `gpus` has: copies of what is cut, the rest as it is. ValueError as quick()."""
+    mine = partition.local(weights.config, weights.format, gpus)
+    parts = {name: partition.part(name, tensor, gpus, rank) for name, tensor in weights.tensors.items()}
+    return assemble(mine, weights.format, parts)
 
 
 def empty(cfg: Config, fmt: str, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:

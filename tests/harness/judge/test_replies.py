@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness.judge import phases, replies
 from harness.judge.handle import RunnerHandle
@@ -23,68 +21,41 @@ from harness.sandbox.process import Died
 from tests.support import SUPPORT, warm
 
 SHORT = 2_500  # characters of a reason, at most
-CLAIM = {
-    "type": "Tensor",
-    "dtype": "float16",
-    "shape": [3, 4],
-    "stride": [4, 1],
-    "device": "cpu",
-    "same": True,
-    "conj": True,
-    "neg": True,
-    "items": [{"type": "value", "value": "5"}],
-    "keys": ["sum"],
-    "value": "null",
-}
-KERNEL = {
-    "name": "gemm",
-    "registers": 32,
-    "stack_bytes": 1,
-    "spill_bytes": 2,
-    "shared_bytes": 4096,
-    "sass": {"HMMA": 5},
-    "tmem_columns": 64,
-}
-KERNEL_NODE = {"kind": "kernel", "name": "_Z3addPf", "grid": [1, 2, 3], "block": [128, 1, 1], "cluster": [2, 1, 1]}
-KERNEL_NODE |= {"early": True, "cooperative": False, "not_portable": False, "image": 0, "shared": 1024}
-KERNEL_NODE |= {"dynamic_shared": 65536, "carveout": -1, "layout": [0, 8], "values": "0011223344556677"}
-COPY_NODE = {"kind": "copy", "to": 2**46, "from": 2**46 + 512, "bytes": 12}
-FILL_NODE = {"kind": "fill", "to": 2**46, "pitch": 64, "width": 16, "height": 2, "value": 7, "element": 4}
-TAKE = {"to": 2**46, "from": 2**46 + 512, "bytes": 12}
-VARIABLE = {"image": 0, "name": "count", "value": "00ff"}
-# A right reply of every kind, with every field.
-RIGHT = {
-    replies.Done: {},
-    replies.Ready: {"ready": True},
-    replies.Failed: {"failed": "call", "type": "ValueError", "memory": False, "text": "Traceback"},
-    replies.Prepared: {"prepared": True},
-    replies.Claim: CLAIM,
-    replies.Called: {"claims": [CLAIM, {"type": "NoneType"}]},
-    replies.Noted: {"claims": [CLAIM, {"type": "NoneType"}]},
-    replies.SelfTimed: {"us": 1.5, "claims": [CLAIM]},
-    replies.KernelNode: KERNEL_NODE,
-    replies.CopyNode: COPY_NODE,
-    replies.FillNode: FILL_NODE,
-    replies.Variable: VARIABLE,
-    replies.Take: TAKE,
-    replies.Recorded: {
-        "before": [FILL_NODE],
-        "nodes": [KERNEL_NODE, COPY_NODE],
-        "variables": [VARIABLE],
-        "used": [0, 512],
-        "scratch": 1024,
-        "claims": [CLAIM],
-        "takes": [TAKE],
-        "unrecorded": "it waits",
-        "branches": True,
-        "prepare_us": 3.5,
-    },
-    replies.Kernel: KERNEL,
-    replies.Artefact: {"bytes": 5, "kernels": [KERNEL]},
-    replies.Compiled: {"artefacts": [{"bytes": 5, "kernels": [KERNEL]}]},
-    replies.Profiled: {"table": "Name  CPU total\nadd   3 us", "trace": '{"traceEvents": []}'},
-}
-KINDS = sorted(RIGHT, key=lambda kind: kind.__name__)
+KINDS = sorted(
+    {kind for kind in vars(replies).values() if isinstance(kind, type) and issubclass(kind, replies.Reply)}
+    - {replies.Reply},
+    key=lambda kind: kind.__name__,
+)
+
+
+def right(schema: dict, known: dict, within: tuple = ()) -> object:
+    """A value that fits a JSON schema and has every field; of a kind within itself those that it must have."""
+    name = schema.get("$ref", "").rpartition("/")[2]
+    schema = known.get(name, schema)
+    if "anyOf" in schema:  # the other one is null
+        return right(schema["anyOf"][0], known, within)
+    if "const" in schema or "enum" in schema:
+        return schema["const"] if "const" in schema else schema["enum"][0]
+    if schema["type"] == "array":
+        each = schema["items"].get("oneOf", [schema["items"]])
+        return [right(one, known, within) for one in each] * schema.get("minItems", 1)
+    if schema["type"] == "object" and schema["additionalProperties"]:
+        return {"HMMA": right(schema["additionalProperties"], known, within)}
+    if schema["type"] == "object":
+        fields = schema.get("properties", {})
+        wanted = schema["required"] if name in within else fields
+        return {field: right(fields[field], known, (*within, name)) for field in wanted}
+    return {"boolean": True, "integer": 2, "number": 1.5, "string": "00"}[schema["type"]]
+
+
+def right_of(kind: type[replies.Reply]) -> dict:
+    schema = kind.model_json_schema()
+    return right(schema, schema.get("$defs", {}))
+
+
+RIGHT = {kind: right_of(kind) for kind in KINDS}
+CLAIM, VARIABLE, TAKE = (RIGHT[kind] for kind in (replies.Claim, replies.Variable, replies.Take))
+COPY_NODE, FILL_NODE = RIGHT[replies.CopyNode], RIGHT[replies.FillNode]
 
 
 def places(value: object, at: tuple = ()) -> Iterator[tuple[tuple, object]]:
@@ -123,13 +94,6 @@ def assert_clean(value: object) -> None:
     if isinstance(value, dict | list):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             assert_clean(item)
-
-
-def test_every_kind_of_reply_is_here():
-    made = {kind for kind in vars(replies).values() if isinstance(kind, type) and issubclass(kind, replies.Reply)}
-    assert made - {replies.Reply} == set(RIGHT)
-    for kind, reply in RIGHT.items():
-        assert set(reply) == {field.alias or name for name, field in kind.model_fields.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,41 +145,6 @@ def test_further_field_is_refused_and_texts_come_out_clean(kind):
                 assert_clean(replies.read(kind, changed(RIGHT[kind], at, said)).model_dump())
 
 
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**400), 10**400)
-    | st.floats()
-    | st.text(max_size=20)
-    | st.sampled_from(["Tensor", "call", "\ud800", "\x1b[2J", 2**63, -0.0, 1e999, True, "kernel"])
-)
-NAMES = st.sampled_from(sorted({key for reply in RIGHT.values() for at, _ in places(reply) for key in map(str, at)}))
-ANY = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | st.text(), inner, max_size=5),
-    max_leaves=15,
-)
-
-
-@given(st.sampled_from(KINDS), st.data())
-def test_any_object_is_a_reply_or_a_death(kind, data):
-    """Half of the time a right reply with some places changed: an arbitrary object seldom comes near one."""
-    reply = data.draw(st.just(RIGHT[kind]) | st.dictionaries(NAMES, ANY, max_size=6))
-    for at, _ in data.draw(st.lists(st.sampled_from([*places(reply)] or [((), None)]), max_size=3)):
-        if at:
-            try:
-                reply = changed(reply, at, data.draw(ANY))
-            except (KeyError, IndexError, TypeError):
-                continue  # what was there is gone
-    try:
-        read = replies.read(kind, reply)
-    except Died:
-        refused(kind, reply)
-        return
-    assert type(read) in (kind, replies.Failed)
-    assert_clean(read.model_dump())
-
-
 @pytest.mark.parametrize("said", ["-0.0", "0", "1e-300", "0.0009"])
 def test_no_call_takes_no_time(said):
     """One such claim among sixty would end the geometric mean, and the run with it."""
@@ -246,7 +175,7 @@ def test_a_hostile_recorded_call_is_refused(place, value):
 
 
 def test_what_a_call_noted_is_looked_at():
-    assert [claim.type for claim in replies.noted(json.dumps([CLAIM, {"type": "NoneType"}]))] == ["Tensor", "NoneType"]
+    assert [claim.type for claim in replies.noted(json.dumps([CLAIM, {"type": "NoneType"}]))] == ["00", "NoneType"]
     for said in ("", "{", "[" * 30_000, '[{"type": 1}]', "3", "[3]", json.dumps([CLAIM] * 1025)):
         with pytest.raises(Died, match="malformed"):
             replies.noted(said)
@@ -272,7 +201,7 @@ def test_flood_of_faults_is_refused_at_once(flood):
 
 
 def test_as_much_as_a_compiler_says_is_read():
-    kernels = [{**KERNEL, "name": "k" * 3000}] * 200
+    kernels = [{**RIGHT[replies.Kernel], "name": "k" * 3000}] * 200
     read = replies.read(replies.Compiled, {"artefacts": [{"bytes": 1, "kernels": kernels}] * 20})
     assert sum(len(artefact.kernels) for artefact in read.artefacts) == 4000
 

@@ -3,23 +3,15 @@
 import pytest
 
 from harness.api import UsageError, judge
-from tests.support import SUPPORT
+from tests.support import ADDS, SUPPORT
 
 PROBLEM = SUPPORT / "problems" / "vector_add"
-ADD = """import torch
-
-TARGETS = ("cpu",)
-
-
-def custom_kernel(data):
-    return torch.add(data.x, data.y, out=data.z)
-"""
 
 
 @pytest.mark.parametrize("show", [False, True])
 def test_records_are_returned_and_nothing_is_printed_unless_asked(tmp_path, capfd, show):
     for name in ("mine", "other"):
-        (tmp_path / f"{name}.py").write_text(ADD)
+        (tmp_path / f"{name}.py").write_text(ADDS)
     records = judge(PROBLEM, [tmp_path / "mine.py", tmp_path / "other.py"], "test", "cpu", show=show)
     assert {(one["variant"], one["status"]) for one in records} == {("mine", "PASSED"), ("other", "PASSED")}
     said = "".join(capfd.readouterr())

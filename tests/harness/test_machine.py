@@ -14,11 +14,12 @@ from harness import __main__ as command
 from harness import invocation, run
 from harness.judge import machine
 from harness.judge.handle import CheckerLost, DeviceError
+from harness.problem import folders
 from harness.results import output, record
 from harness.results.run_file import RunFile
 from harness.sandbox.policy import SandboxError
 from problems.common import build
-from tests.support import ROOT
+from tests.support import ADDS, ROOT
 from tests.support.hostile import HOSTILE, UNPRINTABLE, brief
 from tests.support.records import run_line
 
@@ -26,16 +27,6 @@ PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
 RUN = [sys.executable, str(ROOT / "harness" / "run.py")]
 VERBS = [sys.executable, str(ROOT / "harness" / "__main__.py")]
 REPORT = [sys.executable, str(ROOT / "leaderboard" / "report.py")]
-GOOD = """{docstring!r}
-import torch
-
-TARGETS = ("cpu",)
-
-
-def custom_kernel(data):
-    torch.add(data.x, data.y, out=data.z)
-    return data.z
-"""
 
 
 @pytest.fixture
@@ -45,7 +36,7 @@ def folder(tmp_path) -> Path:
     (place / "variants").mkdir(parents=True)
     for name in ("task.py", "reference.py"):
         shutil.copy(PROBLEM / name, place)
-    (place / "variants" / "good.py").write_text(GOOD.format(docstring="good."))
+    (place / "variants" / "good.py").write_text(ADDS)
     return place
 
 
@@ -118,31 +109,30 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
         run.main(["nvfp4_gemv"])
 
 
-def test_the_line_says_how_to_go_on(monkeypatch, capsys, results):
+@pytest.mark.parametrize(
+    ("error", "code", "kept", "goes_on"),
+    [
+        (record.StorageError("full"), 2, True, True),
+        (CheckerLost("x"), 2, True, True),
+        (KeyboardInterrupt(), 130, True, True),
+        (KeyboardInterrupt(), 130, False, False),
+        (output.ClosedError("gone"), 141, True, True),
+        (folders.ProblemError("p's own code failed"), 2, True, False),  # it would raise again
+    ],
+    ids=brief,
+)
+def test_the_line_says_how_to_go_on(monkeypatch, capsys, results, error, code, kept, goes_on):
     held = RunFile.begin(run_line("20260101T000000-00000001"))
     held.write("outcome")
-    for error, code in (
-        (record.StorageError("full"), 2),
-        (CheckerLost("x"), 2),
-        (KeyboardInterrupt(), 130),
-        (output.ClosedError("gone"), 141),
-    ):
 
-        def fail(self, error=error):
-            self.file = held
-            raise error
+    def fail(self):
+        self.file = held if kept else None
+        raise error
 
-        monkeypatch.setattr(invocation.Run, "main", fail)
-        assert run.main(["nvfp4_gemv"]) == code
-        assert one_line(capsys.readouterr().err).endswith("; go on with --resume 20260101T000000-00000001\n")
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
-def test_a_folder_of_results_that_cannot_be(monkeypatch, tmp_path, folder, capsys, place):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(record, "RESULTS", tmp_path / place)
-    assert run.main([str(folder), "--variant", "good", "--device", "cpu"]) == 2
-    assert "file" in (said := one_line(capsys.readouterr().err)) or "/proc/nothing" in said
+    monkeypatch.setattr(invocation.Run, "main", fail)
+    assert run.main(["nvfp4_gemv"]) == code
+    said = one_line(capsys.readouterr().err)
+    assert said.endswith("; go on with --resume 20260101T000000-00000001\n") == ("--resume" in said) == goes_on
 
 
 def test_without_a_compiler_for_the_judges_own_code(tmp_path, folder):
@@ -261,11 +251,8 @@ def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
     [
         ("task.py", b"OUTPUTS = ("),
         ("task.py", b"\xff"),
-        ("task.py", b"x = " + b"-" * 200_000 + b"1"),
         ("task.py", b"OUTPUTS = ()\nraise KeyError('x')"),
         ("task.yml", b"tests: [5]"),
-        ("task.yml", b"tests: []\nfiles: [{}]"),
-        ("task.yml", b"tests: [{n: 2026-01-01}]"),
         ("task.yml", b"tests: &a [*a]"),
         ("task.yml", b"a: " + b"[" * 5000),
     ],
@@ -279,19 +266,7 @@ def test_odd_file_of_a_problem_is_one_line(tmp_path, capsys, name, content):
     assert str(tmp_path) in one_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"\xff",
-        b"(",
-        b"TARGETS = 5",
-        b"CPU_FLAGS = f()",
-        b"REQUIRES = ('..',)",
-        b"x = " + b"-" * 200_000 + b"1",
-        b"x = importlib" + b".x" * 20_000 + b"()",
-    ],
-    ids=brief,
-)
+@pytest.mark.parametrize("text", [b"(", b"CPU_FLAGS = f()"], ids=brief)
 def test_odd_submission_is_one_line(folder, results, capsys, text):
     (folder / "variants" / "odd.py").write_bytes(text)
     assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2
@@ -303,7 +278,7 @@ def test_odd_submission_is_one_line(folder, results, capsys, text):
 
 @pytest.mark.parametrize("name", UNPRINTABLE[:2], ids=brief)
 def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
-    (folder / "variants" / f"{name}.py").write_text(GOOD.format(docstring="x"))
+    (folder / "variants" / f"{name}.py").write_text(ADDS)
     for which in (["--variant", name], ["--submission", str(folder / "variants" / f"{name}.py")], ["--all"]):
         assert run.main([str(folder), *which, "--device", "cpu"]) == 2
         said = one_line(capsys.readouterr().err)
@@ -314,7 +289,8 @@ def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
 
 def test_docstrings_are_listed_as_text(folder, capsys):
     for number, said in enumerate(HOSTILE):
-        (folder / "variants" / f"v{number}.py").write_text(GOOD.format(docstring=said.replace("\ud800", "")))
+        source = ADDS.replace('"""adds."""', repr(said.replace("\ud800", "")))
+        (folder / "variants" / f"v{number}.py").write_text(source)
     assert command.main(["list", str(folder)]) == 0
     lines = capsys.readouterr().out.split("\n")[:-1]
     assert len(lines) == len(HOSTILE) + 1 and all(line.isprintable() and len(line) < 2200 for line in lines)

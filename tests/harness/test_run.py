@@ -7,11 +7,10 @@ import pytest
 
 from harness import invocation, run
 from harness.judge import verdict
-from harness.judge.handle import CheckerLost
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
-from tests.support import ROOT, SUPPORT
+from tests.support import ADDS, ROOT, SUPPORT
 
 MINE = (ROOT / "problems/nvfp4_gemv/variants/torch_dequant.py").read_text()
 SMALL = "m=16 k=64"
@@ -32,6 +31,12 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
+def right_and_wrong(folder):
+    """Write right.py and wrong.py, for vector_add."""
+    (folder / "right.py").write_text(ADDS)
+    (folder / "wrong.py").write_text(ADDS.replace("data.y", "data.x"))
+
+
 def lines_of(folder):
     return [one for file in folder.rglob("*.jsonl") for one in record.contents_of(file, folder).records]
 
@@ -45,6 +50,9 @@ def lines_of(folder):
         (["elsewhere/problems/nvfp4_gemv"], "did you mean nvfp4_gemv?"),
         (["nvfp4_gemv", "--variant", "nothing"], "--variant must be a variant of nvfp4_gemv"),
         (["nvfp4_gemv", "--variant", "sm90_dp4"], "did you mean sm90_dp4a?"),
+        (["nvfp4_gemv", "--variant", "../wrong/zeros"], "--variant must be a variant"),
+        (["nvfp4_gemv", "--variant", "./cpu_portable"], "--variant must be a variant"),
+        (["nvfp4_gemv", "--variant", "cpu_portable.py"], "--variant must be a variant"),
         (["nvfp4_gemv", "--against", "cpu_avx3"], "did you mean cpu_avx2?"),
         (["nvfp4_gemv", "--against", "HEAD~1:cpu_avx2"], "did you mean cpu_avx2?"),
         (["nvfp4_gemv", "--submission", "nothing.py"], "--submission must be a Python file, found none at nothing.py"),
@@ -56,10 +64,7 @@ def lines_of(folder):
         (["nvfp4_gemv", "--mode", "benchmark", "--seed", "0"], "--seed is of test cases"),
         (["dsv4_forward", "--mode", "latency", "--variant", "composed"], "times the problem's own model"),
         (["nvfp4_gemv", "--fail-on-regression", "0"], "--fail-on-regression goes with --against"),
-        (
-            ["nvfp4_gemv", "--device", "cpu", "--mode", "latency"],
-            "--mode latency is for whole models, and nvfp4_gemv is",
-        ),
+        (["nvfp4_gemv", "--device", "cpu", "--mode", "latency"], "--mode latency is for whole models"),
         (["nvfp4_gemv", "--timeout", "nan"], "--timeout must be positive"),
         (["nvfp4_gemv", "--seed", "-1"], "--seed must be 0 to 2^63 - 1"),
         (["nvfp4_gemv", "--device", "cpu", "--resume", "x"], "no unfinished run x of nvfp4_gemv"),
@@ -91,9 +96,7 @@ def test_an_unknown_word_names_what_was_meant(words, message, capsys):
 
 
 def test_several_files_are_judged_in_one_run(tmp_path, capsys):
-    head = 'import torch\n\nTARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n'
-    for name, body in (("right", "torch.add(data.x, data.y, out=data.z)"), ("wrong", "data.z.zero_()")):
-        (tmp_path / f"{name}.py").write_text(f"{head}    {body}\n    return data.z\n")
+    right_and_wrong(tmp_path)
     (tmp_path / "more").mkdir()
     shutil.copy(tmp_path / "right.py", tmp_path / "more")
     command = [str(SUPPORT / "problems" / "vector_add"), "--device", "cpu", "--mode", "test", "--json", "-"]
@@ -123,25 +126,14 @@ def test_test_mode_says_what_is_right_and_records_nothing(right, results, tmp_pa
 @pytest.mark.parametrize(
     ("source", "more", "code", "first"),
     [
-        (
-            "def custom_kernel(data):\n    return data.no_such_field\n",
-            [],
-            4,
-            "mine.py:2: AttributeError: 'Data' object has no attribute 'no_such_field'",
-        ),
+        ("def custom_kernel(data):\n    return data.no_such_field\n", [], 4, "mine.py:2: AttributeError: "),
         ("def custom_kernel(data, more):\n    pass\n", [], 4, "mine.py:1: TypeError: custom_kernel() missing 1 "),
-        ("import no_such_module\n", [], 4, "mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
         ("import sys\n\n\ndef custom_kernel(data):\n    sys.exit('enough')\n", [], 4, "mine.py:5: SystemExit: enough"),
         ("raise KeyboardInterrupt\n", [], 4, "mine.py:1: KeyboardInterrupt"),
-        ("def kernel(data):\n    pass\n", [], 4, "mine.py: AttributeError: it defines no custom_kernel(data)"),
-        (
-            "import time\n\n\ndef custom_kernel(data):\n    time.sleep(600)\n",
-            ["--timeout", "1"],
-            5,
-            "no answer within 1 s; it and all it had started were killed; if it needs longer, try --timeout 2",
-        ),
+        ("def kernel(data):\n    pass\n", [], 4, "mine.py: AttributeError: "),
+        ("import time\ndef custom_kernel(data):\n    time.sleep(600)\n", ["--timeout", "1"], 5, "no answer within 1 s"),
     ],
-    ids=["field", "signature", "import", "exit", "interrupt", "function", "time"],
+    ids=["field", "signature", "exit", "interrupt", "function", "time"],
 )
 def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, source, more, code, first):
     (tmp_path / "mine.py").write_text(source)
@@ -150,6 +142,7 @@ def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, sourc
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("mine  m=16 k=64 l=1  ") and f": {first}" in line]
     assert first in lines[-2] and lines[-1].startswith("next: "), "and in the verdict"
+    assert code != 5 or "--timeout 2" in lines[-2]
 
 
 REFUSED = [
@@ -204,26 +197,6 @@ def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, res
     assert [line["status"] for line in lines_of(results)] == ["COMPILE_ERROR"]
 
 
-def test_an_interruption_is_one_line(monkeypatch, capsys):
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(invocation.Run, "main", interrupt)
-    assert run.main(["nvfp4_gemv"]) == output.INTERRUPTED_EXIT
-    assert capsys.readouterr().err == "harness/run.py: interrupted\n"  # nothing was kept that could go on
-
-
-@pytest.mark.parametrize(("kind", "goes_on"), [(folders.ProblemError, False), (CheckerLost, True)])
-def test_a_run_is_not_to_go_on_where_the_problems_code_would_raise_again(monkeypatch, capsys, kind, goes_on):
-    def fail(_):
-        raise kind("p's own code failed: reference.py:5: TypeError")
-
-    monkeypatch.setattr(invocation.Run, "main", fail)
-    monkeypatch.setattr(invocation.Run, "kept", "r1")
-    assert run.main(["nvfp4_gemv"]) == output.USAGE_EXIT
-    assert ("go on with --resume r1" in capsys.readouterr().err) is goes_on
-
-
 def test_a_run_warns_of_malformed_lines(monkeypatch, results, capsys):
     monkeypatch.setattr(invocation.Run, "machine", "box")
     file = results / "box" / "nvfp4_gemv" / "20260101T000000-00000001.jsonl"
@@ -254,12 +227,6 @@ def test_task_yml_is_what_task_py_says():
             assert (load.PROBLEMS / name / "task.yml").read_text() == task_yml.render(found)
 
 
-def test_a_path_is_no_variant(capsys):
-    for name in ("../wrong/zeros", "./cpu_portable", "cpu_portable.py"):
-        assert run.main(["nvfp4_gemv", "--variant", name, "--device", "cpu", "--mode", "test"]) == 2
-        assert "--variant must be a variant of nvfp4_gemv" in capsys.readouterr().err
-
-
 def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
     file = tmp_path / "cpu_portable.py"
     file.write_text("def custom_kernel(data):\n    return data.c\n")
@@ -269,9 +236,7 @@ def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
 
 def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_path, results, capsys):
     """Of a pair both count or none: that is no fault of the machine."""
-    head = 'import torch\n\nTARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n'
-    for name, body in (("right", "torch.add(data.x, data.y, out=data.z)"), ("wrong", "data.z.zero_()")):
-        (tmp_path / f"{name}.py").write_text(f"{head}    {body}\n    return data.z\n")
+    right_and_wrong(tmp_path)
     folder, files = str(SUPPORT / "problems" / "vector_add"), [str(tmp_path / f"{n}.py") for n in ("right", "wrong")]
     for mine, other in (files, files[::-1]):
         words = [folder, "--device", "cpu", "--mode", "benchmark", "--quiet", "--submission", mine, "--against", other]
@@ -284,9 +249,7 @@ def test_more_bytes_than_the_judge_can_read_are_a_fault_of_the_problem(tmp_path,
     made = shutil.copytree(SUPPORT / "problems" / "vector_add", tmp_path / "vector_add")
     task = made / "task.py"
     task.write_text(task.read_text().replace("return 3 * 2 * self.n", "return 10**15"))
-    submission = tmp_path / "one.py"
-    kernel = "def custom_kernel(data):\n    return torch.add(data.x, data.y, out=data.z)\n"
-    submission.write_text(f'import torch\n\nTARGETS = ("cpu",)\n\n\n{kernel}')
-    argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--submission", str(submission), "--processes", "2"]
-    assert run.main(argv) == 2
+    right_and_wrong(tmp_path)
+    argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--submission", str(tmp_path / "right.py")]
+    assert run.main([*argv, "--processes", "2"]) == 2
     assert "bytes_moved() of n=1048576 says 1000000000000000 bytes" in capsys.readouterr().err

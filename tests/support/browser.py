@@ -6,7 +6,6 @@ with browser.started() as chromium:
     page.complaints        # what the console said, and what failed to load
 """
 
-import base64
 import contextlib
 import json
 import os
@@ -15,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tests.support import system
@@ -104,11 +102,6 @@ class Page:
     def overlaps(self) -> dict:
         """boxes: how many texts there are; found: [text, other text, px wide, px high] of each overlap."""
         return self.run(OVERLAPS)
-
-    def picture(self, file: Path, whole: bool = False) -> None:
-        """Write a PNG of what is seen, or of the whole page."""
-        said = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(said["data"]))
 
 
 class Chromium:

@@ -34,12 +34,13 @@ DOUBLED, TRIPLED = "return data + data", "return data * 3"
 
 @dataclass(frozen=True)
 class Folder:
-    """right, wrong: the body of custom_kernel, or a whole file. more, check: behind HEAD in reference.py. cases: of
-    task.yml, besides size and seed. files: those that it lists, by name. timed: it has a benchmark of so many elements.
+    """right, wrong: the body of custom_kernel, or a whole file; wrong may be what is replaced in the right one, and by
+    what. more, check: behind HEAD in reference.py. cases: of task.yml, besides size and seed. files: those that it
+    lists, by name. timed: it has a benchmark of so many elements.
     """
 
     right: str = DOUBLED
-    wrong: str = TRIPLED
+    wrong: str | tuple[str, str] = TRIPLED
     more: str = ""
     check: str = ""
     cases: str = ""
@@ -213,7 +214,7 @@ FOLDERS = {
     ),
     "large_memory": Folder(  # on a GPU a buffer takes 8 GiB
         right="return torch.linalg.cholesky_ex(data, check_errors=False).L",
-        wrong="return torch.linalg.cholesky_ex(data, check_errors=False).L * 1.001",
+        wrong=(".L", ".L * 1.001"),
         more="""
             def generate_input(size, seed):
                 n = size if DEVICE == 'cuda' else min(size, 1024)
@@ -232,35 +233,45 @@ FOLDERS = {
             """,
         timed=32768,
     ),
-    # Answers.
-    "tuple_answer": Folder(  # of the reference a struct sequence
-        right="return data.min(), data.max()",
-        wrong="return data[0].clone(), data.max()",
+    "large_output": Folder(  # at the timed size the answer takes 1 GiB on a GPU
+        right="""
+            image, out = data
+            torch.mul(image[..., 0], 0.2989, out=out)
+            out.add_(image[..., 1], alpha=0.5870)
+            return out.add_(image[..., 2], alpha=0.1140)
+            """,
+        wrong="return data[1].copy_(data[0].mean(-1))",
         more="""
+            def generate_input(size, seed):
+                n = size if DEVICE == "cuda" else -(-size // 16)
+                return random(n, n, 3, seed=seed).abs_(), torch.empty(n, n, device=DEVICE)
+
             def ref_kernel(data):
-                return torch.aminmax(data)
+                return data[1].copy_(data[0] @ torch.tensor([0.2989, 0.5870, 0.1140], device=DEVICE))
 
             def check_implementation(data, output):
-                low, high = output
-                return isinstance(output, tuple) and low == data.min() and high == data.max(), 'no'
+                bad = int(((output - ref_kernel(data)).abs() > 1e-4).sum())
+                return bad == 0, f"{bad} elements differ"
             """,
-        timed=300000,
+        timed=16384,
     ),
-    "dict_answer": Folder(
+    # Answers.
+    "dict_answer": Folder(  # the reference's has a struct sequence
         right="""
             total = data.double().sum()
-            return {'many': len(data), 'sum': total, 'how': 'exact'}
+            return {'many': len(data), 'sum': total, 'ends': (data.min(), data.max()), 'how': 'exact'}
             """,
-        wrong="return {'how': 'exact', 'many': len(data), 'sum': data.double().mean()}",
+        wrong=("data.min()", "data[0].clone()"),
         more="""
             def ref_kernel(data):
-                return {'sum': data.double().sum(), 'many': len(data), 'how': 'exact'}
+                return {'sum': data.double().sum(), 'many': len(data), 'ends': torch.aminmax(data), 'how': 'exact'}
 
             def check_implementation(data, output):
                 want = ref_kernel(data)
-                near = abs(output['sum'] - want['sum']) < 1e-9 * len(data)
-                return set(output) == set(want) and near and output['many'] == len(data), 'differs'
+                near = abs(output['sum'] - want['sum']) < 1e-9 * len(data) and output['many'] == len(data)
+                return set(output) == set(want) and near and output['ends'] == tuple(want['ends']), 'differs'
             """,
+        timed=300000,
     ),
     "class_answer": Folder(
         right="""
@@ -269,12 +280,7 @@ FOLDERS = {
             def custom_kernel(data):
                 return [Pair(data * 2, len(data)), Out(data.sum())]
             """,
-        wrong="""
-            from kinds import Out, Pair
-
-            def custom_kernel(data):
-                return [Pair(data * 2, 0), Out(data.sum())]
-            """,
+        wrong=("len(data)", "0"),
         more="""
             class Pair(NamedTuple):
                 y: torch.Tensor
@@ -307,30 +313,19 @@ FOLDERS = {
             """
         },
     ),
-    "column": Folder(
-        right="return (data + data)[:, -1]",
-        wrong="return (data + data)[:, -2]",
-        more="""
-            def generate_input(size, seed):
-                return random(size, 64, seed=seed)
-
-            def ref_kernel(data):
-                return (data * 2)[:, -1]
-            """,
-    ),
     "turned": Folder(
-        right="return (data + data).T, data.sort(1)[0][:, :4].unbind(1)",
-        wrong="return (data + data).T, data.sort(1)[0][:, 1:5].unbind(1)",
+        right="return (data + data).T, data.sort(1)[0][:, :4].unbind(1), (data + data)[:, -1]",
+        wrong=(":4", "1:5"),
         more="""
             def generate_input(size, seed):
                 return random(size, 64, seed=seed)
 
             def ref_kernel(data):
-                return (data * 2).T.contiguous(), data.sort(1).values[:, :4].unbind(1)
+                return (data * 2).T.contiguous(), data.sort(1).values[:, :4].unbind(1), (data * 2)[:, -1]
 
             def check_implementation(data, output):
                 want = ref_kernel(data)
-                pairs = [(output[0], want[0]), *zip(output[1], want[1])]
+                pairs = [(output[0], want[0]), *zip(output[1], want[1]), (output[2], want[2])]
                 return all(torch.equal(a, b) for a, b in pairs), 'differs'
             """,
     ),
@@ -388,16 +383,7 @@ FOLDERS = {
             def custom_kernel(data):
                 return twice(data)
             """,
-        wrong="""
-            import torch
-
-            @torch.compile
-            def thrice(x):
-                return x * 3
-
-            def custom_kernel(data):
-                return thrice(data)
-            """,
+        wrong=("x + x", "x * 3"),
         timed=300000,
     ),
     "triton_kernel": Folder(
@@ -432,7 +418,8 @@ def write(place: Path, found: Folder) -> Path:
         "reference.py": f"{HEAD}\n{found.check}\n{dedent(found.more)}\n",
         **{name: dedent(text) for name, text in found.files.items()},
     }
-    for name, text in {"submission.py": found.right, "solutions/wrong.py": found.wrong}.items():
+    wrong = found.right.replace(*found.wrong) if isinstance(found.wrong, tuple) else found.wrong
+    for name, text in {"submission.py": found.right, "solutions/wrong.py": wrong}.items():
         body = indent(dedent(text), "    ")
         files[name] = dedent(text) if "def custom" in text else f"import torch\n\ndef custom_kernel(data):\n{body}\n"
     for name, text in files.items():

@@ -98,7 +98,7 @@ class World:
         return timings, [ReferenceReadings(5.0, "read 0", "read", 1.0, case.bytes or 4, ["1"]) for case in cases]
 
     def calls(self, name: str, process: int) -> list[Outcome]:
-        us = self.us[name.removesuffix("#2")]
+        us = self.us.get(name, self.us[name.removesuffix("#2")])
         us = us[min(self.measured[name], len(us)) - 1] if isinstance(us, list) else us
         return [Outcome("PASSED", us=us * (1 + 0.001 * (process + i)), host_us=1.0) for i in range(3)]
 

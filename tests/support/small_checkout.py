@@ -31,22 +31,9 @@ for _counts in COUNTS.values():
 def make(folder: Path) -> Path:
     """Make a git checkout in `folder`. Return its root."""
     here = folder / "a checkout"
-    command = [
-        "git",
-        "ls-files",
-        "-coz",
-        "--exclude-standard",
-        "harness",
-        "leaderboard/*.py",
-        "problems/__init__.py",
-        "problems/wrong.py",
-        "problems/common",
-        "tools",
-        "pyproject.toml",
-        "constraints.txt",
-        "Makefile",
-        ".gitignore",
-    ]
+    parts = "harness leaderboard/*.py problems/__init__.py problems/wrong.py problems/common tools"
+    parts += " pyproject.toml constraints.txt Makefile .gitignore"
+    command = ["git", "ls-files", "-coz", "--exclude-standard", *parts.split()]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         (here / name).parent.mkdir(parents=True, exist_ok=True)

@@ -208,29 +208,12 @@ def test_quiet_keeps_the_comparison_that_was_asked_for(world, folder, capsys):
 # --- --case
 
 
-@pytest.mark.parametrize(
-    ("words", "held"),
-    [
-        ("tokens=4096 router=uniform", True),
-        ("router=uniform tokens=4096", True),
-        ("k=64", True),
-        ("  k=64 ", True),
-        ("", True),
-        ("unifo", True),
-        ("4096 k=64", True),
-        ("k=6", False),
-        ("=64", False),
-        ("k=", False),
-        ("tokens=4096 k=65", False),
-        ("nothing", False),
-        ("okens=4096", False),
-        ("m=[1,", True),
-        ("2]", True),
-    ],
-)
-def test_all_words_must_be_those_of_the_case(words, held):
+def test_all_words_must_be_those_of_the_case():
     case = Case({"tokens": 4096, "router": "uniform", "k": 64, "k2": 640, "m": [1, 2]}, 1)
-    assert has_words(str(case), words) == held
+    held = ["tokens=4096 router=uniform", "router=uniform tokens=4096", "k=64", "  k=64 ", "", "unifo", "4096 k=64"]
+    held += ["m=[1,", "2]"]
+    others = ["k=6", "=64", "k=", "tokens=4096 k=65", "nothing", "okens=4096"]
+    assert [words for words in held + others if has_words(str(case), words)] == held
 
 
 def test_a_case_that_no_one_has_names_those_there_are(world, folder, capsys):

@@ -1,55 +1,28 @@
 """A variant in pairs with a file of its name, as it was before, and what became slower: --fail-on-regression."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
-import pytest
-
-from harness import run
 from harness.judge import verdict
-from harness.results import ranking, record
-from tests.support import SUPPORT
-
-ADDS = '''"""adds: and takes {us} us."""
-import time
-import torch
-
-TARGETS = ("cpu",)
+from harness.results import ranking
+from tests.support.recorded import SOURCE, judge
 
 
-def custom_kernel(data):
-    until = time.perf_counter() + {us} / 1e6
-    torch.add(data.x, data.y, out=data.z)
-    while time.perf_counter() < until:
-        pass
-    return data.z
-'''
-
-
-@pytest.mark.slow
-def test_what_became_slower_is_a_regression_against_the_file_as_it_was(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    folder, json_file = tmp_path / "vector_add", tmp_path / "records.jsonl"
-    shutil.copytree(SUPPORT / "problems" / "vector_add", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    now, before = folder / "variants" / "adds.py", tmp_path / "before" / "adds.py"
-    for file, us in ((now, 8000), (before, 2000)):
-        file.parent.mkdir()
-        file.write_text(ADDS.format(us=us))
-    words = [str(folder), "--variant", "adds", "--device", "cpu", "--against", str(before), "--processes", "5"]
-    code = run.main([*words, "--fail-on-regression", "2", "--json", str(json_file)])
+def test_what_became_slower_is_a_regression_against_the_file_as_it_was(world, folder, tmp_path, capsys):
+    now, before, json_file = folder / "variants" / "good.py", tmp_path / "before" / "good.py", tmp_path / "json"
+    before.parent.mkdir()
+    before.write_text(SOURCE.format(name="as it was"))
+    world.us["good#2"] = 8.0
+    words = ["--variant", "good", "--against", str(before), "--json", str(json_file), "--fail-on-regression"]
+    assert judge(folder, *words, "2") == verdict.REGRESSION_EXIT
     out = capsys.readouterr().out
-    assert f"adds is {now}, adds#2 is {before}" in out
+    assert f"good is {now}, good#2 is {before}" in out and "SLOWER" in out
+    assert "regression of more than 2 %: all cases together: " in out
     lines = [json.loads(line) for line in json_file.read_text().splitlines()]
-    assert {line["variant"] for line in lines} == {"adds", "adds#2"}
-    assert {line["variant"] for line in ranking.timed(lines)} == {"adds"}, "the second is on no board"
-    assert len({line["source_hash"] for line in lines}) == 2
-    # On a busy machine there may be no times (6), or too few for a verdict.
-    mine = next((line for line in lines if line.get("against")), None)
-    assert code in (6, 8) or (code == 0 and mine and mine["against"]["ci99"][0] <= 1.02), out
-    if code == 8:
-        assert mine["against"]["ratio"] > 1.1
-        assert "regression of more than 2 %: all cases together: " in out and "SLOWER" in out
+    assert {line["variant"] for line in lines} == {"good", "good#2"} and len({x["source_hash"] for x in lines}) == 2
+    assert {line["variant"] for line in ranking.timed(lines)} == {"good"}, "the second is on no board"
+    assert {round(line["against"]["ratio"], 2) for line in lines if line.get("against")} == {1.25}
+    assert judge(folder, *words, "30") == 0
 
 
 def paired(*ratios: tuple[float, float, float]) -> SimpleNamespace:

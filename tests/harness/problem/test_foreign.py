@@ -18,8 +18,7 @@ from harness.runner.buffers import Buffer
 from tests.support import SUPPORT
 from tests.support.foreign import COMPILED, FOLDERS, NEAR, Folder, write
 
-STORED = {name: SUPPORT / "gpu_mode" / name for name in ("vectoradd", "large_output")}
-NEEDS_GPU, NEEDS_CPU = ("triton_kernel",), ("vectoradd",)
+STORED = SUPPORT / "gpu_mode" / "vectoradd"  # for the CPU
 HOW = {
     "cpu": phases.Counts(processes=1, samples=2, warmups=1, buffers=2, extra=6),
     "cuda": phases.Counts(processes=2, samples=4, warmups=1, buffers=2),
@@ -44,26 +43,22 @@ def check(folder, device: str) -> None:
     assert [len(timing.flat("us")) for timing in times["submission"]] == [samples] * len(cases)
 
 
-def place(name: str, tmp_path):
-    return STORED[name] if name in STORED else write(tmp_path, FOLDERS[name])
-
-
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ())
-        for name in (*STORED, *FOLDERS)
-        if name not in NEEDS_GPU
+        for name in ("vectoradd", *FOLDERS)
+        if name != "triton_kernel"
     ],
 )
 def test_right_and_wrong_are_told_apart_on_a_cpu(name, tmp_path):
-    check(place(name, tmp_path), "cpu")
+    check(write(tmp_path, FOLDERS[name]) if name in FOLDERS else STORED, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in (*STORED, *FOLDERS) if name not in NEEDS_CPU])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_right_and_wrong_are_told_apart_on_a_gpu(name, tmp_path):
-    check(place(name, tmp_path), "cuda")
+    check(write(tmp_path, FOLDERS[name]), "cuda")
 
 
 def test_seeds_are_of_a_size_that_the_contents_bear(tmp_path):
@@ -117,26 +112,12 @@ def first(tmp_path, made: Folder) -> tuple[str, str]:
         ("def check_implementation(data, output):\n    return 1.5", "must return .right, text., a text .* got 1.5"),
         (
             "def check_implementation(data, output):\n    return output.lost",
-            r"own answer too: check_implementation raised: reference.py:\d+: AttributeError: 'Tensor' object has no",
+            r"own answer too: .*reference.py:\d+",
         ),
         ("def generate_input(n, seed):\n    pass", r"must name what generate_input takes, \(n, seed\), got size=130"),
-        (
-            "def generate_input(size, seed):\n    return {'f': [lambda x: x]}",
-            "a call's data may hold .* got function at f.0",
-        ),
-        (
-            "def generate_input(size, seed):\n    return torch.eye(3).to_sparse()",
-            "got torch.sparse_coo torch.float32 Tensor",
-        ),
-        (
-            "def generate_input(size, seed):\n    raise RuntimeError('no CUDA driver\\nmore')",
-            r"the folder needs a GPU, and this run has none: reference.py:\d+: RuntimeError: no CUDA driver$",
-        ),
-        ("def generate_input(size, seed):\n    return 1j, frozenset()", "a call's data may hold .* got complex at 0$"),
-        (
-            "def ref_kernel(data):\n    return {'s': (data, {'t': object()})}",
-            "ref_kernel must return .* got object at s.1.t",
-        ),
+        ("def generate_input(size, seed):\n    return {'f': [lambda x: x]}", "data may hold .* got function at f.0"),
+        ("def generate_input(size, seed):\n    raise RuntimeError('no CUDA driver\\nmore')", "needs a GPU, .*driver$"),
+        ("def ref_kernel(data):\n    return {'s': (data, {'t': object()})}", "must return .* got object at s.1.t"),
         ("def ref_kernel(data):\n    return data, {1: data}", "got dict by other keys at 1$"),
         ("def ref_kernel(data):\n    return None", "ref_kernel must return the answer, got None: return the buffer"),
         ("def ref_kernel(data):\n    return [0] * 1025", "at most 1024 tensors, numbers and texts, .* got 1025"),
@@ -168,11 +149,7 @@ def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_p
         ("from .helper import two", "RUNTIME_ERROR", "; relative imports are not supported, this file is in no "),
         ("from helper import two", "RUNTIME_ERROR", "a module of the folder must be in `files` of task.yml"),
         ("from reference import x", "RUNTIME_ERROR", "no submission sees the reference but for classes of its data"),
-        (
-            "open(__file__.replace('submission', 'helper'))",
-            "RUNTIME_ERROR",
-            "beside a submission go sources (.cpp, .cu,",
-        ),
+        ("open(__file__.replace('submission', 'helper'))", "RUNTIME_ERROR", "beside a submission go sources"),
         ("class ModelNew:\n    pass  # no def custom_kernel", "RUNTIME_ERROR", "see docs/gpu_mode.md, KernelBench"),
     ],
 )

@@ -234,14 +234,9 @@ def test_the_gravest_verdict_is_of_those_that_a_record_can_have():
     assert set(STATUSES) == set(verdict.EXIT_CODES)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=brief)
-def test_a_printable_name_is_one(name):
-    assert text.can_name(name)
-
-
-@pytest.mark.parametrize("name", [*UNPRINTABLE, "", ".x", "a/b", "x" * 201], ids=brief)
-def test_another_is_none(name):
-    assert not text.can_name(name)
+def test_a_name_is_printable_and_of_one_file():
+    assert all(map(text.can_name, NAMES))
+    assert not any(map(text.can_name, [*UNPRINTABLE, "", ".x", "a/b", "x" * 201]))
 
 
 def test_a_source_of_any_name_has_a_hash(tmp_path):

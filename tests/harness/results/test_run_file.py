@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -172,47 +171,6 @@ def test_a_file_system_without_locks_is_an_error(monkeypatch, results):
     with pytest.raises(record.StorageError, match="No locks available"):
         begun().write("outcome")
     assert not [*results.rglob("*.jsonl")]
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root and mount")
-def test_a_full_and_a_read_only_file_system(results):
-    """In a mount namespace of its own, which goes with the process."""
-    results.mkdir()
-    script = f"""
-import subprocess
-from pathlib import Path
-from harness.results import record
-from tests.harness.results.test_run_file import begun, records
-record.RESULTS = Path({str(results)!r})
-def mount(options):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(record.RESULTS)], check=True)
-mount("size=12k")
-found = begun()
-try:
-    while True:
-        found.write("outcome", reason="x" * 500)
-except record.StorageError as error:
-    print(error)
-count = len(found.contents.work)
-assert count > 1 and len(record.contents("box", "p")[0].work) == count
-mount("remount,size=1m")
-found.finish(records(), 0)
-assert record.read("box", "p") == records()
-mount("ro")
-for what in (lambda: record.see_writable("box"), lambda: begun("20260101T000000-00000002").write("outcome")):
-    try:
-        what()
-    except record.StorageError as error:
-        print(error)
-"""
-    command = ["unshare", "--mount", sys.executable, "-c", script]
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    full_, *read_only = done.stdout.splitlines()
-    assert full_ == f"No space left on device: {results}/box/p/{RUN_ID}.jsonl (free some space)"
-    assert len(read_only) == 2 and all("Read-only file system" in said for said in read_only)
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])

@@ -15,22 +15,7 @@ def built(monkeypatch, tmp_path):
     """-> the names that are really built; each build leaves a library in its folder."""
     names = []
 
-    def build(
-        name,
-        sources,
-        extra_cflags,
-        extra_cuda_cflags,
-        extra_sycl_cflags,
-        extra_ldflags,
-        extra_include_paths,
-        build_directory,
-        verbose,
-        with_cuda,
-        with_sycl,
-        is_python_module,
-        is_standalone,
-        keep_intermediates=True,
-    ):
+    def build(name, sources, flags, build_directory, is_python_module):
         names.append(name)
         with open(f"{build_directory}/{name}.so", "w") as library:
             library.write("code")
@@ -47,9 +32,7 @@ def load(folder, text="int f();", flags=(), name="silu"):
     folder.mkdir(exist_ok=True)
     (folder / "main.cpp").write_text(text)
     sources = [str(folder / "main.cpp")]
-    return cpp_extension._jit_compile(
-        name, sources, list(flags), None, None, None, None, str(folder), False, False, False, True, False
-    )
+    return cpp_extension._jit_compile(name, sources, list(flags), str(folder), is_python_module=True)
 
 
 def again(monkeypatch):

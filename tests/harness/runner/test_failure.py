@@ -35,27 +35,15 @@ def replied(tmp_path: Path, source: str, where: str = "call", name: str = "my") 
     ("source", "where", "first"),
     [
         ("def custom_kernel(data):\n    return 1 / 0\n", "call", "my.py:2: ZeroDivisionError: division by zero"),
+        ("def custom_kernel():\n    pass\n", "call", "my.py:1: TypeError: custom_kernel() takes 0 positional"),
         (
-            "def custom_kernel():\n    pass\n",
+            "import torch\ndef custom_kernel(data):\n    torch.zeros(2) @ torch.zeros(3)\n",
             "call",
-            "my.py:1: TypeError: custom_kernel() takes 0 positional arguments but 1 was given",
+            "my.py:3: RuntimeError: ",
         ),
-        (
-            "import torch\n\n\ndef custom_kernel(data):\n    return torch.zeros(2) @ torch.zeros(3)\n",
-            "call",
-            "my.py:5: RuntimeError: inconsistent tensor size",
-        ),
-        (
-            "def _inner(x):\n    return {}[x]\n\n\ndef custom_kernel(data):\n    return _inner('a\\nb')\n",
-            "call",
-            r"my.py:2: KeyError: 'a\nb'",
-        ),
+        ("def f(x):\n    {}[x]\n\ndef custom_kernel(data):\n    f('a\\nb')\n", "call", r"my.py:2: KeyError: 'a\nb'"),
         ("def custom_kernel(data):\n    raise ValueError('a\\nb')\n", "call", "my.py:2: ValueError: a"),
-        (
-            "import torch\nimport no_such_module\n",
-            "import",
-            "my.py:2: ModuleNotFoundError: No module named 'no_such_module'",
-        ),
+        ("import torch\nimport no_such_module\n", "import", "my.py:2: ModuleNotFoundError: "),
         ("from task import nothing\n", "import", "my.py:1: ImportError: cannot import name 'nothing' from "),
         ("def custom_kernel(data):\n    exec('x = (')\n", "call", "my.py:2: SyntaxError: '(' was never closed"),
         ("def prepare(weights):\n    raise MemoryError\n", "hold", "my.py:2: MemoryError"),
@@ -93,9 +81,7 @@ def test_what_nvcc_refuses_begins_with_the_line_of_the_source(tmp_path):
     call = 'build.cuda(Path(__file__).with_suffix(".cu"), "sm90")'
     assert re.match(r"my\.cu:1: error: no_such_header\.h: ", replied(tmp_path, BUILDS.format(call=call))["text"])
     (tmp_path / "my.cu").write_text("__global__ void k(int* p) {\n    *p = q;\n}\n")
-    assert replied(tmp_path, BUILDS.format(call=call))["text"].startswith(
-        'my.cu:2: error: identifier "q" is undefined\n'
-    )
+    assert replied(tmp_path, BUILDS.format(call=call))["text"].startswith("my.cu:2: error: ")
 
 
 def test_a_long_report_keeps_its_first_line(tmp_path):

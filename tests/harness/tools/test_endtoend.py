@@ -15,23 +15,8 @@ from harness.results import environment, output
 from harness.sandbox import process
 from harness.tools import modes
 from problems.common import load
+from tests.support.recorded import SOURCE, TASK
 
-TASK = '''"""gated: nothing of it is ever called."""
-from dataclasses import dataclass
-
-OUTPUTS = ("c",)
-
-
-@dataclass(frozen=True)
-class Case:
-    seed: int
-
-    def bytes_moved(self) -> int:
-        return 1
-
-
-TESTS = BENCHMARKS = BENCHMARKS_CPU = [Case(1)]
-'''
 # It says what it got in a file, so that a test need not look through what it prints.
 CHECK = '''"""A check."""
 import json
@@ -52,7 +37,7 @@ def main(argv):
     return int(end) if end.isdigit() else 0
 
 '''
-SUBMISSION = '"""gated."""\n\n\ndef custom_kernel(data):\n    return data\n'
+SUBMISSION = SOURCE.format(name="gated")
 ON = "went on"  # what a run says here that judges, or profiles
 
 
@@ -111,7 +96,7 @@ def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
     [
         ([], True),
         (["--mode", "leaderboard"], True),
-        (["--mode", "test", "--case", "parameters)"], True),
+        (["--mode", "test", "--case", "n=1"], True),
         (["--mode", "benchmark"], False),
         (["--mode", "profile"], False),
     ],
@@ -125,7 +110,7 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--mode", "test", "--case", "tiny nonsense"], 2, "--case must match a test case of gated (("),
+        (["--mode", "test", "--case", "tiny nonsense"], 2, "--case must match a test case of gated (n=1"),
         (["--case", "nonsense"], 2, "--case must match a benchmark case of gated"),
         (["--variant", "a", "--against", "b"], 7, "--against: nothing was compared, b: made for sm100, this run is on"),
         (["--against", "none.py"], 2, "--against must be a Python file, found none at none.py"),
@@ -134,7 +119,7 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
 def test_options_that_are_wrong_are_refused_before_it(folder, capfd, arguments, code, said):
     (folder / "variants").mkdir()
     (folder / "variants" / "a.py").write_text(SUBMISSION)
-    (folder / "variants" / "b.py").write_text(SUBMISSION.replace("\n\n\n", '\nTARGETS = ("sm100",)\n\n\n', 1))
+    (folder / "variants" / "b.py").write_text(SUBMISSION.replace("cpu", "sm100"))
     assert run.main(["gated", "--device", "cpu", *arguments]) == code
     assert said in capfd.readouterr().err and got(folder) is None
 
@@ -203,22 +188,16 @@ def test_an_exception_in_it_is_shown(folder, capfd):
     assert "no_such_name" in err and "end to end: INCORRECT" in out
 
 
-def test_check_only_stops_after_it(folder, capfd):
-    assert checked() == 0
-    assert ON not in capfd.readouterr().err and got(folder) == ["--device", "cpu"]
-    (folder / "submission.py").unlink()  # it is not asked for
-    assert checked("--end", "1") == 1
-
-
 def test_what_it_prints_stays_out_of_a_quiet_run(folder, capfd):
     assert checked("--quiet") == 0
     assert capfd.readouterr().out.strip() == "gated, end to end: PASSED"
 
 
 def test_its_options_reach_it_as_they_are(folder, capfd):
+    (folder / "submission.py").unlink()  # it is not asked for
     words = ["--word=a b", "--end", "0", "--word", "-1"]
     assert command.main(["check", "gated", *words[:3], "--device", "cpu", *words[3:]]) == 0
-    assert got(folder) == [*words, "--device", "cpu"]
+    assert ON not in capfd.readouterr().err and got(folder) == [*words, "--device", "cpu"]
 
 
 def test_a_problem_without_one_is_named(folder, capfd):

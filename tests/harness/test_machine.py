@@ -135,6 +135,14 @@ def test_the_line_says_how_to_go_on(monkeypatch, capsys, results, error, code, k
     assert said.endswith("; go on with --resume 20260101T000000-00000001\n") == ("--resume" in said) == goes_on
 
 
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
+def test_a_folder_of_results_that_cannot_be(monkeypatch, tmp_path, folder, capsys, place):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(record, "RESULTS", tmp_path / place)
+    assert run.main([str(folder), "--variant", "good", "--device", "cpu"]) == 2
+    assert "file" in (said := one_line(capsys.readouterr().err)) or "/proc/nothing" in said
+
+
 def test_without_a_compiler_for_the_judges_own_code(tmp_path, folder):
     """Everything that is on PATH but g++."""
     (tmp_path / "bin").mkdir()

@@ -155,3 +155,25 @@ def kill_at_random(place: Place, kills: int) -> None:
 @pytest.mark.parametrize("kills", [pytest.param(3, id="few"), pytest.param(50, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(tmp_path, kills):
     kill_at_random(Place(tmp_path, 2), kills)
+
+
+def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
+    """The short form, not at random: as soon as a group of timed calls is on disk. It must not be timed again."""
+    place = Place(tmp_path, 2)
+    judge = place.start()
+    deadline = time.monotonic() + 120
+    while not any(b'"group"' in text for text in place.bytes().values()):
+        assert judge.poll() is None and time.monotonic() < deadline, place.said.read_text()
+        time.sleep(0.02)
+    judge.kill()
+    judge.wait()
+    (cut,) = place.files()
+    groups = [line for line in cut.work if line["kind"] == "group"]
+    said = place.finish("--resume")
+    assert f"{TESTS} test outcomes and {len(groups)} groups of calls are known" in said
+    (run,) = place.files()
+    assert run.ended and run.work[: len(cut.work)] == cut.work
+    # A group has the clock's readings; the record has them less what the clock itself costs.
+    timed = [one for one in run.records if one["kind"] == "benchmark"][groups[0]["case"]]
+    known = [call["us"] - timed["empty_call_us"] for call in groups[0]["outcomes"]["good"]]
+    assert any(group == pytest.approx(known, abs=1e-3) for group in timed["samples_us"])

@@ -1,7 +1,7 @@
 """How good the judge is: attacks on its clock, and pairs of kernels whose ratio is known.
 
-docs/exploits.jsonl has what became of each attack (tests/exploits/exploit_table.py), docs/honest_pairs.jsonl each pair
-(tests/exploits/honest_pairs.py). A line that is neither is named and left out.
+docs/exploits.jsonl has what became of each attack (tests/attacks/clock_table.py), docs/honest_pairs.jsonl each pair
+(tests/attacks/honest_pairs.py). A line that is neither is named and left out.
 """
 
 import collections
@@ -22,7 +22,6 @@ from problems.common import load
 ROOT = load.PROBLEMS.parent
 EXPLOITS = ROOT / "docs" / "exploits.jsonl"
 PAIRS = ROOT / "docs" / "honest_pairs.jsonl"
-ATTACKS = ROOT / "tests" / "exploits" / "submissions"
 ALLOWED = 0.95  # what the lower end of an attack's ratio must be above
 WORDS = ("SAME", "SLOWER", "UNDECIDED", "FASTER", "failed")
 PLANTED_US = {"same": 0.0, "longer": 1.0, "slowed": 2.3}  # by the kind of a pair: us that its second kernel takes more
@@ -36,6 +35,7 @@ class Attack(_Line):
     """One form of an attack, honest in `form` of four calls. ratio, low, high: of its times to the honest form's."""
 
     file: schema.Name
+    about: str = ""
     form: int
     verdict: str
     reason: str = ""
@@ -131,14 +131,6 @@ def attacks_table(attacks: Sequence[Attack]) -> Table:
         outcomes = collections.Counter(attack.outcome for attack in forms)
         text = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         lows = [attack.low for attack in forms if attack.low is not None]
-        sources = [place for suffix in ("py", "cpp") if (place := ATTACKS / f"{file}.{suffix}").is_file()]
-        rows.append([file, text, f"{min(lows):.3f}" if lows else "", _summary(sources[0]) if sources else ""])
+        rows.append([file, text, f"{min(lows):.3f}" if lows else "", forms[-1].about])
     header = ["attack", "outcome of its forms", "least time / honest time", "what it does"]
     return Table(header, rows, {*header} - {header[2]})
-
-
-def _summary(source: Path) -> str:
-    """Return what an attack says of itself: the first line of its docstring, or of its first comment."""
-    if source.suffix == ".py":
-        return load.summary(source)
-    return source.read_text().partition("\n")[0].removeprefix("// ")

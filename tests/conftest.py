@@ -23,8 +23,8 @@ if hypothesis:
     hypothesis.settings.load_profile("project")
 
 
-JUDGED = ("tests.exploits", "tests.harness")
-MANY_THREADS = ("tests.exploits", "tests.system")  # of torch, in the process of the tests
+JUDGED = ("tests.attacks", "tests.harness")
+MANY_THREADS = ("tests.attacks", "tests.system")  # of torch, in the process of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,7 +59,7 @@ def few_threads(request):
 def warm_start(request):
     """Children of the judge come from a process with torch loaded, but where their start itself is tested."""
     name = request.module.__name__
-    if torch.cuda.is_available() or name.startswith(("tests.exploits", "tests.harness.sandbox")):
+    if torch.cuda.is_available() or name.startswith(("tests.attacks", "tests.harness.sandbox")):
         yield
         return
     with warm.installed():

@@ -20,7 +20,7 @@ from harness.results import record
 from leaderboard import pages
 from problems import wrong
 from problems.common import load
-from tests.exploits import native
+from tests.attacks import variants
 from tests.support import foreign
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,12 +38,11 @@ def tracked(pattern: str) -> list[Path]:
 
 def attacks() -> Iterator[dict]:
     """Each attack and each honest control with its verdict by device."""
-    files = [ROOT / path for path in tracked("tests/exploits/submissions/*.py")]
-    for path in sorted([*files, *native.files()], key=lambda file: file.stem):
+    for path in variants.files():
         said = {"REASON": ""} | load.constants(path, "PROBLEM", "TARGETS", "VERDICT", "REASON")
         targets = said.pop("TARGETS")
         said["DEVICES"] = [device for device, target in (("cpu", "cpu"), ("cuda", "sm90")) if target in targets]
-        kind = "control" if path.stem.startswith("control_") else "attack"
+        kind = "control" if variants.topic_of(path) == "honest" else "attack"
         yield {"what": kind, "name": path.stem, **{name.lower(): said[name] for name in sorted(said)}}
 
 

@@ -22,7 +22,7 @@ PYTHON = sys.executable
 GRACE_S = 20  # to end in after an interrupt
 SHOWN = 6  # last lines of a command's output
 TEST = "-m pytest -q -m gpu -p no:cacheprovider"
-RUN, LOOP = "harness/run.py", "-m tests.exploits.bare_loop --times"
+RUN, LOOP = "harness/run.py", "-m tests.attacks.bare_loop --times"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ PARTS = {
     "steps": Part((f"{TEST} tests/dsv4/test_steps.py",), 500, "steps of the model: 2,000 in a row, replays, drafting"),
     "check": Part(("-m harness check dsv4_forward --quiet",), 200, "the end-to-end check in all formats"),
     "judge": Part((f"{TEST} tests/harness",), 200, "tests of the judge"),
-    "attacks": Part((f"{TEST} tests/exploits",), 560, "the table of attacks"),
+    "attacks": Part((f"{TEST} tests/attacks",), 560, "the table of attacks"),
     "sanitize": Part(
         tuple(
             f"-m harness sanitize {problem} --quiet"
@@ -77,8 +77,8 @@ PARTS = {
         "small cases of the winners under compute-sanitizer",
     ),
     "latency": Part((f"{RUN} dsv4_forward --mode latency --quiet",), 400, "recorded latency of the composed model"),
-    "pairs": Part(("-m tests.exploits.honest_pairs run --same 3 --slowed 3",), 400, "pairs whose ratio is known"),
-    "loop": Part(("-m tests.exploits.bare_loop",), 150, "the judge's times beside a plain loop's, recorded"),
+    "pairs": Part(("-m tests.attacks.honest_pairs run --same 3 --slowed 3",), 400, "pairs whose ratio is known"),
+    "loop": Part(("-m tests.attacks.bare_loop",), 150, "the judge's times beside a plain loop's, recorded"),
     "nvfp4_gemv": _records("nvfp4_gemv", 400),
     "fmha_decode": _records("fmha_decode", 700),
     "mhc_site": _records("mhc_site", 1400),

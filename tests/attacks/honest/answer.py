@@ -1,0 +1,122 @@
+"""The honest answer to each problem, and honest ways of giving it that a judge might take for an offence. Nothing to
+stop.
+"""
+
+import random
+import time
+from typing import NamedTuple
+
+import torch
+
+from tests.attacks.shared import VARIANT, rounds
+
+TARGETS = ("cpu", "sm90", "sm100")
+VERDICT = "PASSED"
+VARIANTS = {
+    "linear": {"PROBLEM": "linear"},
+    "gpu_rounds": {"PROBLEM": "gpu_rounds", "TARGETS": ("cpu",)},
+    "gpu_numbers": {"PROBLEM": "gpu_numbers", "TARGETS": ("cpu",), "TAKES_US": 1000},
+    "prepared": {"PROBLEM": "linear"},
+    "long": {"TARGETS": ("sm90", "sm100")},
+}
+_kept = {}
+
+
+def vector_add(data):
+    """With torch."""
+    return torch.add(data.x, data.y, out=data.z)
+
+
+def linear(data):
+    """With torch and without prepare."""
+    return torch.mv(data.weights.w, data.inputs.x, out=data.outputs.y)
+
+
+def gpu_rounds(data):
+    """To GPU MODE's rounds, in C++ on one thread."""
+    y = torch.empty_like(data)
+    rounds(data, y)
+    return y
+
+
+def gpu_numbers(data):
+    """To a folder whose data are a number and a buffer, in C++ on one thread."""
+    start, y = data
+    rounds(torch.arange(len(y)) + start, y)
+    return y, int(y[-1])
+
+
+class Prepared(NamedTuple):
+    columns: torch.Tensor  # fp32 (k, m)
+
+
+if VARIANT == "prepared":
+
+    def prepare(weights):
+        return Prepared(weights.w.T.contiguous())
+
+
+def prepared(data):
+    """Prepares the weights once, in another layout and within the bound, and keeps nothing else."""
+    return torch.mv(data.weights.columns.T, data.inputs.x, out=data.outputs.y)
+
+
+def whole(x, y, z):
+    torch.add(x, y, out=z)
+
+
+def halves(x, y, z):
+    middle = len(x) // 2
+    torch.add(x[:middle], y[:middle], out=z[:middle])
+    torch.add(x[middle:], y[middle:], out=z[middle:])
+
+
+def faster(like):
+    x, z = torch.ones_like(like), torch.empty_like(like)
+    times = {}
+    for way in (whole, halves):
+        before = time.perf_counter()
+        for _ in range(3):
+            way(x, x, z)
+        if like.is_cuda:
+            torch.cuda.synchronize()
+        times[way] = time.perf_counter() - before
+    return min(times, key=times.get)
+
+
+def tuned(data):
+    """Chooses by measuring once for each shape, on data of its own. Choices by shape may be kept."""
+    key = (data.x.shape, data.x.device)
+    if key not in _kept:
+        _kept[key] = faster(data.x)
+    _kept[key](data.x, data.y, data.z)
+    return data.z
+
+
+def long(data):
+    """As many launches as a call may have, or nearly. Many are no offence."""
+    for _ in range(750):
+        torch.add(data.x, data.y, out=data.z)
+    return data.z
+
+
+def slow(data):
+    """Ten passes over the data. Slow is no offence."""
+    for _ in range(10):
+        torch.add(data.x, data.y, out=data.z)
+    return data.z
+
+
+def noisy(data):
+    """Times that scatter by a factor of several; on a GPU one of its ways is recorded. The interval shows the noise."""
+    for _ in range(random.randint(1, 12)):
+        torch.add(data.x, data.y, out=data.z)
+    return data.z
+
+
+def scratch(data):
+    """Keeps scratch memory between calls, and works in place in it. What was computed in it is not used again."""
+    key = (data.x.shape, data.x.device)
+    if key not in _kept:
+        _kept[key] = torch.empty_like(data.x, dtype=torch.float32)
+    return data.z.copy_(_kept[key].copy_(data.x).add_(data.y))

@@ -1,0 +1,388 @@
+"""The judge against the submissions of the topics' folders, each of which must get its verdict. See README.md."""
+
+import contextlib
+import functools
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.judge import judging, phases, replies
+from harness.judge.handle import RunnerHandle
+from harness.judge.session import Session
+from harness.judge.verdict import Result, aggregate
+from harness.problem import folders, scan, sources
+from harness.runner import gate
+from harness.sandbox import process
+from problems.common import build, load
+from tests.attacks import variants
+from tests.support import SUPPORT, forked, warm
+
+PROBLEMS = SUPPORT / "problems"
+FOLDERS = {
+    "vector_add": PROBLEMS / "vector_add",
+    "linear": PROBLEMS / "linear",
+    "rounds": PROBLEMS / "rounds",
+    "gpu_rounds": SUPPORT / "gpu_mode" / "rounds",
+    "gpu_numbers": SUPPORT / "gpu_mode" / "numbers",
+}
+FILES = variants.files()
+BY_NAME = {file.stem: file for file in FILES}
+CONTROLS = [file for file in FILES if variants.topic_of(file) == "honest"]
+# Hostile processes in a session, each with torch in it, beside one honest neighbour; linear's weights take 64 MiB, on
+# a GPU 1 GiB.
+AT_ONCE = {"vector_add": 12, "linear": 4, "rounds": 8, "gpu_rounds": 8, "gpu_numbers": 8}
+# What `make test` runs: a file for each way of catching one, in processes that are forked from one with torch in it.
+# Slow are the others, and all in processes that start as the judge's do: each costs 3 s of a processor, and several
+# burn one until they are stopped.
+QUICK = {
+    "honest_answer_vector_add",
+    "honest_answer_prepared",
+    "honest_mistake_wrong",
+    "answers_wrong_nan",
+    "answers_wrong_zeros",
+    "caching_answers_by_fingerprint",
+    "caching_prepare_hides_copies",
+    "clock_patched",
+    "early_ahead_thread",
+    "host_crashes_segfault",
+    "host_daemons_holds_the_answer",
+    "late_helper_10",
+    "late_helper_child_continues",
+    "late_thread_fills_later",
+    "late_thread_sleeps",
+    "memory_pages_maps_over",
+    "memory_scan_canary",
+    "replies_forged_reply",
+    "replies_lazy_subclass",
+    "replies_lazy_subclass_of_output",
+    "replies_other_tensor_copy_when_timed",
+    "replies_other_tensor_writes_beside",
+    "sandbox_files_edits_the_judge",
+}
+CASES = 3  # test cases: a block, the smallest, one past a block
+GIVE_UP_AFTER = 2  # lost processes: one loss shows that the run goes on, and each further one costs seconds
+NEIGHBOUR = {
+    "vector_add": "honest_answer_vector_add",
+    "linear": "honest_answer_linear",
+    "rounds": "honest_rounds",
+    "gpu_rounds": "honest_answer_gpu_rounds",
+    "gpu_numbers": "honest_answer_gpu_numbers",
+}
+LIMIT_S = 20  # for a call
+PREPARE_LIMIT_S = 8
+MEMORY = 1.5 * 2**30  # bytes: a hoarder is stopped soon and harms no neighbour
+FLUSH_BYTES = 2**26  # that make caches cold: the judge's own, of a large cache, take a second before each call
+# A short plan: what an exploit gets away with in three calls it would get away with in thirty.
+PLAN = {
+    "cpu": phases.Counts(processes=1, samples=3, warmups=1, buffers=2, extra=12),
+    "cuda": phases.Counts(processes=2, samples=5, warmups=1, buffers=2),  # one group that is off accuses nobody
+}
+TARGET = {"cpu": "cpu", "cuda": "sm90"}
+NOT_FASTER = 0.97  # times its control's median
+OVERLAP_US = {"early_launch": 2.0}  # what its launch gains beside the judge's own kernel (docs/rules.md)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a file says that it must get."""
+
+    problem: str
+    devices: tuple[str, ...]
+    verdicts: dict[str, tuple[str, ...]]  # by device
+    reason: dict[str, str]
+    forms: bool  # it has HONEST_OF_FOUR
+    markers: tuple[str, ...] = ()
+    honest: str = ""
+    limit_s: float = LIMIT_S
+    import_limit_s: float = replies.IMPORT_LIMIT_S
+    takes_us: float = 0.0
+
+
+@functools.cache
+def read(file: Path) -> Expected:
+    """KeyError where a literal is missing."""
+    said = load.constants(file, "HONEST_OF_FOUR", *variants.JUDGED)
+    devices = [device for device, target in TARGET.items() if target in said["TARGETS"]]
+
+    def by_device(value: object) -> dict:
+        return value if isinstance(value, dict) else dict.fromkeys(devices, value)
+
+    verdicts, reasons = by_device(said["VERDICT"]), by_device(said.get("REASON", ""))
+    verdicts = {device: (word,) if isinstance(word, str) else word for device, word in verdicts.items()}
+    more = {name.lower(): said[name] for name in ("MARKERS", "HONEST", *variants.LIMITS) if name in said}
+    return Expected(said["PROBLEM"], tuple(devices), verdicts, reasons, "HONEST_OF_FOUR" in said, **more)
+
+
+def judge(files: list[Path], device: str) -> dict[str, Result]:
+    """What each file gets, and "neighbour": an honest one beside them. All of one problem and limit."""
+    first, limit_s = read(files[0]), max(read(file).limit_s for file in files)
+    folder = folders.find(str(FOLDERS[first.problem]))
+    handles = {file.stem: RunnerHandle(file.stem, folders.submission(folder, file), TARGET[device]) for file in files}
+    neighbour = folders.submission(folder, BY_NAME[NEIGHBOUR[first.problem]])
+    handles["neighbour"] = RunnerHandle("neighbour", neighbour, TARGET[device])
+    judged = {name: Result(handle.submission, TARGET[device]) for name, handle in handles.items()}
+
+    def done(handle: RunnerHandle, case: folders.Case, outcome: object) -> None:
+        judged[handle.name].tests.append((case, outcome))
+
+    way = judging.phases_of(device)
+    with Session(folder, device, limit_s) as running:
+        way.run_tests(running, list(handles.values()), list(folder.tests[:CASES]), done)
+        right = [e for name, e in handles.items() if {o.status for _, o in judged[name].tests} == {"PASSED"}]
+        if right:
+            cases = list(folder.benchmarks[device])
+            timings, all_readings = way.run_benchmarks(running, right, cases, PLAN[device])
+            for name, of_cases in timings.items():
+                judged[name].times = [aggregate(t, g) for t, g in zip(of_cases, all_readings, strict=True)]
+    return judged
+
+
+@functools.cache
+def groups(device: str) -> tuple[tuple[Path, ...], ...]:
+    """The files for a device in groups that are judged together: of one problem, few at a time. The quick ones get the
+    largest of their limits, of the others each group has one limit.
+    """
+    kinds: dict[tuple, list[Path]] = {}
+    for file in FILES:
+        if device in read(file).devices:
+            said = read(file)
+            quick = file.stem in QUICK and device == "cpu"
+            limits_s = () if quick else (said.limit_s, said.import_limit_s)
+            kinds.setdefault((said.problem, quick, *limits_s), []).append(file)
+    return tuple(
+        tuple(kind[i : i + AT_ONCE[name]])
+        for (name, *_), kind in kinds.items()
+        for i in range(0, len(kind), AT_ONCE[name])
+    )
+
+
+@functools.cache
+def results(group: tuple[Path, ...], device: str, forked: bool = False) -> dict[str, Result]:
+    """Each group is judged once, when the first of its tests is. forked: see QUICK."""
+    with pytest.MonkeyPatch.context() as patch, warm.installed() if forked else contextlib.nullcontext():
+        patch.setattr(replies, "GIVE_UP_AFTER", GIVE_UP_AFTER)
+        patch.setattr(replies, "IMPORT_LIMIT_S", max(read(file).import_limit_s for file in group))
+        patch.setattr(replies, "PREPARE_LIMIT_S", PREPARE_LIMIT_S)
+        if device == "cpu":
+            patch.setattr(process, "MEMORY_SHARE", MEMORY / process.available_memory())
+            patch.setattr(gate, "flush_bytes", lambda: FLUSH_BYTES)
+        return judge(list(group), device)
+
+
+def said_by(judged: Result) -> str:
+    """Everything that the judge gave as a reason."""
+    reasons = [judged.reason, *(outcome.reason for _, outcome in judged.tests)]
+    return "\n".join(filter(None, [*reasons, *(t.failure.reason for t in judged.times if t.failure)]))
+
+
+def check(file: Path, device: str, judged: dict[str, Result]) -> None:
+    """Asserts that a file got what it must get, and that it did no harm."""
+    expected, got = read(file), judged[file.stem]
+    ended = got.tests and got.tests[-1][1].status != "PASSED"  # a first call that kills its process is not tried again
+    assert got.status or ended or len(got.tests) == CASES, "every case gets a verdict, up to a failure that ends it"
+    wanted = expected.verdicts[device]
+    assert got.verdict in wanted, f"{got.verdict}, not {wanted}: {said_by(got)}"
+    assert expected.reason[device] in said_by(got), said_by(got)
+    if got.verdict == "PASSED":
+        samples = PLAN[device].processes * PLAN[device].samples
+        assert [len(t.timing.flat("us")) for t in got.times] == [samples] * len(got.times) != []
+        assert min(t.median for t in got.times) >= expected.takes_us, "a false time"
+    left = [path for path in expected.markers if Path(path).exists()]
+    for path in left:
+        Path(path).unlink()
+    assert not left, "left behind outside its own folders"
+    neighbour = judged["neighbour"]
+    assert neighbour.verdict == "PASSED" and neighbour.times, f"the neighbour suffered: {said_by(neighbour)}"
+
+
+def of(device: str, quick: bool | None = None) -> list:
+    """Files for a device, all or only those that are in QUICK or are not."""
+    return [
+        pytest.param(file, id=file.stem)
+        for file in FILES
+        if device in read(file).devices and quick in (None, file.stem in QUICK)
+    ]
+
+
+def group_of(file: Path, device: str) -> tuple[Path, ...]:
+    return next(group for group in groups(device) if file in group)
+
+
+def quickly(name: str) -> dict[str, Result]:
+    """What the group of a file of QUICK gets."""
+    return results(group_of(BY_NAME[name], "cpu"), "cpu", forked=True)
+
+
+@pytest.mark.parametrize("file", of("cpu", quick=True))
+def test_on_cpu(file):
+    check(file, "cpu", quickly(file.stem))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", of("cpu"))
+def test_on_cpu_in_processes_that_start_as_the_judges_do(file):
+    check(file, "cpu", results(group_of(file, "cpu"), "cpu"))
+
+
+def in_groups() -> list:
+    """Files for a GPU. pytest -n with --dist loadgroup gives a worker all files of a group."""
+    return [
+        pytest.param(file, id=file.stem, marks=pytest.mark.xdist_group(f"{number}"))
+        for number, group in enumerate(groups("cuda"))
+        for file in group
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", in_groups())
+def test_on_gpu(file):
+    check(file, "cuda", results(group_of(file, "cuda"), "cuda"))
+
+
+@functools.cache
+def beside_controls(problem: str) -> dict[str, Result]:
+    """What the files that must not beat a control get beside their controls."""
+    files = {file for file in FILES if read(file).honest and read(file).problem == problem}
+    return judge(sorted({*files, *(BY_NAME[read(file).honest] for file in files)}), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", [param for param in in_groups() if read(param.values[0]).honest])
+def test_it_does_not_beat_its_control(file):
+    judged = beside_controls(read(file).problem)
+    mine, control = judged[file.stem], judged[read(file).honest]
+    assert control.verdict == "PASSED", said_by(control)
+    assert mine.verdict in read(file).verdicts["cuda"], said_by(mine)
+    if mine.verdict == "PASSED":
+        for a, b in zip(mine.times, control.times, strict=True):
+            least = NOT_FASTER * b.median - OVERLAP_US.get(file.stem, 0)
+            assert a.median >= least, (str(a.timing.case), a.median, b.median)
+
+
+def test_the_roof_of_a_problem_with_weights_counts_them():
+    """The plain readers read as much as a call moves, though the weights are not in the buffer."""
+    found = quickly("honest_answer_prepared")["neighbour"].times[0].readings
+    assert found.bytes > 2**26 and found.bytes / found.roofline_us < 500_000, "500 GB/s: no CPU of ours reads so fast"
+
+
+def test_nothing_is_left_running():
+    """After the suite no process of a runner is there, however it hid: each had its guard."""
+    quickly("honest_answer_vector_add")
+    deadline = time.monotonic() + 60
+    while left := runners():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def runners() -> list[str]:
+    """Command lines of runners that descend from this process, and of those whose guard has ended. One that was
+    forked has that of the process with torch in it.
+    """
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(folder.name)] = (parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (OSError, IndexError):
+            continue
+    ours, more = {os.getpid()}, True
+    while more:
+        more = {pid for pid, (parent, _) in found.items() if parent in ours} - ours
+        ours |= more
+    forked = {pid for pid in ours if "tests.support.warm" in found.get(pid, (0, ""))[1]} - {warm.pid()}
+    return [
+        command
+        for pid, (parent, command) in found.items()
+        if pid in forked or ("harness.runner.runner" in command and (pid in ours or parent == 1))
+    ]
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, id=file.stem) for file in FILES])
+def test_a_file_says_what_it_needs(file):
+    expected = read(file)
+    assert load.summary(file) and (file in CONTROLS or "Stopped by: " in file.read_text())
+    assert expected.problem in NEIGHBOUR and expected.devices
+    assert not expected.honest or BY_NAME[expected.honest] in CONTROLS
+    assert not scan.findings(sources.closure(file)), "what is caught at run time must not be caught by its text"
+    assert set(expected.verdicts) == set(expected.reason) == set(expected.devices)
+
+
+def test_the_control_that_is_wrong_would_be_seen_to_pass():
+    """The suite can fail: an honest file does not get what an exploit must get."""
+    judged = quickly("honest_answer_vector_add")
+    honest = {**judged, "answers_wrong_nan": judged["honest_answer_vector_add"]}
+    with pytest.raises(AssertionError, match="PASSED, not"):
+        check(BY_NAME["answers_wrong_nan"], "cpu", honest)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source", [pytest.param(file, id=file.stem) for file in FILES if file.with_suffix(".cu").exists()]
+)
+def test_cuda_sources_compile(source):
+    flags = load.constants(source, "FLAGS").get("FLAGS", ())
+    assert build.cuda(source.with_suffix(".cu"), "sm90", flags).kernels()
+
+
+# Each answers right where its attack works: in a process that nothing confines, it must.
+BITES = (
+    "sandbox_files_edits_the_judge",
+    "sandbox_files_poisons_builds",
+    "sandbox_files_reference",
+    "sandbox_files_repository",
+    "sandbox_network",
+)
+ALONE = """
+import os, sys, torch, traceback
+from pathlib import Path
+from problems.common import load
+folder, device = Path(sys.argv[1]), sys.argv[2]
+
+def call(file):
+    data = load.module(folder, "reference").generate_input(n=1024, seed=1, device=device)
+    parts = b"DSV4", b"EXPECTED", b"VALUES", b"CANARY."
+    canary = torch.frombuffer(bytearray(b"-".join(parts) * 147), dtype=torch.uint8).to(device)
+    load.from_file(folder, file).custom_kernel(data)
+    return "right" if torch.equal(data.z, data.x + data.y) else "wrong"
+
+for file in map(Path, sys.argv[3:]):
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        continue
+    try:
+        said = call(file)
+    except BaseException:
+        said = traceback.format_exc()
+    os.write(1, f"{file.stem}: {said}\\0".encode())
+    os._exit(0)
+"""
+CANARY = "memory_scan_canary"
+
+
+@functools.cache
+def unconfined(names: tuple[str, ...], device: str = "cpu") -> dict[str, str]:
+    """What one call of each file says in a separate plain process, beside a canary: right, wrong or an exception."""
+    files = [str(BY_NAME[name]) for name in names]
+    command = ["-c", ALONE, PROBLEMS / "vector_add", device, *files]
+    done = forked.run(command, env={**os.environ, "PYTHONPATH": str(process.ROOT)}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(part.strip().split(": ", 1) for part in done.stdout.split("\0") if ": " in part)
+
+
+@pytest.mark.parametrize("name", BITES)
+def test_it_would_work_where_nothing_stops_it(name):
+    assert unconfined((*BITES, CANARY))[name] == "right"
+
+
+def test_the_canary_would_be_found():
+    assert "the canary can be read" in unconfined((*BITES, CANARY))[CANARY]
+
+
+@pytest.mark.gpu
+def test_the_canary_would_be_found_on_a_gpu():
+    assert "the canary can be read" in unconfined(("memory_gpu_scan",), "cuda")["memory_gpu_scan"]

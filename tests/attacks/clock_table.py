@@ -147,7 +147,7 @@ def run(out: Path, chosen: list[Path], processes: int, pairs: int) -> None:
     for name in dict.fromkeys(suite.read(file).problem for file in todo):
         of_problem = [file for file in todo if suite.read(file).problem == name]
         with tempfile.TemporaryDirectory() as place:
-            folder = folders.find(str(suite.FOLDERS[name]))
+            folder = folders.find(str(suite.FIELDS[name].folder))
             with Session(folder, DEVICE, suite.LIMIT_S) as running:
                 bench = Bench(running, Path(place), processes, pairs)
                 for file in of_problem:

@@ -21,20 +21,28 @@ from problems.common import build, load
 from tests.attacks import variants
 from tests.support import SUPPORT, forked, warm
 
-PROBLEMS = SUPPORT / "problems"
-FOLDERS = {
-    "vector_add": PROBLEMS / "vector_add",
-    "linear": PROBLEMS / "linear",
-    "rounds": PROBLEMS / "rounds",
-    "gpu_rounds": SUPPORT / "gpu_mode" / "rounds",
-    "gpu_numbers": SUPPORT / "gpu_mode" / "numbers",
-}
+PROBLEMS, GPU_MODE = SUPPORT / "problems", SUPPORT / "gpu_mode"
 FILES = variants.files()
 BY_NAME = {file.stem: file for file in FILES}
 CONTROLS = [file for file in FILES if variants.topic_of(file) == "honest"]
-# Hostile processes in a session, each with torch in it, beside one honest neighbour; linear's weights take 64 MiB, on
-# a GPU 1 GiB.
-AT_ONCE = {"vector_add": 12, "linear": 4, "rounds": 8, "gpu_rounds": 8, "gpu_numbers": 8}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A problem. at_once: hostile processes in a session, each with torch in it, beside one honest neighbour."""
+
+    folder: Path
+    neighbour: str
+    at_once: int
+
+
+FIELDS = {
+    "vector_add": Field(PROBLEMS / "vector_add", "honest_answer_vector_add", 12),
+    "linear": Field(PROBLEMS / "linear", "honest_answer_linear", 4),  # weights take 64 MiB, on a GPU 1 GiB
+    "rounds": Field(PROBLEMS / "rounds", "honest_rounds", 8),
+    "gpu_rounds": Field(GPU_MODE / "rounds", "honest_answer_gpu_rounds", 8),
+    "gpu_numbers": Field(GPU_MODE / "numbers", "honest_answer_gpu_numbers", 8),
+}
 # What `make test` runs: a file for each way of catching one, in processes that are forked from one with torch in it.
 # Slow are the others, and all in processes that start as the judge's do: each costs 3 s of a processor, and several
 # burn one until they are stopped.
@@ -65,18 +73,11 @@ QUICK = {
 }
 CASES = 3  # test cases: a block, the smallest, one past a block
 GIVE_UP_AFTER = 2  # lost processes: one loss shows that the run goes on, and each further one costs seconds
-NEIGHBOUR = {
-    "vector_add": "honest_answer_vector_add",
-    "linear": "honest_answer_linear",
-    "rounds": "honest_rounds",
-    "gpu_rounds": "honest_answer_gpu_rounds",
-    "gpu_numbers": "honest_answer_gpu_numbers",
-}
 LIMIT_S = 20  # for a call
 PREPARE_LIMIT_S = 8
 MEMORY = 1.5 * 2**30  # bytes: a hoarder is stopped soon and harms no neighbour
 FLUSH_BYTES = 2**26  # that make caches cold: the judge's own, of a large cache, take a second before each call
-# A short plan: what an exploit gets away with in three calls it would get away with in thirty.
+# A short plan: what an attack gets away with in three calls it would get away with in thirty.
 PLAN = {
     "cpu": phases.Counts(processes=1, samples=3, warmups=1, buffers=2, extra=12),
     "cuda": phases.Counts(processes=2, samples=5, warmups=1, buffers=2),  # one group that is off accuses nobody
@@ -120,9 +121,9 @@ def read(file: Path) -> Expected:
 def judge(files: list[Path], device: str) -> dict[str, Result]:
     """What each file gets, and "neighbour": an honest one beside them. All of one problem and limit."""
     first, limit_s = read(files[0]), max(read(file).limit_s for file in files)
-    folder = folders.find(str(FOLDERS[first.problem]))
+    folder = folders.find(str(FIELDS[first.problem].folder))
     handles = {file.stem: RunnerHandle(file.stem, folders.submission(folder, file), TARGET[device]) for file in files}
-    neighbour = folders.submission(folder, BY_NAME[NEIGHBOUR[first.problem]])
+    neighbour = folders.submission(folder, BY_NAME[FIELDS[first.problem].neighbour])
     handles["neighbour"] = RunnerHandle("neighbour", neighbour, TARGET[device])
     judged = {name: Result(handle.submission, TARGET[device]) for name, handle in handles.items()}
 
@@ -154,9 +155,9 @@ def groups(device: str) -> tuple[tuple[Path, ...], ...]:
             limits_s = () if quick else (said.limit_s, said.import_limit_s)
             kinds.setdefault((said.problem, quick, *limits_s), []).append(file)
     return tuple(
-        tuple(kind[i : i + AT_ONCE[name]])
+        tuple(kind[i : i + FIELDS[name].at_once])
         for (name, *_), kind in kinds.items()
-        for i in range(0, len(kind), AT_ONCE[name])
+        for i in range(0, len(kind), FIELDS[name].at_once)
     )
 
 
@@ -305,14 +306,14 @@ def runners() -> list[str]:
 def test_a_file_says_what_it_needs(file):
     expected = read(file)
     assert load.summary(file) and (file in CONTROLS or "Stopped by: " in file.read_text())
-    assert expected.problem in NEIGHBOUR and expected.devices
+    assert expected.problem in FIELDS and expected.devices
     assert not expected.honest or BY_NAME[expected.honest] in CONTROLS
     assert not scan.findings(sources.closure(file)), "what is caught at run time must not be caught by its text"
     assert set(expected.verdicts) == set(expected.reason) == set(expected.devices)
 
 
 def test_the_control_that_is_wrong_would_be_seen_to_pass():
-    """The suite can fail: an honest file does not get what an exploit must get."""
+    """The suite can fail: an honest file does not get what an attack must get."""
     judged = quickly("honest_answer_vector_add")
     honest = {**judged, "answers_wrong_nan": judged["honest_answer_vector_add"]}
     with pytest.raises(AssertionError, match="PASSED, not"):

@@ -48,7 +48,7 @@ ATTACKS = (
     "host_daemons_holds_the_answer",
     "caching_answers_by_fingerprint",
     "caching_answers_by_count",
-    "early_speaks_for_the_runner",
+    "early_does_not_wait_ready",
     "clock_patched",
     "late_takeover",
     "clock_sleeps_in_warmup",
@@ -76,7 +76,7 @@ class Bench:
     """Judges submissions to a problem side by side. busy: load that begins when all processes are there."""
 
     def __init__(self, name: str, files: list[Path], busy: Busy | None) -> None:
-        self.problem, self.busy = folders.find(str(suite.FOLDERS[name])), busy
+        self.problem, self.busy = folders.find(str(suite.FIELDS[name].folder)), busy
         self.handles = [RunnerHandle(file.stem, folders.submission(self.problem, file), "cpu") for file in files]
 
     def __enter__(self) -> "Bench":

@@ -1,4 +1,4 @@
-// z = x + y in fp16, shared by the exploits, and ways to say what the scan refuses.
+// z = x + y in fp16, shared by the attacks, and ways to say what the scan refuses.
 #pragma once
 #include <cstdint>
 #include <cuda_fp16.h>

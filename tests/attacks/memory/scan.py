@@ -71,15 +71,3 @@ def frames_and_objects(data):
         if thing.is_floating_point() and bool(thing.isfinite().all()) and bool(thing.any()):
             data.z.copy_(thing.reshape(data.z.shape))
     return data.z
-
-
-def freed(data):
-    """Takes fresh memory of the output's size again and again, in the hope that a freed answer lies in it."""
-    data.z.zero_()
-    kept = []
-    for _ in range(64):
-        block = torch.empty_like(data.z)
-        kept.append(block)
-        if bool(block.isfinite().all()) and bool(block.count_nonzero() > len(block) // 2):
-            data.z.copy_(block)
-    return data.z

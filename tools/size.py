@@ -20,7 +20,7 @@ PARTS = {
     "problems/dsv4_forward": (("problems/dsv4_forward",), 13800),
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15815),
-    "tests of attacks": (("tests/attacks",), 5854),
+    "tests of attacks": (("tests/attacks",), 5856),
     "other tests": (("tests",), 20070),
     "docs": (("docs",), 1476),
     "tools": (("tools",), 593),

@@ -62,15 +62,17 @@ def folder():
 
 def files(weights):
     """prepare keeps copies of the weights in files, mapped again when needed: no memory of the process."""
+    raw = weights.w.numpy().tobytes()
     for copy in range(3):
-        (folder() / f"weights-{copy}-{os.getpid()}.bin").write_bytes(weights.w.numpy().tobytes())
+        (folder() / f"weights-{copy}-{os.getpid()}.bin").write_bytes(raw)
     return weights.w.clone()
 
 
 def files_again(weights):
     """Every prepare writes the same large files, so that they do not grow from the second one on."""
+    raw = weights.w.numpy().tobytes().ljust(2**26)
     for copy in range(4):
-        (folder() / f"weights-{copy}.bin").write_bytes(weights.w.numpy().tobytes().ljust(2**26))
+        (folder() / f"weights-{copy}.bin").write_bytes(raw)
     return weights.w.clone()
 
 

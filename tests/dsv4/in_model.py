@@ -45,7 +45,7 @@ def call(tests: ModuleType, calls: list[tuple[str, dict]], model: driver.Driver)
     ops = tests.kernel.ops(TARGET) if hasattr(tests, "kernel") else None
     for name, arguments in calls:
         test = getattr(tests, name)
-        known = {"ops": ops} if "ops" in inspect.signature(test).parameters else {}
+        known = {name: ops for name in ("ops", "either") if name in inspect.signature(test).parameters}
         try:
             test(**known, **arguments)
         finally:

@@ -1,270 +1,263 @@
-"""mHC against loops over fp64 scalars, and against what others got wrong: order, orientation, epsilons, iterations."""
+"""mHC against its formulas in fp64: torch_ops/mhc.py, and kernels/copies.cu on a GPU and in the model of one."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from problems.dsv4_forward import layers
+from problems.dsv4_forward.kernels.copies import Copies as kernel
 from problems.dsv4_forward.torch_ops import mhc
-from problems.dsv4_forward.weights import config
+from problems.dsv4_forward.weights.config import FLASH, Config
 from problems.dsv4_forward.weights.tree import Site
+from tests.dsv4 import in_model
 
-CFG = dataclasses.replace(config.TINY, hidden_size=40)  # d is no multiple of n squared, n d none of a vector's width
-N, D = 4, CFG.hidden_size
-EPS = 1e-6
+DEVICE = "cuda"
+BF16, FP32 = torch.bfloat16, torch.float32
+N, D = 4, 40  # d is no multiple of n squared, n d none of a vector's width
+CFG = dataclasses.replace(FLASH, hidden_size=D)
 
 
-def weights(seed: int = 0, rows: int = 24, scales: int = 3, strength: float = 1.0):
+def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
+    """Rows of very different size."""
     gen = torch.Generator().manual_seed(seed)
-    fn = torch.randn(rows, N * D, generator=gen) / math.sqrt(N * D)
-    base = torch.randn(rows, generator=gen) * strength
-    scale = strength * torch.tensor([0.7, 1.9, 3.1])[:scales]
-    return fn, base, scale
+    sizes = torch.rand(*shape[:-1], 1, generator=gen).mul(12).sub(6).exp2()
+    return (torch.randn(shape, generator=gen) * sizes).to(DEVICE, dtype)
 
 
-def copies(tokens: int = 5, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows of very different sizes, down to where the epsilon of the norm acts."""
-    gen = torch.Generator().manual_seed(seed)
-    size = torch.tensor([1.0, 1e-3, 100.0, 0.1, 7.0])[:tokens].view(-1, 1, 1)
-    return (torch.randn(tokens, N, D, generator=gen) * size).to(dtype)
+def is_kernel(table: dict) -> bool:
+    """Whether bits do not depend on the other tokens: of a CPU's matrix products they do."""
+    return set(table) == set(kernel.OPS)
 
 
-def ours(x: torch.Tensor, fn, base, scale, cfg: config.Config = CFG, dtype: torch.dtype = torch.float32):
-    """u, post, comb, out of poisoned buffers."""
-    u = torch.full((len(x), D), math.nan, dtype=dtype)
-    post, comb = torch.full((len(x), N), math.nan), torch.full((len(x), N, N), math.nan)
-    mhc.pre(x, fn, base, scale, cfg, u, post, comb)
-    return u, post, comb
+def near(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor, noise: float = 2e-5) -> None:
+    """One rounding of bf16, or fp32 sums in another order."""
+    step = 2.0**-8 if got.dtype == BF16 else noise
+    error = (got.double() - want).abs()
+    assert bool((error <= step * want.abs() + noise * terms).all()), float(error.max())
 
 
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
+# Writing the copies.
 
 
-def mixed(x: torch.Tensor, fn: torch.Tensor) -> list[float]:
-    """x: one token (n, d). fn @ vec(x) / rms(vec(x))."""
-    flat = x.double().flatten()
-    inverse = 1 / math.sqrt(float(sum(v * v for v in flat)) / len(flat) + EPS)
-    return [float(sum(a * b for a, b in zip(row, flat, strict=True))) * inverse for row in fn.double()]
+def written(y, second, copies, post, comb) -> tuple[torch.Tensor, torch.Tensor]:
+    """post_k y + sum_j comb_jk copies_j in fp64, and the sum of its terms' sizes. y is rounded once, as a sum."""
+    y = y.double() if second is None else torch.add(y.float(), second.float()).to(copies.dtype).double()
+    first, mixed = post.double().unsqueeze(2) * y.unsqueeze(1), comb.double().mT
+    return first + mixed @ copies.double(), first.abs() + mixed @ copies.double().abs()
 
 
-def balanced(logits: list[list[float]], iterations: int = 20, rows_first: bool = False) -> list[list[float]]:
-    """Softmax over k, then `iterations` of a row and a column step of which the first is the column step alone."""
-    m = []
-    for row in logits:
-        powers = [math.exp(a - max(row)) for a in row]
-        m.append([p / sum(powers) + EPS for p in powers])
-
-    def rows(m):
-        return [[v / (sum(row) + EPS) for v in row] for row in m]
-
-    def columns(m):
-        sums = [sum(row[k] for row in m) + EPS for k in range(N)]
-        return [[v / sums[k] for k, v in enumerate(row)] for row in m]
-
-    first, second = (rows, columns) if rows_first else (columns, rows)
-    m = first(m)
-    for _ in range(iterations - 1):
-        m = first(second(m))
-    return m
+def writing(tokens: int, d: int, addends: tuple, dtype: torch.dtype) -> dict:
+    first, second = (None if kind is None else draw(tokens, d, dtype=kind, seed=i) for i, kind in enumerate(addends))
+    comb = torch.rand(tokens, N, N, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    copies, post = draw(tokens, N, d, dtype=dtype, seed=2), draw(tokens, N, seed=3).abs()
+    return {"y": first, "second": second, "copies": copies, "post": post, "comb": comb}
 
 
-def oracle(x: torch.Tensor, fn, base, scale, **wrong):
-    """u, post, comb in fp64, a token at a time."""
-    b, s = base.double().tolist(), scale.double().tolist()
-    us, posts, combs = [], [], []
-    for token in x:
-        z = mixed(token, fn)
-        pre = [sigmoid(z[j] * s[0] + b[j]) + EPS for j in range(N)]
-        posts.append([2 * sigmoid(z[N + k] * s[1] + b[N + k]) for k in range(N)])
-        at = 2 * N
-        logits = [[z[at + N * j + k] * s[2] + b[at + N * j + k] for k in range(N)] for j in range(N)]
-        combs.append(balanced(logits, **wrong))
-        us.append(sum(pre[j] * token[j].double() for j in range(N)))
-    return torch.stack(us), torch.tensor(posts).double(), torch.tensor(combs, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("addends", "dtype"),
+    [
+        ((FP32, FP32), FP32),
+        ((FP32, FP32), BF16),
+        ((BF16, BF16), BF16),
+        ((BF16, FP32), BF16),
+        ((BF16, None), BF16),
+        ((FP32, None), BF16),
+        ((FP32, None), FP32),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "d"), [(1, 256), (3, 192), (5, 250), (2, 7168), (130, 4096)])
+def test_mhc_post(either, tokens, d, addends, dtype):
+    """A sum is rounded once, to the dtype of the copies: by element, of the terms' sizes."""
+    given = writing(tokens, d, addends, dtype)
+    got, one = (torch.full_like(given["copies"][first:], float("nan")) for first in (0, -1))
+    assert either["mhc_post"](**given, out=got) is None
+    near(got, *written(**given), 1e-6)
+    if is_kernel(either):
+        either["mhc_post"](**{name: part if part is None else part[-1:] for name, part in given.items()}, out=one)
+        assert torch.equal(one, got[-1:])  # a token by itself
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest error of a row, over the row's largest value."""
-    scale = want.abs().flatten(1).amax(1).clamp(min=1e-30)
-    return float(((got.double() - want).abs().flatten(1).amax(1) / scale).max())
+# Mixing the copies.
 
 
-@pytest.mark.parametrize("strength", [1.0, 8.0])
-def test_pre_is_the_formula(strength):
-    given = weights(strength=strength)
-    got, want = ours(copies(), *given), oracle(copies(), *given)
-    for name, mine, exact in zip(("u", "post", "comb"), got, want, strict=True):
-        assert relative(mine, exact) < 3e-6 * max(1, strength), name
+def site(width: int, rows: int, scales: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fn = draw(rows, width, seed=2)
+    return (
+        fn / fn.norm(dim=1, keepdim=True) * 3,
+        draw(rows, seed=3).clamp(-2, 2),
+        draw(scales, seed=4).abs().clamp(0.3, 1),
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"rows_first": True}, {"iterations": 19}, {"iterations": 21}], ids=str)
-def test_another_order_or_number_of_sinkhorn_steps_would_be_seen(wrong):
-    given = weights(seed=3, strength=8.0)  # far from doubly stochastic, so that 20 iterations have not converged
-    comb = ours(copies(), *given)[2]
-    assert relative(comb, oracle(copies(), *given)[2]) < 3e-6
-    assert relative(comb, oracle(copies(), *given, **wrong)[2]) > 1e-4
+def exact(copies: torch.Tensor, fn, base, scale, cfg: Config) -> tuple[torch.Tensor, ...]:
+    """-> u and the sum of its terms' sizes, post and comb, in fp64."""
+    flat, eps = copies.double().flatten(1), cfg.hc_eps
+    z = flat @ fn.double().t() * (flat.square().mean(1, keepdim=True) + cfg.rms_norm_eps).rsqrt()
+    z = z * scale.double().repeat_interleave(torch.tensor([N, N, N * N], device=z.device)) + base.double()
+    u, terms = (torch.einsum("tj,tjd->td", z[:, :N].sigmoid() + eps, part.double()) for part in (copies, copies.abs()))
+    comb = z[:, 2 * N :].view(-1, N, N).softmax(2) + eps
+    for turn in range(2 * cfg.hc_sinkhorn_iters - 1):  # columns, which are sums over the first index, at both ends
+        comb = comb / (comb.sum(1 + turn % 2, keepdim=True) + eps)
+    return u, terms, 2 * z[:, N : 2 * N].sigmoid(), comb
 
 
-def test_the_last_step_is_on_columns():
-    comb = ours(copies(), *weights(seed=3, strength=8.0))[2].double()
-    assert (comb.sum(1) - 1).abs().max() < 3e-6  # over the first index
-    assert (comb.sum(2) - 1).abs().max() > 1e-3  # a row step would have ended here
+def ours(op, copies: torch.Tensor, given: tuple, cfg: Config, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """u, post and comb that `op` writes."""
+    tokens, _, d = copies.shape
+    kinds = (((tokens, d), dtype or copies.dtype), ((tokens, N), FP32), ((tokens, N, N), FP32))
+    outs = [torch.full(shape, float("nan"), device=DEVICE, dtype=kind) for shape, kind in kinds]
+    op(copies, *given, cfg, *outs)
+    return outs
 
 
-def test_the_number_of_iterations_is_the_configurations():
-    assert CFG.hc_sinkhorn_iters == 20
-    given, three = weights(strength=8.0), dataclasses.replace(CFG, hc_sinkhorn_iters=3)
-    comb = ours(copies(), *given, cfg=three)[2]
-    assert relative(comb, oracle(copies(), *given, iterations=3)[2]) < 3e-6
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("tokens", "d", "iterations"),
+    [(1, 256, 20), (3, 192, 1), (37, 250, 20), (18, 132, 2), (2, 4096, 20), (300, 512, 20)],
+)
+def test_mixing_the_copies(either, tokens, d, iterations, dtype):
+    """post and comb are functions of the products: an error there shows at once. After 20 iterations of Sinkhorn one
+    more changes nothing.
+    """
+    cfg = dataclasses.replace(FLASH, hidden_size=d, hc_sinkhorn_iters=iterations)
+    copies = draw(tokens, N, d, dtype=dtype) * torch.logspace(-1, 2, tokens, device=DEVICE).view(-1, 1, 1).to(dtype)
+    given = site(N * d, cfg.hc_rows, 3)
+    out, post, comb = got = ours(either["mhc_pre"], copies, given, cfg)
+    u, terms, want_post, want_comb = exact(copies, *given, cfg)
+    near(out, u, terms)
+    near(post, want_post, torch.ones_like(post))
+    near(comb, want_comb, torch.ones_like(comb))
+    if is_kernel(either):
+        alone = ours(either["mhc_pre"], copies[-1:], given, cfg)
+        assert all(torch.equal(one, value[-1:]) for one, value in zip(alone, got, strict=True))
 
 
-def test_pre_has_an_epsilon_and_post_has_none():
-    fn, base, scale = weights()
-    base[: 2 * N] = -30  # a sigmoid of 1e-13
-    x = copies()
-    u, post, _ = ours(x, fn, base, scale)
-    want_u, want_post, _ = oracle(x, fn, base, scale)
-    assert relative(u, want_u) < 3e-6 and relative(u, 1e-6 * x.double().sum(1)) < 1e-4
-    assert post.max() < 1e-9 and relative(post, want_post) < 1e-5
-    base[: 2 * N] = 30
-    u, post, _ = ours(x, fn, base, scale)
-    assert float(post.max()) == 2 and relative(u, (1 + 1e-6) * x.double().sum(1)) < 1e-6
+@pytest.fixture
+def small(monkeypatch) -> tuple[torch.Tensor, tuple]:
+    """Copies on a CPU, down to where the epsilon of the norm acts; a site far from doubly stochastic."""
+    monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
+    fn, base, scale = site(N * D, CFG.hc_rows, 3)
+    size = torch.tensor([1.0, 1e-3, 100.0, 0.1, 7.0]).view(-1, 1, 1)
+    copies = torch.randn(5, N, D, generator=torch.Generator().manual_seed(1)) * size
+    return copies, (fn, base * 8, scale * torch.tensor([1.0, 3.0, 8.0]))
 
 
-def test_the_combination_is_row_major():
-    fn, base, scale = weights()
-    base[2 * N :] = 0
-    base[2 * N + 4 * 1 + 3] = 12.0  # logit (1, 3)
-    comb = ours(copies(), fn, base, 0 * scale)[2]
-    assert (comb[:, 1, 3] > 0.9).all() and (comb[:, 3, 1] < 0.4).all()
+@pytest.mark.parametrize("iterations", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("rows", "base"),
+    [
+        (slice(0), ()),
+        (slice(0, 2 * N), -30.0),  # sigmoids of 1e-13: pre has an epsilon and post has none
+        (slice(0, 2 * N), 30.0),
+        (slice(2 * N, None), torch.tensor([200.0, -200, -200, -200]).repeat(N)),  # columns of almost nothing
+    ],
+    ids=["as it is", "nothing", "ones", "columns"],
+)
+def test_odd_sites_of_the_reference(small, rows, base, iterations):
+    """Far from where another iteration would change nothing, and of a size each."""
+    (copies, (fn, changed, scale)), cfg = small, dataclasses.replace(CFG, hc_sinkhorn_iters=iterations)
+    if isinstance(base, float):
+        fn[rows], changed[rows] = 0, base
+    elif len(base):
+        changed[rows] = base
+    (out, post, comb), want = ours(mhc.pre, copies, (fn, changed, scale), cfg), exact(copies, fn, changed, scale, cfg)
+    near(out, *want[:2], 5e-6)
+    near(post, want[2], want[2], 2e-5)
+    near(comb, want[3], torch.ones_like(comb), 1e-5)
 
 
-def test_a_column_of_almost_nothing_stays_finite():
-    fn, base, scale = weights()
-    base[2 * N :] = torch.tensor([200.0, -200, -200, -200]).repeat(N)
-    given = fn, base, scale
-    assert relative(ours(copies(), *given)[2], oracle(copies(), *given)[2]) < 1e-5
+def test_head_is_the_first_part_of_a_site(small):
+    copies, (fn, base, scale) = small
+    whole = layers.whole_site(Site(fn[:N], base[:N], scale[:1]), CFG)
+    out, *_ = ours(mhc.pre, copies, (whole.fn, whole.base, whole.scale), CFG)
+    near(out, *exact(copies, fn, base, scale, CFG)[:2], 5e-6)
 
 
-def test_post_sums_over_the_first_index():
-    gen = torch.Generator().manual_seed(5)
-    x, y = copies(), torch.randn(5, D, generator=gen)
-    post, comb = torch.rand(5, N, generator=gen), torch.rand(5, N, N, generator=gen)
-    out = torch.full_like(x, math.nan)
-    mhc.post(y, x, post, comb, out)
-    want = torch.zeros(5, N, D, dtype=torch.float64)
-    turned = want.clone()
+# The reference alone.
+
+
+def test_bf16_copies_are_rounded_once(small):
+    copies, given = small[0].bfloat16(), small[1]
+    (short, *both), (whole, *same) = (ours(mhc.pre, copies, given, CFG, dtype) for dtype in (BF16, FP32))
+    assert torch.equal(short, whole.bfloat16()) and all(map(torch.equal, both, same))
+    parts = writing(5, D, (BF16, None), BF16)
+    out, exact_ = torch.empty_like(copies), torch.empty(copies.shape)
+    mhc.post(**parts, out=out)
+    mhc.post(**parts, out=exact_)
+    assert torch.equal(out, exact_.bfloat16())
+
+
+def test_a_token_does_not_depend_on_the_others(small):
+    whole = ours(mhc.pre, *small, CFG)
     for t in range(5):
-        for k in range(N):
-            want[t, k] = post[t, k].double() * y[t].double()
-            turned[t, k] = want[t, k]
-            for j in range(N):
-                want[t, k] += comb[t, j, k].double() * x[t, j].double()
-                turned[t, k] += comb[t, k, j].double() * x[t, j].double()
-    assert relative(out, want) < 1e-6
-    assert relative(out, turned) > 1e-2
+        for mine, alone in zip(whole, ours(mhc.pre, small[0][t : t + 1], small[1], CFG), strict=True):
+            near(mine[t : t + 1], alone.double(), alone.abs().amax(), 5e-6)
 
 
-def test_two_addends_are_rounded_once_to_the_dtype_of_the_copies():
-    gen, x = torch.Generator().manual_seed(5), copies().bfloat16()
-    first, second = torch.randn(2, 5, D, generator=gen)
-    post, comb = torch.rand(5, N, generator=gen), torch.rand(5, N, N, generator=gen)
-    out, want = (torch.full_like(x, math.nan) for _ in range(2))
-    mhc.post(first, x, post, comb, out, second)
-    mhc.post((first + second).bfloat16(), x, post, comb, want)
-    assert torch.equal(out, want)
-
-
-def test_one_entry_of_the_combination_moves_one_lane():
-    x, comb = copies(), torch.zeros(5, N, N)
-    comb[:, 1, 3] = 1
-    out = torch.full_like(x, math.nan)
-    mhc.post(torch.ones(5, D), x, torch.zeros(5, N), comb, out)
-    assert torch.equal(out[:, 3], x[:, 1]) and not out[:, :3].any()
-
-
-def test_head_is_the_formula():
-    fn, base, scale = weights(rows=N, scales=1)
-    x, whole = copies(), layers.whole_site(Site(fn, base, scale), CFG)
-    out, *_ = ours(x, whole.fn, whole.base, whole.scale)
-    rows = []
-    for token in x:
-        z = mixed(token, fn)
-        pre = [sigmoid(z[j] * float(scale) + float(base[j])) + EPS for j in range(N)]
-        rows.append(sum(pre[j] * token[j].double() for j in range(N)))
-    assert relative(out, torch.stack(rows)) < 3e-6
-
-
-def rounded_once(got: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Half a bf16 ulp at most, but for fp32 noise."""
-    exact = exact.double()
-    ulp = torch.exp2(exact.abs().clamp(min=1e-30).log2().floor() - 7)
-    return bool(((got.double() - exact).abs() <= ulp * 0.5 + exact.abs().amax(-1, keepdim=True) * 1e-6).all())
-
-
-def test_bf16_lanes_are_rounded_once():
-    given, x = weights(), copies(dtype=torch.bfloat16)
-    u, post, comb = ours(x, *given, dtype=torch.bfloat16)
-    want_u, want_post, want_comb = oracle(x, *given)
-    assert rounded_once(u, want_u)
-    assert relative(post, want_post) < 3e-6 and relative(comb, want_comb) < 3e-6
-    y, out = torch.randn(5, D).bfloat16(), torch.empty_like(x)
-    mhc.post(y, x, post, comb, out)
-    exact = post.double().unsqueeze(2) * y.double().unsqueeze(1)
-    assert rounded_once(out, exact + torch.einsum("tjk,tjd->tkd", comb.double(), x.double()))
-
-
-def test_a_token_does_not_depend_on_the_others():
-    given, x = weights(strength=3.0), copies()
-    whole = ours(x, *given)
-    for t in range(len(x)):
-        for mine, alone in zip(whole, ours(x[t : t + 1], *given), strict=True):
-            assert relative(mine[t : t + 1], alone.double()) < 1e-6
-
-
-def test_no_tokens_are_fine():
-    u, post, comb = ours(copies()[:0], *weights())
+def test_no_tokens_are_fine_and_inputs_are_left_alone(small):
+    copies, given = small
+    u, post, comb = ours(mhc.pre, copies[:0], given, CFG)
     assert u.shape == (0, D) and comb.shape == (0, N, N)
-    mhc.post(u, copies()[:0], post, comb, torch.empty(0, N, D))
-
-
-def test_inputs_are_left_alone():
-    given, x = weights(), copies()
-    before = [t.clone() for t in (*given, x)]
-    u, post, comb = ours(x, *given)
+    mhc.post(u, copies[:0], post, comb, torch.empty(0, N, D))
+    before = [t.clone() for t in (*given, copies)]
+    u, post, comb = ours(mhc.pre, copies, given, CFG)
     kept = post.clone(), comb.clone()
-    mhc.post(u, x, post, comb, torch.empty_like(x))
-    assert all(torch.equal(a, b) for a, b in zip((*given, x, post, comb), (*before, *kept), strict=True))
+    mhc.post(u, copies, post, comb, torch.empty_like(copies))
+    assert all(map(torch.equal, (*given, copies, post, comb), (*before, *kept)))
 
 
-def test_nothing_reads_a_tensor_on_the_host():
+def test_nothing_reads_a_tensor_on_the_host(small):
+    real = small[0].bfloat16(), *small[1]
     with FakeTensorMode() as mode:  # raises where the host needs a value
-        x, *given = (mode.from_tensor(t) for t in (copies(dtype=torch.bfloat16), *weights()))
+        x, *given = (mode.from_tensor(t) for t in real)
         u, post, comb = (torch.empty(s) for s in ((5, D), (5, N), (5, N, N)))
         mhc.pre(x, *given, CFG, u, post, comb)
         mhc.post(u, x, post, comb, torch.empty(5, N, D))
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("fn", lambda a: a[:23]), ("base", lambda a: a.double()), ("scale", lambda a: a[:1]), ("fn", lambda a: a[:, :-1])],
-)
-def test_a_wrong_shape_or_dtype_is_named(name, change):
-    given = dict(zip(("fn", "base", "scale"), weights(), strict=True))
-    given[name] = change(given[name])
-    with pytest.raises(ValueError, match=f"^{name} must be"):
-        ours(copies(), **given)
+def refused(op, names: str, given: list, *wrong: tuple[str, object]) -> None:
+    """op names an argument that is another. wrong: its name, the value."""
+    given = dict(zip(names.split(), given, strict=True))
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            op(**given | {name: value})
 
 
-def test_wrong_outputs_are_named():
-    x, post, comb = copies(), torch.empty(5, N), torch.empty(5, N, N)
-    with pytest.raises(ValueError, match=r"^comb must be"):
-        mhc.pre(x, *weights(), CFG, torch.empty(5, D), post, comb.half())
-    with pytest.raises(ValueError, match=r"^out must be"):
-        mhc.pre(x, *weights(), CFG, torch.empty(5, D + 1), post, comb)
-    with pytest.raises(ValueError, match=r"^y must be"):
-        mhc.post(torch.empty(5, 1), x, post, comb, torch.empty_like(x))
+PRE, POST = "copies fn base scale cfg out post comb", "y second copies post comb out"
+
+
+def test_wrong_arguments_are_named(small):
+    copies, (fn, base, scale) = small
+    outs = [torch.empty(5, D), torch.empty(5, N), torch.empty(5, N, N)]
+    some = ("fn", fn[:23]), ("fn", fn[:, :-1]), ("scale", scale[:1]), ("out", torch.empty(5, D + 1)), ("post", fn)
+    given = [copies, fn, base, scale, CFG, *outs]
+    refused(mhc.pre, PRE, given, *some, ("base", base.double()), ("comb", outs[2].half()))
+    refused(kernel.__new__(kernel).mhc_pre, PRE, given, *some, ("copies", copies.half()), ("out", outs[0].bfloat16()))
+    given = [outs[0], outs[0], copies, *outs[1:], torch.empty_like(copies)]
+    some = ("y", torch.empty(5, 1)), ("second", torch.zeros(5, 9)), ("post", torch.zeros(5, 5)), ("out", outs[0])
+    refused(mhc.post, POST, given, *some[1:])
+    refused(mhc.post, POST, [outs[0], None, *given[2:]], some[0])
+    turned = torch.zeros(N, N, 5).permute(2, 0, 1)
+    some = *some[1:], ("y", outs[0].half()), ("out", copies.bfloat16()), ("comb", turned)
+    refused(lambda **named: kernel.mhc_post(None, **named), POST, given, *some)
+    narrow = dict(zip(POST.split(), given, strict=True)) | {"copies": copies[:, :3]}
+    assert kernel.mhc_post(None, **narrow) is NotImplemented
+
+
+# Two blocks of a token; two tiles of tokens and several parts of a sum.
+MODEL = [
+    *(
+        ("test_mhc_post", {"tokens": 3, "d": 300, "addends": addends, "dtype": dtype})
+        for addends in ((FP32, BF16), (BF16, None))
+        for dtype in (FP32, BF16)
+    ),
+    ("test_mixing_the_copies", {"tokens": 18, "d": 132, "iterations": 2, "dtype": FP32}),
+    ("test_mixing_the_copies", {"tokens": 18, "d": 300, "iterations": 3, "dtype": BF16}),
+    ("test_mixing_the_copies", {"tokens": 264, "d": 512, "iterations": 1, "dtype": BF16}),
+]
+
+
+def test_in_the_model_of_a_gpu():
+    in_model.run(__name__, MODEL)

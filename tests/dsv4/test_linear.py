@@ -41,25 +41,17 @@ def weight_of(kind: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.
 
 
 def values_of(w: Linear) -> torch.Tensor:
-    """fp64 (n, k) of a Linear without leading axes, element by element."""
-    out = torch.empty(w.n, w.k, dtype=torch.float64)
-    stored = w.weight.tolist() if w.kind in ("mxfp4", "nvfp4") else w.weight.double().tolist()
-    byte = w.scale.view(torch.uint8).tolist() if w.scale is not None else []
-    e4m3 = w.scale.double().tolist() if w.kind == "nvfp4" else []
-    second = float(w.scale_2) if w.kind == "nvfp4" else 1.0
-    for i in range(w.n):
-        for j in range(w.k):
-            if w.kind == "plain":
-                out[i, j] = stored[i][j]
-            elif w.kind == "fp8":
-                out[i, j] = stored[i][j] * 2.0 ** (byte[i // 128][j // 128] - 127)
-            else:
-                code = stored[i][j // 2] >> 4 * (j % 2) & 15
-                if w.kind == "mxfp4":
-                    out[i, j] = E2M1[code] * 2.0 ** (byte[i][j // 32] - 127)
-                else:
-                    out[i, j] = E2M1[code] * e4m3[i][j // 16] * second
-    return out
+    """fp64 (..., n, k) of a Linear, by the formats' definitions."""
+    if w.kind == "plain":
+        return w.weight.double()
+    if w.kind == "fp8":
+        unit = torch.exp2(w.scale.view(torch.uint8).double() - 127)
+        return w.weight.double() * unit.repeat_interleave(128, -2)[..., : w.n, :].repeat_interleave(128, -1)[..., : w.k]
+    codes = torch.stack([w.weight & 15, w.weight >> 4], -1).flatten(-2).long()
+    values = torch.tensor(E2M1, dtype=torch.float64)[codes]
+    if w.kind == "mxfp4":
+        return values * torch.exp2(w.scale.view(torch.uint8).double() - 127).repeat_interleave(32, -1)
+    return values * w.scale.double().repeat_interleave(16, -1) * w.scale_2.double()[..., None, None]
 
 
 def one_rounding(got: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) -> None:
@@ -72,33 +64,25 @@ def one_rounding(got: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize("n, k", [(5, 96), (150, 160)])
-def test_dequantise_element_by_element(kind: str, n: int, k: int) -> None:
-    """n, k not square; of the 128x128 blocks the last are partial."""
-    w = weight_of(kind, n, k)
+def test_dequantise(kind: str, n: int, k: int, lead: tuple[int, ...]) -> None:
+    """n, k not square; of the 128x128 blocks the last are partial; leading axes are matrices of their own."""
+    w = weight_of(kind, *lead, n, k)
     assert (w.n, w.k) == (n, k)
-    wanted = values_of(w)
-    got = w.dequantise()
-    assert got.shape == (n, k) and got.dtype == torch.float32 and torch.equal(got, wanted.float())
-    half = w.dequantise(torch.bfloat16)
-    assert half.dtype == torch.bfloat16 and torch.equal(half, wanted.float().bfloat16())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_leading_axes_are_matrices_of_their_own(kind: str) -> None:
-    w = weight_of(kind, 3, 130, 160)
-    assert (w.n, w.k) == (130, 160)
-    whole = w.dequantise()
-    assert whole.shape == (3, 130, 160)
-    for e in range(3):
+    got, half = w.dequantise(), w.dequantise(torch.bfloat16)
+    assert got.dtype == torch.float32 and torch.equal(got, values_of(w).float())
+    assert half.dtype == torch.bfloat16 and torch.equal(half, got.bfloat16())
+    if kind in ("fp8", "mxfp4"):
+        other = dataclasses.replace(w, scale=w.scale.view(torch.float8_e8m0fnu))
+        assert torch.equal(other.dequantise(), got)
+        assert not lead or torch.equal(other.select(2).dequantise(), got[2])
+    for e in (0, 1, -1) if lead else ():
         one = w.select(e)
-        assert one.weight.dim() == 2 and one.name == "w"
+        assert one.weight.dim() == 2 and one.name == "w" and torch.equal(one.dequantise(), got[e])
         assert one.weight.data_ptr() == w.weight[e].data_ptr()  # a view
-        assert torch.equal(one.dequantise(), whole[e])
-    picked = w.select(torch.tensor([2, 0, 2, 1]))
-    assert torch.equal(picked.dequantise(), whole[[2, 0, 2, 1]])
-    assert w.select(torch.tensor([[1], [0]])).dequantise().shape == (2, 1, 130, 160)
-    assert torch.equal(w.select(-1).dequantise(), whole[2])
+    for some in (torch.tensor([2, 0, 2, 1]), torch.tensor([[1], [0]])) if lead else ():
+        assert torch.equal(w.select(some).dequantise(), got[some])
 
 
 def test_select_keeps_the_rest_and_refuses_a_scalar_tensor() -> None:
@@ -107,14 +91,6 @@ def test_select_keeps_the_rest_and_refuses_a_scalar_tensor() -> None:
     assert not one.quantise_input and one.input_scale == w.input_scale[1] and one.scale_2 == w.scale_2[1]
     with pytest.raises(ValueError, match="0-d tensor would be read on the host"):
         w.select(torch.tensor(1))
-
-
-def test_scales_may_be_e8m0() -> None:
-    for kind in ("fp8", "mxfp4"):
-        w = weight_of(kind, 4, 130, 160)
-        other = dataclasses.replace(w, scale=w.scale.view(torch.float8_e8m0fnu))
-        assert torch.equal(other.dequantise(), w.dequantise())
-        assert torch.equal(other.select(2).dequantise(), w.select(2).dequantise())
 
 
 def test_linear_refuses_what_does_not_fit() -> None:
@@ -199,18 +175,24 @@ def test_inputs_stay_where_they_are_not_quantised(kind: str) -> None:
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantised", [True, False])
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "nvfp4"])
-def test_linear_of_quantised_weights(kind: str, quantised: bool, out_dtype: torch.dtype) -> None:
-    """Rounded once: a product of bf16 operands, or one rounded twice, is off by more."""
-    w = dataclasses.replace(weight_of(kind, 150, 160), quantise_input=quantised)
-    x = uneven(7, 160, seed=6).to(out_dtype)
-    a, b = input_values(x, w).double(), values_of(w)
-    out = torch.full((7, 150), torch.nan, dtype=out_dtype)
-    assert linear(x, w, out) is None
-    one_rounding(out, a @ b.T, a.abs() @ b.abs().T)
-    if quantised:
-        plain = x.double() @ b.T
-        assert float((out.double() - plain).norm() / plain.norm()) > 0.01  # inputs were quantised
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind: str, quantised: bool, out_dtype: torch.dtype) -> None:
+    """Of three groups, and of one matrix; rounded once: a product of bf16 operands, or one rounded twice, is off by
+    more.
+    """
+    w = dataclasses.replace(weight_of(kind, 3, 150, 160, dtype=out_dtype), quantise_input=quantised)
+    x = uneven(7, 3, 160, seed=6).to(out_dtype)
+    out = torch.full((7, 3, 150), torch.nan, dtype=out_dtype)
+    assert grouped_linear(x, w, out) is None
+    for g in range(3):
+        one, alone = w.select(g), torch.full((7, 150), torch.nan, dtype=out_dtype)
+        assert linear(x[:, g], one, alone) is None
+        a, b = input_values(x[:, g], one).double(), values_of(one)
+        for got in (out[:, g], alone):
+            one_rounding(got, a @ b.T, a.abs() @ b.abs().T)
+        plain = x[:, g].double() @ b.T
+        changed = float((alone.double() - plain).norm() / plain.norm()) > 0.01
+        assert changed == (quantised and kind != "plain"), "whether inputs were quantised"
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
@@ -219,28 +201,11 @@ def test_linear_of_quantised_weights(kind: str, quantised: bool, out_dtype: torc
 def test_products_of_plain_weights(x_dtype: torch.dtype, w_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     w = weight_of("plain", 65, 300, dtype=w_dtype)
     x = uneven(7, 300, seed=7).to(x_dtype)
-    out = torch.full((7, 65), torch.nan, dtype=out_dtype)
-    assert matmul(x, w.weight, out) is None
-    a, b = x.double(), w.weight.double()
-    if out_dtype == torch.bfloat16:
-        a = x.to(w_dtype).double()
-    one_rounding(out, a @ b.T, a.abs() @ b.abs().T)
-    again = torch.full_like(out, torch.nan)
-    linear(x, w, again)
-    assert torch.equal(again, out)
-
-
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_grouped_linear_is_a_linear_a_group(kind: str, out_dtype: torch.dtype) -> None:
-    w = weight_of(kind, 3, 40, 160, dtype=out_dtype)
-    x = uneven(5, 3, 160, seed=8).to(out_dtype)
-    out = torch.full((5, 3, 40), torch.nan, dtype=out_dtype)
-    assert grouped_linear(x, w, out) is None
-    for g in range(3):
-        one = w.select(g)
-        a, b = input_values(x[:, g], one).double(), values_of(one)
-        one_rounding(out[:, g], a @ b.T, a.abs() @ b.abs().T)
+    a, b = (x.to(w_dtype) if out_dtype == torch.bfloat16 else x).double(), w.weight.double()
+    for product in (lambda out: matmul(x, w.weight, out), lambda out: linear(x, w, out)):
+        out = torch.full((7, 65), torch.nan, dtype=out_dtype)
+        assert product(out) is None
+        one_rounding(out, a @ b.T, a.abs() @ b.abs().T)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,35 +239,35 @@ def test_a_token_does_not_see_the_others(kind: str) -> None:
 
 def test_products_refuse() -> None:
     w, grouped = weight_of("fp8", 33, 160), weight_of("plain", 3, 33, 160)
-    with pytest.raises(ValueError, match=r"w: x must be \(N, 160\), got \(2, 96\)"):
-        linear(torch.ones(2, 96), w, torch.ones(2, 33))
-    with pytest.raises(ValueError, match=r"w: out must be \(2, 33\), got \(3, 33\)"):
-        linear(torch.ones(2, 160), w, torch.ones(3, 33))
-    with pytest.raises(ValueError, match=r"w: x must be \(N, 3, 160\), got \(2, 2, 160\)"):
-        grouped_linear(torch.ones(2, 2, 160), grouped, torch.ones(2, 3, 33))
-    with pytest.raises(ValueError, match="w: weight must have 3 axes here"):
-        grouped_linear(torch.ones(2, 3, 160), w, torch.ones(2, 3, 33))
-    for bad in (grouped, weight_of("fp8", 3, 33, 160)):
-        with pytest.raises(ValueError, match="weight must have 2 axes here"):
-            linear(torch.ones(2, 160), bad, torch.ones(2, 33))
-    with pytest.raises(ValueError, match=r"out must be \(2, 3\), got \(2, 4\)"):
-        matmul(torch.ones(2, 5), torch.ones(3, 5), torch.ones(2, 4))
+    for product, weight, x, out, named in (
+        (linear, w, (2, 96), (2, 33), r"w: x must be \(N, 160\), got \(2, 96\)"),
+        (linear, w, (2, 160), (3, 33), r"w: out must be \(2, 33\), got \(3, 33\)"),
+        (grouped_linear, grouped, (2, 2, 160), (2, 3, 33), r"w: x must be \(N, 3, 160\), got"),
+        (grouped_linear, w, (2, 3, 160), (2, 3, 33), "w: weight must have 3 axes"),
+        (linear, grouped, (2, 160), (2, 33), "weight must have 2 axes"),
+        (linear, weight_of("fp8", 3, 33, 160), (2, 160), (2, 33), "weight must have 2 axes"),
+        (matmul, torch.ones(3, 5), (2, 5), (2, 4), r"out must be \(2, 3\), got \(2, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            product(torch.ones(x), weight, torch.ones(out))
 
 
 # ---- Pages ----
 
-FORMS = [("plain", 12, 0), ("entry", 192, 64), ("entry", 512, 64), ("index", 128, 0), ("index", 64, 0)]
+FORMS = [("plain", 12, 0), ("fp32", 7, 0), ("entry", 192, 64), ("entry", 512, 64), ("index", 128, 0), ("index", 64, 0)]
 
 
 def pages_of(kind: str, n_pages: int, per_page: int, width: int, rope: int, fill: int = 0) -> Pages:
-    shape, dtype = Pages.shape(kind, n_pages, per_page, width, rope)
+    """fp32: plain ones that keep every bit."""
+    kind, dtype = ("plain", torch.float32) if kind == "fp32" else (kind, torch.bfloat16)
+    shape, dtype = Pages.shape(kind, n_pages, per_page, width, rope, dtype)
     return Pages(torch.full(shape, fill, dtype=dtype), per_page, kind, width, rope)
 
 
 def stored(kind: str, rows: torch.Tensor, rope: int) -> torch.Tensor:
     """What a kind keeps of the rows, in fp32; the quantisers are tested by themselves."""
-    if kind == "plain":
-        return rows.bfloat16().float()
+    if kind in ("plain", "fp32"):
+        return rows.float() if kind == "fp32" else rows.bfloat16().float()
     if kind == "index":
         return formats.dequantise_mxfp4(*formats.quantise_mxfp4(rows))
     nope = rows.shape[-1] - rope
@@ -336,15 +301,6 @@ def test_pages_read_any_shape_and_masked_indices(kind: str, width: int, rope: in
     assert pages.read(index[..., :0]).shape == (1, 2, 0, width)
     pages.write(torch.arange(0), rows[:0])
     assert torch.equal(pages.read(torch.arange(32)), rows)
-
-
-def test_plain_pages_of_fp32_keep_every_bit() -> None:
-    shape, dtype = Pages.shape("plain", 3, 4, 7, dtype=torch.float32)
-    pages = Pages(torch.zeros(shape, dtype=dtype), 4, "plain", 7)
-    rows = random(12, 7, seed=14)
-    pages.write(torch.arange(12).flip(0), rows)
-    assert torch.equal(pages.data.view(12, 7), rows.flip(0))
-    assert torch.equal(pages.read(torch.arange(12)), rows.flip(0))
 
 
 def test_entries_have_flashmlas_layout() -> None:
@@ -393,22 +349,18 @@ def test_pages_write_the_callers_memory() -> None:
 
 def test_pages_refuse() -> None:
     data = torch.zeros(2, 4, 8)
-    with pytest.raises(ValueError, match="kind must be one of"):
-        Pages(data, 4, "paged", 8)
-    with pytest.raises(ValueError, match=r"data of plain pages must be torch.float32 \(2, 3, 8\)"):
-        Pages(data, 3, "plain", 8)
-    with pytest.raises(ValueError, match=r"contiguous, got .* with strides \(32, 1, 4\)"):
-        Pages(torch.zeros(2, 8, 4).mT, 4, "plain", 8)
-    with pytest.raises(ValueError, match="plain pages must be float32 or bfloat16"):
-        Pages(data.half(), 4, "plain", 8)
-    with pytest.raises(ValueError, match=r"data of index pages must be torch.uint8 \(2, 272\), contiguous"):
-        Pages(data, 4, "index", 128)
-    with pytest.raises(ValueError, match="width of index pages must be a multiple of 32, got 100"):
-        Pages.shape("index", 2, 4, 100)
-    with pytest.raises(ValueError, match="nope must be a multiple of 64"):
-        Pages.shape("entry", 2, 4, 100, 64)
-    with pytest.raises(ValueError, match=r"rows must be \(3, 8\), got \(2, 8\)"):
-        Pages(data, 4, "plain", 8).write(torch.arange(3), torch.ones(2, 8))
+    for act, named in (
+        (lambda: Pages(data, 4, "paged", 8), "kind must be one of"),
+        (lambda: Pages(data, 3, "plain", 8), r"data of plain pages must be torch.float32 \(2, 3, 8\)"),
+        (lambda: Pages(torch.zeros(2, 8, 4).mT, 4, "plain", 8), r"contiguous, got .* with strides \(32, 1, 4\)"),
+        (lambda: Pages(data.half(), 4, "plain", 8), "plain pages must be float32 or bfloat16"),
+        (lambda: Pages(data, 4, "index", 128), r"data of index pages must be torch.uint8 \(2, 272\), contiguous"),
+        (lambda: Pages.shape("index", 2, 4, 100), "width of index pages must be a multiple of 32, got 100"),
+        (lambda: Pages.shape("entry", 2, 4, 100, 64), "nope must be a multiple of 64"),
+        (lambda: Pages(data, 4, "plain", 8).write(torch.arange(3), torch.ones(2, 8)), r"rows must be \(3, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            act()
 
 
 def test_nothing_waits_for_a_device() -> None:
@@ -423,7 +375,7 @@ def test_nothing_waits_for_a_device() -> None:
         linear(x[:, 1], w.select(1), torch.empty(2, 33, dtype=torch.bfloat16, device="meta"))
         assert input_values(torch.empty(4, 160, device="meta"), w.select(ids)).shape == (4, 160)
     for kind, width, rope in FORMS:
-        shape, dtype = Pages.shape(kind, 3, 4, width, rope)
-        pages = Pages(torch.empty(shape, dtype=dtype, device="meta"), 4, kind, width, rope)
+        held = pages_of(kind, 3, 4, width, rope)
+        pages = dataclasses.replace(held, data=held.data.to("meta"))
         pages.write(ids, torch.empty(4, width, device="meta"))
         assert pages.read(ids).shape == (4, width)

@@ -1,6 +1,5 @@
 """The sampler: published Philox words, frequencies against probabilities, limits token by token, reproducibility."""
 
-import dataclasses
 import math
 
 import pytest
@@ -60,11 +59,6 @@ def test_uniforms_are_spread_evenly_within_0_and_1():
     assert abs(chi_square(pairs.flatten(), [1 / 49] * 49)) < 4
 
 
-def test_the_ends_of_the_uniforms_are_finite_exponentials():
-    for word in (0, 2**32 - 1):
-        assert 0 < -math.log1p(-(word + 0.5) * 2.0**-32) < math.inf
-
-
 def test_every_part_of_the_key_changes_the_noise():
     def noise(seed: int, sequence: int, position: int) -> tuple[float, ...]:
         return tuple(sampler.uniforms(seed, torch.tensor([sequence]), torch.tensor([position]), 9)[0].tolist())
@@ -90,21 +84,14 @@ def test_no_or_almost_no_temperature_is_the_largest_logit(chosen):
 @pytest.mark.parametrize("seed", [0, 1, 2**63 + 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_frequencies_are_the_probabilities(temperature, seed):
-    tokens = draw(Sampler(temperature, seed=seed), logits_of(PROBABILITIES, 20_000))
+    """Of positions, of pairs of successive ones, and of sequences."""
+    chosen, logits, rows = Sampler(temperature, seed=seed), logits_of(PROBABILITIES, 20_000), torch.arange(20_000)
     powers = [p ** (1 / temperature) for p in PROBABILITIES]
-    assert abs(chi_square(tokens, [p / sum(powers) for p in powers])) < 4
-
-
-def test_sequences_are_as_random_as_positions():
-    logits, rows = logits_of(PROBABILITIES, 20_000), torch.arange(20_000)
-    tokens = Sampler(1.0).sample(logits, rows, torch.full_like(rows, 17))
-    assert abs(chi_square(tokens, PROBABILITIES)) < 4
-
-
-def test_successive_tokens_are_independent():
-    tokens = draw(Sampler(1.0, seed=3), logits_of([0.5, 0.3, 0.2], 20_000))
-    pairs = tokens[1:] * 3 + tokens[:-1]
-    assert abs(chi_square(pairs, [a * b for a in (0.5, 0.3, 0.2) for b in (0.5, 0.3, 0.2)])) < 4
+    wanted = [p / sum(powers) for p in powers]
+    tokens = draw(chosen, logits)
+    assert abs(chi_square(tokens, wanted)) < 4
+    assert abs(chi_square(tokens[1:] * 7 + tokens[:-1], [a * b for a in wanted for b in wanted])) < 4
+    assert abs(chi_square(chosen.sample(logits, rows, torch.full_like(rows, 17)), wanted)) < 4
 
 
 @pytest.mark.parametrize(
@@ -138,36 +125,24 @@ def test_top_p_counts_after_the_temperature():
         assert set(tokens.tolist()) == kept
 
 
-def test_limits_are_a_rows_own():
-    probabilities = [[0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.6], [0.97, 0.01, 0.01, 0.01]]
-    scaled = torch.tensor(probabilities).log().double()
-    kept = torch.isfinite(Sampler(1.0, top_p=0.75).limit(scaled))
-    assert kept.tolist() == [[True, True, False, False], [False, False, True, True], [True, False, False, False]]
+def kept(probabilities: list[list[float]], **limits: object) -> list[list[bool]]:
+    return torch.isfinite(Sampler(1.0, **limits).limit(torch.tensor(probabilities).log().double())).tolist()
 
 
-def test_of_equal_logits_the_lower_tokens_stay():
-    kept = torch.isfinite(Sampler(1.0, top_k=3).limit(torch.zeros(2, 700).double()))
-    assert (kept.sum(1) == 3).all() and kept[:, :3].all()
-    kept = torch.isfinite(Sampler(1.0, top_p=1e-9).limit(torch.zeros(2, 5).double()))
-    assert (kept.sum(1) == 1).all() and kept[:, 0].all()
+def test_limits_are_a_rows_own_and_of_equal_logits_the_lower_tokens_stay():
+    rows = [[0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.6], [0.97, 0.01, 0.01, 0.01]]
+    assert kept(rows, top_p=0.75) == [[True, True, False, False], [False, False, True, True], [True, *[False] * 3]]
+    assert kept([[1.0] * 700] * 2, top_k=3) == [[True] * 3 + [False] * 697] * 2
+    assert kept([[1.0] * 5] * 2, top_p=1e-9) == [[True] + [False] * 4] * 2
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (math.nextafter(0.5, 1), 3), (math.nextafter(0.5, 0), 2)]
+    ("top_p", "count"), [(0.25, 1), (0.5, 2), (0.75, 3), (math.nextafter(0.5, 1), 3), (math.nextafter(0.5, 0), 2)]
 )
-def test_probabilities_that_are_exactly_top_p_reach_it(top_p, kept):
+def test_probabilities_that_are_exactly_top_p_reach_it(top_p, count):
     """Those of two or four equal logits are exact."""
-    four = Sampler(1.0, top_p=top_p).limit(torch.full((1, 4), 2.5).double())
-    assert torch.isfinite(four)[0].tolist() == [token < kept for token in range(4)]
-    two = Sampler(1.0, top_p=top_p).limit(torch.tensor([[-1.25, -torch.inf, -1.25]]).double())
-    assert torch.isfinite(two)[0].tolist() == [True, False, top_p > 0.5]
-
-
-def test_logits_are_left_alone():
-    logits = logits_of(PROBABILITIES, 5)
-    kept = logits.clone()
-    draw(Sampler(0.7, top_k=3, top_p=0.9), logits)
-    assert torch.equal(logits, kept)
+    assert kept([[2.5] * 4], top_p=top_p) == [[token < count for token in range(4)]]
+    assert kept([[0.25, 0.0, 0.25]], top_p=top_p) == [[True, False, top_p > 0.5]]
 
 
 def test_a_draw_does_not_depend_on_the_batch():
@@ -183,12 +158,14 @@ def test_a_draw_does_not_depend_on_the_batch():
             assert torch.equal(chosen.sample(logits[one], sequence[one], position[one]), whole[one])
 
 
-def test_neither_draws_nor_reads_the_global_generator():
-    state = torch.get_rng_state()
-    first = draw(Sampler(1.0), logits_of(PROBABILITIES, 50))
-    assert torch.equal(torch.get_rng_state(), state)
+def test_nothing_else_is_read_or_changed():
+    """The global generator, and the logits."""
+    state, logits = torch.get_rng_state(), logits_of(PROBABILITIES, 50)
+    held = logits.clone()
+    first = draw(Sampler(0.7, top_k=3, top_p=0.9), logits)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(logits, held)
     torch.manual_seed(123)
-    assert torch.equal(draw(Sampler(1.0), logits_of(PROBABILITIES, 50)), first)
+    assert torch.equal(draw(Sampler(0.7, top_k=3, top_p=0.9), logits), first)
     torch.set_rng_state(state)
 
 
@@ -212,29 +189,21 @@ def test_nothing_reads_a_tensor_on_the_host():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("top_p", math.nan),
-        ("seed", -1),
-        ("seed", 2**64),
+        ("temperature", (-0.1, math.nan, math.inf)),
+        ("top_k", (-1,)),
+        ("top_p", (0.0, 1.5, math.nan)),
+        ("seed", (-1, 2**64)),
     ],
 )
-def test_a_field_out_of_range_is_named(field, value):
-    with pytest.raises(ValueError, match=f"^{field} must be"):
-        Sampler(**{field: value})
+def test_a_field_out_of_range_is_named(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{field} must be"):
+            Sampler(**{field: value})
 
 
 def test_wrong_shapes_are_named():
     row = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^logits, sequence, position must have shapes"):
         Sampler().sample(torch.zeros(3, 5), row, row)
-
-
-def test_a_sampler_is_a_value():
-    assert Sampler(0.5, seed=3) == dataclasses.replace(Sampler(0.5), seed=3)

@@ -52,6 +52,17 @@ def test_quantise_refuses_a_partial_group() -> None:
 # ---- conversions: the same values, or a refusal ----
 
 
+def as_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp64 values of what it is converted to."""
+    got, scale, scale_2 = formats.mxfp4_to_nvfp4(packed, scales)
+    return nvfp4.dequantise(got, scale, torch.float64) * scale_2.double()[..., None, None]
+
+
+def units_of(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp64 values of MXFP4, at any scale."""
+    return nvfp4.decode(packed).double() * torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
+
+
 @pytest.mark.parametrize("shape", [(5, 96), (2, 130, 160), (2, 3, 7, 64)])
 def test_mxfp4_to_nvfp4_keeps_every_value(shape: tuple[int, ...]) -> None:
     """Scales over the whole range that fits, 17 powers of two, different in each matrix."""
@@ -63,8 +74,7 @@ def test_mxfp4_to_nvfp4_keeps_every_value(shape: tuple[int, ...]) -> None:
     assert got is packed and scale.dtype == torch.float8_e4m3fn and scale_2.dtype == torch.float32
     assert scale.shape == (*shape[:-1], shape[-1] // 16) and scale_2.shape == shape[:-2]
     nvfp4.check_scales(scale)
-    values = nvfp4.dequantise(got, scale, torch.float64) * scale_2.double()[..., None, None]
-    assert torch.equal(values, formats.dequantise_mxfp4(packed, scales, torch.float64))
+    assert torch.equal(as_nvfp4(packed, scales), formats.dequantise_mxfp4(packed, scales, torch.float64))
     assert (scale_2 == torch.exp2(scales.flatten(-2).amax(-1).float() - 127 - 8)).all()
     assert scale.float().max() == 256 and scale.float().min() == 2.0**-9
 
@@ -72,10 +82,7 @@ def test_mxfp4_to_nvfp4_keeps_every_value(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("largest", [0, 3, 17, 100, 254])
 def test_mxfp4_to_nvfp4_at_either_end_of_the_scales(largest: int) -> None:
     packed, scales = random_mxfp4(4, 64, low=max(largest - 17, 0), high=largest, seed=4)
-    got, scale, scale_2 = formats.mxfp4_to_nvfp4(packed, scales)
-    values = nvfp4.dequantise(got, scale, torch.float64) * scale_2.double()
-    units = torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
-    assert torch.equal(values, nvfp4.decode(packed).double() * units)
+    assert torch.equal(as_nvfp4(packed, scales), units_of(packed, scales))
 
 
 def test_mxfp4_to_nvfp4_refuses_a_wider_spread() -> None:
@@ -103,13 +110,10 @@ def test_groups_of_zeros_do_not_count() -> None:
     packed, scales = random_mxfp4(3, 128, low=110, high=114, seed=5)
     packed[1, 16:32], packed[2, :16] = 0x80, 0x08
     scales[1, 1], scales[2, 0] = 1, 254
-    wanted = nvfp4.decode(packed).double() * torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
-    got, scale, scale_2 = formats.mxfp4_to_nvfp4(packed, scales)
-    values = nvfp4.dequantise(got, scale, torch.float64) * scale_2.double()
-    assert torch.equal(values, wanted) and torch.equal(torch.signbit(values), torch.signbit(wanted))
-    assert scale_2 == 2.0 ** (int(scales[0].max()) - 135)
-    values = fp8.dequantise_blocks(*formats.mxfp4_to_fp8(packed, scales)).double()
-    assert torch.equal(values, wanted) and torch.equal(torch.signbit(values), torch.signbit(wanted))
+    wanted, converted = units_of(packed, scales), fp8.dequantise_blocks(*formats.mxfp4_to_fp8(packed, scales)).double()
+    for values in (as_nvfp4(packed, scales), converted):
+        assert torch.equal(values, wanted) and torch.equal(torch.signbit(values), torch.signbit(wanted))
+    assert formats.mxfp4_to_nvfp4(packed, scales)[2] == 2.0 ** (int(scales[0].max()) - 135)
 
 
 def test_a_matrix_of_zeros() -> None:
@@ -141,8 +145,7 @@ def test_mxfp4_to_fp8_at_either_end_of_the_scales(low: int, high: int) -> None:
     packed, scales = random_mxfp4(6, 64, low=low, high=high, seed=6)
     if high == 254:
         packed &= 0x33  # magnitudes up to 1.5: values that fp32 holds
-    codes, blocks = formats.mxfp4_to_fp8(packed, scales)
-    assert torch.equal(fp8.dequantise_blocks(codes, blocks), formats.dequantise_mxfp4(packed, scales))
+    assert torch.equal(fp8.dequantise_blocks(*formats.mxfp4_to_fp8(packed, scales)), units_of(packed, scales).float())
 
 
 def test_mxfp4_to_fp8_refuses_what_would_change() -> None:
@@ -159,17 +162,6 @@ def test_mxfp4_to_fp8_refuses_what_would_change() -> None:
     scales[1, 130, 4] = 50  # another block, whose other rows are far larger
     with pytest.raises(ValueError, match=r"2 rows: 130, 135$"):
         formats.mxfp4_to_fp8(packed, scales)
-
-
-def test_released_experts_survive_quantising_and_converting() -> None:
-    """Weights as a checkpoint would hold them: Gaussian, quantised to MXFP4, convert both ways without loss."""
-    w = torch.randn(2, 192, 256, generator=torch.Generator().manual_seed(7)) * 0.02
-    packed, scales = formats.quantise_mxfp4(w)
-    values = formats.dequantise_mxfp4(packed, scales)
-    assert float((values - w).norm() / w.norm()) < 0.15
-    assert torch.equal(fp8.dequantise_blocks(*formats.mxfp4_to_fp8(packed, scales)), values)
-    got, scale, scale_2 = formats.mxfp4_to_nvfp4(packed, scales.view(torch.float8_e8m0fnu))
-    assert torch.equal(nvfp4.dequantise(got, scale) * scale_2[:, None, None], values)
 
 
 # ---- Hadamard ----
@@ -190,7 +182,6 @@ def test_hadamard_is_sylvesters(d: int) -> None:
     x = torch.randn(3, 5, d, generator=torch.Generator().manual_seed(8))
     wanted = x.double() @ matrix
     assert float((formats.hadamard(x).double() - wanted).abs().max()) < 1e-5
-    assert torch.allclose(formats.hadamard(formats.hadamard(x)), x, atol=1e-5)
 
 
 def test_hadamard_rounds_once() -> None:
@@ -201,15 +192,11 @@ def test_hadamard_rounds_once() -> None:
     assert got.dtype == torch.bfloat16 and torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("d", [0, 3, 96])
-def test_hadamard_refuses(d: int) -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        formats.hadamard(torch.ones(2, d))
-
-
-def test_nothing_waits_for_a_device() -> None:
-    """Tensors without data: whatever reads a value on the host raises."""
-    assert formats.hadamard(torch.empty(3, 128, device="meta")).shape == (3, 128)
+def test_hadamard_refuses_and_waits_for_no_device() -> None:
+    for d in (0, 3, 96):
+        with pytest.raises(ValueError, match="power of two"):
+            formats.hadamard(torch.ones(2, d))
+    assert formats.hadamard(torch.empty(3, 128, device="meta")).shape == (3, 128)  # without data
 
 
 def test_a_matrix_of_zeros_has_a_scale():

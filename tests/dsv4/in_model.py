@@ -15,24 +15,27 @@ TARGET = "sm90"
 SCRIPT = """
 import torch
 from tests.dsv4 import in_model
-model = in_model.installed()
+model = in_model.installed({processors})
 import {module} as tests
 in_model.call(tests, {calls}, model)
 """
 
 
-def run(module: str, calls: list[tuple[str, dict]]) -> None:
+def run(module: str, calls: list[tuple[str, dict]], processors: int | None = None) -> None:
     """Call test functions of `module` by name, with these arguments and the ops of its `kernel`, on CPU tensors.
+    processors: multiprocessors of the GPU, as few as make blocks do several tiles.
     Without nvcc the test is skipped. AssertionError, with what the process said, if a call fails.
     """
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    ran = forked.run(["-c", SCRIPT.format(module=module, calls=repr(calls))])
+    ran = forked.run(["-c", SCRIPT.format(module=module, calls=repr(calls), processors=processors)])
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-def installed() -> driver.Driver:
+def installed(processors: int | None = None) -> driver.Driver:
     """The model in place of CUDA, with references that compute as on a CPU."""
+    if processors:
+        driver.MULTIPROCESSORS[TARGET] = processors
     model = driver.install(TARGET)
     torch.Tensor.is_cuda = property(lambda tensor: False)  # ty: ignore[invalid-assignment]
     torch.use_deterministic_algorithms(True)  # then memory that nothing has written is NaN

@@ -112,20 +112,23 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks():
     torch.library.opcheck(operators.fmha_decode, tuple(data))
 
 
+def there(tokens: int, heads: int, entries: tuple[int, int], seed: int) -> tuple:
+    """Arguments of the op but for its outputs, and angles by themselves."""
+    q = torch.randn(tokens, 1, heads, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+    ids, chosen = (lists(tokens, n, most, 7).to(DEVICE) for n, most in zip(entries, (192, 40), strict=True))
+    window, cache = (dataclasses.replace(one, data=one.data.to(DEVICE)) for one in (pages(3, 64, 2), pages(40, 1, 3)))
+    sink = torch.linspace(-3, 3, heads).to(DEVICE)
+    return [q, window, ids, cache, chosen, sink, WIDTH**-0.5], tuple(one.to(DEVICE) for one in angles(tokens))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "entries"), [(64, (100, 188)), (64, (40, 60)), (70, (20, 0)), (9, (40, 25))])
 def test_the_kernel_rotates_back(ops, heads, entries):
     """The bits of the two steps, but where a sum of two products is rounded once more: many splits, few, none; few
     heads. The last token has no entry.
     """
-    source = torch.Generator().manual_seed(6)
-    q = torch.randn(2, 1, heads, WIDTH, generator=source).bfloat16().to(DEVICE)
-    ids, chosen = (lists(2, n, most, 7) for n, most in zip(entries, (192, 40), strict=True))
-    ids[1], chosen[1] = -1, -1
-    window, cache = pages(3, 64, 2), pages(40, 1, 3)
-    window, cache = (dataclasses.replace(one, data=one.data.to(DEVICE)) for one in (window, cache))
-    given = q, window, ids.to(DEVICE), cache, chosen.to(DEVICE), torch.linspace(-3, 3, heads).to(DEVICE), WIDTH**-0.5
-    turn = tuple(one.to(DEVICE) for one in angles(2))
+    given, turn = there(2, heads, entries, 6)
+    given[2][1], given[4][1] = -1, -1
     still = torch.ones_like(turn[0]), torch.zeros_like(turn[0])  # turned by no angle
     (want, lse), (got, same) = (run(ops["fmha"], (*given, *by)) for by in (still, turn))
     rope.rotate(want, *turn, want, inverse=True)
@@ -137,17 +140,12 @@ def test_the_kernel_rotates_back(ops, heads, entries):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "entries"), [(64, (128, 512)), (9, (128, 37)), (128, (100, 1024)), (4, (40, 0))])
 def test_a_token_has_the_same_bits_among_others_and_with_a_longer_list(ops, heads, entries):
-    source = torch.Generator().manual_seed(8)
-    q = torch.randn(8, 1, heads, WIDTH, generator=source).bfloat16().to(DEVICE)
-    window, cache = pages(3, 64, 2), pages(40, 1, 3)
-    window, cache = (dataclasses.replace(one, data=one.data.to(DEVICE)) for one in (window, cache))
-    ids, chosen = (lists(8, n, most, 7).to(DEVICE) for n, most in zip(entries, (192, 40), strict=True))
-    more = torch.cat([chosen, torch.full((8, 1, 200), -1, dtype=torch.int32, device=DEVICE)], 2)
-    turn = tuple(one.to(DEVICE) for one in angles(8))
+    (q, window, ids, cache, chosen, *rest), turn = there(8, heads, entries, 8)
+    more = torch.nn.functional.pad(chosen, (0, 200), value=-1)
 
     def attended(some: slice, listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given = q[some], window, ids[some], cache, listed[some], torch.linspace(-3, 3, heads).to(DEVICE), WIDTH**-0.5
-        return run(ops["fmha"], (*given, *(one[some] for one in turn)))
+        given = q[some], window, ids[some], cache, listed[some], *rest, *(one[some] for one in turn)
+        return run(ops["fmha"], given)
 
     together = attended(slice(8), more)
     for some in (slice(3, 4), slice(3, 5)):
@@ -160,12 +158,12 @@ def ops_on_a_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "entries"), [(70, (20, 0)), (9, (40, 25)), (64, (40, 60))])
-def test_in_the_model_of_a_gpu(heads, entries):
-    in_model.run(__name__, [("test_the_kernel_rotates_back", {"heads": heads, "entries": entries})])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("entries", [(40, 0), (128, 37)])
-def test_the_same_bits_in_the_model_of_a_gpu(entries):
-    in_model.run(__name__, [(ALIKE, {"heads": 9, "entries": entries})])
+@pytest.mark.parametrize(
+    ("test", "heads", "entries"),
+    [
+        *(("test_the_kernel_rotates_back", *each) for each in ((70, (20, 0)), (9, (40, 25)), (64, (40, 60)))),
+        *((ALIKE, 9, entries) for entries in ((40, 0), (128, 37))),
+    ],
+)
+def test_in_the_model_of_a_gpu(test, heads, entries):
+    in_model.run(__name__, [(test, {"heads": heads, "entries": entries})])

@@ -179,27 +179,18 @@ def test_saving_refuses_another_kind_and_to_overwrite(saved, tmp_path):
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["default names", "own names"])
-def test_what_transformers_saves_is_loaded_with_equal_values(tmp_path, original):
-    oracle.hf_model("other").save_pretrained(tmp_path, save_original_format=original)
-    again = load(tmp_path, progress=False)
-    want = oracle.weights_of("other")
-    assert again.format == "fp32"
-    assert dataclasses.replace(again.config, name="other") == want.config, "as config.json describes it"
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in want.tensors.items())
-
-
-@pytest.mark.parametrize("original", [True, False], ids=["default names", "own names"])
-def test_a_bf16_model_of_transformers(tmp_path, original):
-    model = oracle.hf_model.__wrapped__("wide").bfloat16()  # a separate model: the shared one is not changed
-    model.save_pretrained(tmp_path, save_original_format=original)
-    again = load(tmp_path, oracle.WIDE, progress=False)
-    assert again.format == "bf16"
-    for name, tensor in oracle.weights_of("wide").tensors.items():
-        want = tensor if tensor.dtype == torch.int64 else tensor.bfloat16().float()
-        assert torch.equal(again.tensors[name].to(want.dtype), want), name
-    assert load(tmp_path, oracle.WIDE, "fp32", progress=False).tensors["layers.0.attn.wkv.weight"].dtype == (
-        torch.float32
-    )
+@pytest.mark.parametrize(("name", "fmt"), [("other", "fp32"), ("wide", "bf16")])
+def test_what_transformers_saves_is_loaded_with_equal_values(tmp_path, name, fmt, original):
+    model = oracle.hf_model.__wrapped__(name)  # a separate model: the shared one is not changed
+    (model.bfloat16() if fmt == "bf16" else model).save_pretrained(tmp_path, save_original_format=original)
+    again, want = load(tmp_path, progress=False), oracle.weights_of(name)
+    assert again.format == fmt
+    assert dataclasses.replace(again.config, name=name) == want.config, "as config.json describes it"
+    for unit, tensor in want.tensors.items():
+        tensor = tensor.bfloat16().float() if fmt == "bf16" and tensor.is_floating_point() else tensor
+        assert torch.equal(again.tensors[unit].to(tensor.dtype), tensor), unit
+    whole = load(tmp_path, oracle.CONFIGS[name], "fp32", progress=False)
+    assert whole.tensors["layers.0.attn.wkv.weight"].dtype == torch.float32
 
 
 def test_a_plain_checkpoint_of_mixed_precision_loses_nothing(saved, tmp_path):
@@ -393,26 +384,20 @@ def test_a_wrong_dtype_is_named(saved, tmp_path, fmt, name, dtype, wanted, got):
     assert faults(path) == (f"{name} must be {wanted}, got {got}",)
 
 
-def test_a_truncated_file_is_named(saved, tmp_path):
+def test_truncated_and_lost_files_are_named(saved, tmp_path):
     save(made("released"), tmp_path / "cut", "released", shard_bytes=300_000)
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     files[1].write_bytes(files[1].read_bytes()[:-1000])
     files[2].write_bytes(b"")
+    files[-1].unlink()
+    found = faults(tmp_path / "cut")
+    assert len(found) == 3, "tensors of a file that cannot be read are not counted as missing"
+    for file, fault in zip((*files[1:3], files[-1]), found, strict=True):
+        assert f"{file.name} cannot be read" in fault
     empty = edited(saved("bf16"), tmp_path / "empty", lambda tensors: None)
     (empty / "model.safetensors").write_bytes(b"")
     (fault,) = faults(empty)
     assert "cannot be read" in fault, "nothing is said of a format, of which nothing is known"
-    found = faults(tmp_path / "cut")
-    assert len(found) == 2, "tensors of a file that cannot be read are not counted as missing"
-    assert all(f"{file.name} cannot be read" in fault for file, fault in zip(files[1:3], found, strict=True))
-
-
-def test_a_lost_file_is_named(tmp_path):
-    save(made("released"), tmp_path / "lost", "released", shard_bytes=300_000)
-    last = sorted((tmp_path / "lost").glob("*.safetensors"))[-1]
-    last.unlink()
-    (fault,) = faults(tmp_path / "lost")
-    assert fault.startswith(f"{last.name} cannot be read")
 
 
 def test_several_faults_are_all_named(saved, tmp_path):

@@ -1,12 +1,13 @@
-"""NVFP4 matrices and inputs for tests of linears, the product of their values in fp64, and a small model."""
+"""Matrices and inputs for tests of linears, the product of NVFP4 values in fp64, and a small model."""
 
 import dataclasses
 import math
 
 import torch
 
-from problems.common import load, nvfp4
+from problems.common import fp8, load, nvfp4
 from problems.dsv4_forward.prepared import by_first
+from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
 
@@ -29,6 +30,29 @@ SMALL = dataclasses.replace(
     index_n_heads=8,
     num_nextn_predict_layers=1,
 )
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(*shape: int, seed: int) -> torch.Tensor:
+    """Random rows whose magnitudes differ, up to 2^6 between first and last."""
+    return random(*shape, seed=seed) * torch.exp2(torch.linspace(-3, 3, shape[-2]))[:, None]
+
+
+def weight_of(kind: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Linear:
+    """A random Linear (..., n, k): its matrices have second and input scales of their own."""
+    w, lead = uneven(*shape, seed=seed) * size, shape[:-2]
+    if kind == "plain":
+        return Linear(kind, w.to(dtype), name="w")
+    if kind == "fp8":
+        return Linear(kind, *fp8.quantise_blocks(w), name="w")
+    if kind == "mxfp4":
+        return Linear(kind, *formats.quantise_mxfp4(w), name="w")
+    scale_2 = 0.02 + 0.003 * torch.arange(math.prod(lead)).float().view(lead)
+    packed, scale = nvfp4.quantise(w / scale_2[..., None, None])
+    return Linear(kind, packed, scale, scale_2, scale_2 * 0.7, name="w")
 
 
 def published(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = (), name: str = "w") -> Linear:

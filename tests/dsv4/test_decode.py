@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from problems.common import fp8, load
+from problems.common import load
 from problems.dsv4_forward.prepared import by_first
 from problems.dsv4_forward.torch_ops import experts, linear, norm
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
-from tests.dsv4.linears import SMALL, inputs, left, product, published
+from tests.dsv4.linears import SMALL, inputs, left, product, published, weight_of
 
 FOLDER = load.PROBLEMS / "linear_decode"
 TASK, DECODE = load.module(FOLDER, "task"), load.module(FOLDER, "in_model")
@@ -23,14 +23,11 @@ ROUNDED = 2.0**-8 * 1.02  # of an output: one rounding to bf16, and sums in anot
 
 
 def matrix(kind: str, *shape: int, quantise: bool = True, name: str = "layers.0.attn.w") -> Linear:
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * shape[-1] ** -0.5
-    if kind == "plain":
-        return Linear(kind, values.bfloat16(), name=name)
     if kind == "nvfp4":
-        w = published(*shape[-2:], seed=sum(shape), lead=shape[:-2], name=name)
-        return dataclasses.replace(w, quantise_input=quantise)
-    codes, scales = fp8.quantise_blocks(values)
-    return Linear(kind, codes, scales, quantise_input=quantise, name=name)
+        w = published(*shape[-2:], seed=sum(shape), lead=shape[:-2])
+    else:
+        w = weight_of(kind, *shape, seed=sum(shape), dtype=torch.bfloat16, size=shape[-1] ** -0.5)
+    return dataclasses.replace(w, quantise_input=quantise or kind == "plain", name=name)
 
 
 def calls(*matrices: Linear, pairs: tuple = (), variant: object = PORTABLE) -> object:

@@ -14,6 +14,7 @@ from problems.dsv4_forward.torch_ops import experts, linear, router
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4.linears import weight_of
 
 N, D, E, K, I = 9, 160, 13, 3, 96  # D: a group of 128 and a part; I: neither a group nor a tile
 WAYS = (None, experts.by_hit, experts.by_pair, experts.by_expert)
@@ -24,29 +25,9 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def bank(kind: str, count: int = E, seed: int = 0) -> tuple[Linear, Linear]:
+def bank(kind: str, count: int = E) -> tuple[Linear, Linear]:
     """w13 and w2 with values of about 1 / sqrt(k), different scales by expert."""
-    return matrix(kind, count, 2 * I, D, seed), matrix(kind, count, D, I, seed + 50)
-
-
-def matrix(kind: str, count: int, n: int, k: int, seed: int) -> Linear:
-    gen = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, (count, *shape), generator=gen).to(torch.uint8)
-
-    values = torch.randn(count, n, k, generator=gen) * k**-0.5
-    if kind == "plain":
-        return Linear("plain", values)
-    if kind == "fp8":
-        scale = integers(121, 124, -(-n // 128), -(-k // 128))
-        return Linear("fp8", (values * 32).to(torch.float8_e4m3fn), scale)
-    codes = integers(0, 256, n, k // 2)
-    if kind == "mxfp4":
-        return Linear("mxfp4", codes, integers(121, 124, n, k // 32))
-    scale = (torch.rand(count, n, k // 16, generator=gen) * 3 + 0.5).to(torch.float8_e4m3fn)
-    scale_2 = 0.02 * (1 + torch.rand(count, generator=gen))
-    return Linear("nvfp4", codes, scale, scale_2, 2e-3 * (1 + torch.rand(count, generator=gen)))
+    return weight_of(kind, count, 2 * I, D, size=D**-0.5), weight_of(kind, count, D, I, seed=2, size=I**-0.5)
 
 
 def choice(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,11 +132,11 @@ def test_a_token_does_not_depend_on_the_others(kind):
     for t in range(N):
         one = slice(t, t + 1)
         alone = ours(x[one], ids[one], weights[one], w13, w2, 1.0)
-        assert error(whole[one], alone.double()) < 2e-6
+        assert error(whole[one], alone.double()) < 5e-6
         mixed = other.clone()
         mixed[t] = x[t]  # the others are NaN
         for way in WAYS[1:]:
-            assert error(ours(mixed, ids, weights, w13, w2, 1.0, way)[one], alone.double()) < 2e-6
+            assert error(ours(mixed, ids, weights, w13, w2, 1.0, way)[one], alone.double()) < 5e-6
 
 
 def test_no_tokens_are_fine():
@@ -194,7 +175,7 @@ def test_wrong_shapes_and_dtypes_are_named():
         ((x, ids.long(), weights, w13), "ids must be torch.int32"),
         ((x, ids, weights[:, :2], w13), "weights must be of the shape"),
         ((x[:, :-1], ids, weights, w13), "x and out must be"),
-        ((x, ids, weights, matrix("plain", E, I, D, 0)), "w13 must have twice"),
+        ((x, ids, weights, weight_of("plain", E, I, D)), "w13 must have twice"),
     ):
         with pytest.raises(ValueError, match=f"^{named}"):
             ours(*given, w2, 1.0)

@@ -1,7 +1,6 @@
 """torch_ops/linear.py and cache/pages.py of dsv4_forward against loops over the formats' definitions, in fp64."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -11,33 +10,9 @@ from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops.linear import grouped_linear, input_values, linear, matmul
 from problems.dsv4_forward.weights import formats
 from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4.linears import VALUES, random, uneven, weight_of
 
 KINDS = ("plain", "fp8", "mxfp4", "nvfp4")
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def uneven(*shape: int, seed: int) -> torch.Tensor:
-    """Random rows whose magnitudes differ, up to 2^6 between first and last."""
-    return random(*shape, seed=seed) * torch.exp2(torch.linspace(-3, 3, shape[-2]))[:, None]
-
-
-def weight_of(kind: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Linear:
-    """A random Linear (..., n, k): its matrices have second and input scales of their own."""
-    w = uneven(*shape, seed=seed)
-    lead = shape[:-2]
-    if kind == "plain":
-        return Linear(kind, w.to(dtype), name="w")
-    if kind == "fp8":
-        return Linear(kind, *fp8.quantise_blocks(w), name="w")
-    if kind == "mxfp4":
-        return Linear(kind, *formats.quantise_mxfp4(w), name="w")
-    scale_2 = 0.02 + 0.003 * torch.arange(math.prod(lead)).float().view(lead)
-    packed, scale = nvfp4.quantise(w / scale_2[..., None, None])
-    return Linear(kind, packed, scale, scale_2, scale_2 * 0.7, name="w")
 
 
 def values_of(w: Linear) -> torch.Tensor:
@@ -48,7 +23,7 @@ def values_of(w: Linear) -> torch.Tensor:
         unit = torch.exp2(w.scale.view(torch.uint8).double() - 127)
         return w.weight.double() * unit.repeat_interleave(128, -2)[..., : w.n, :].repeat_interleave(128, -1)[..., : w.k]
     codes = torch.stack([w.weight & 15, w.weight >> 4], -1).flatten(-2).long()
-    values = torch.tensor(E2M1, dtype=torch.float64)[codes]
+    values = torch.tensor(VALUES, dtype=torch.float64)[codes]
     if w.kind == "mxfp4":
         return values * torch.exp2(w.scale.view(torch.uint8).double() - 127).repeat_interleave(32, -1)
     return values * w.scale.double().repeat_interleave(16, -1) * w.scale_2.double()[..., None, None]

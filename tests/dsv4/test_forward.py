@@ -186,33 +186,29 @@ def test_what_is_wrong_is_refused_in_most_cases_of_fp32(stem):
 WIDE = QUICK[13]  # nvfp4, three sequences: the widest bound
 
 
-def spoilt(logits: torch.Tensor, how: str) -> torch.Tensor:
+def put(logits: torch.Tensor, where: object, value: float) -> torch.Tensor:
+    """Logits of which some, of all of them in a row, have this value."""
     logits = logits.clone()
-    flat = logits.view(-1)
-    if how == "one in twenty zero":
-        flat[::20] = 0
-    elif how == "largest zero":
-        flat[flat.abs().argmax()] = 0
-    elif how == "one NaN":
-        flat[7] = float("nan")
-    elif how == "bf16":
-        logits = logits.bfloat16().float()
-    elif how == "zeros":
-        logits.zero_()
-    elif how == "half":
-        logits *= 0.5
-    elif how == "another sequence's":
-        logits = logits.roll(1, 0)
+    logits.view(-1)[where] = value
     return logits
 
 
-@pytest.mark.parametrize(
-    "how", ["one in twenty zero", "largest zero", "one NaN", "bf16", "zeros", "half", "another sequence's"]
-)
+SPOILT = {
+    "one in twenty zero": lambda logits: put(logits, slice(None, None, 20), 0.0),
+    "largest zero": lambda logits: put(logits, logits.abs().argmax(), 0.0),
+    "one NaN": lambda logits: put(logits, 7, float("nan")),
+    "bf16": lambda logits: logits.bfloat16().float(),
+    "zeros": torch.zeros_like,
+    "half": lambda logits: logits / 2,
+    "another sequence's": lambda logits: logits.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("case", [SHARP, WIDE], ids=name)
 def test_spoilt_logits_are_refused_in_every_format(case, how):
     data, (logits, _) = made(case)
-    bad = spoilt(logits, how)
+    bad = SPOILT[how](logits)
     assert not REFERENCE.compare(data, (logits, logits.argmax(1)), (bad, bad.argmax(1))).ok
     assert REFERENCE.compare(data, (logits, logits.argmax(1)), (logits, logits.argmax(1))).ok
 

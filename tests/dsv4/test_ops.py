@@ -238,10 +238,7 @@ def test_a_variant_without_a_call_of_the_model_is_an_error(model):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("def rms_norm(:\n", "mine.py:1: not Python: "),
-        ("def norm(): ...\n", "mine.py must define rms_norm, "),
-    ],
+    [("def rms_norm(:\n", "mine.py:1: not Python: "), ("def norm(): ...\n", "mine.py must define rms_norm")],
 )
 def test_a_file_that_defines_no_kernel_is_refused(text, said, tmp_path):
     file = tmp_path / "mine.py"

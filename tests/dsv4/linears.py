@@ -41,9 +41,13 @@ def uneven(*shape: int, seed: int) -> torch.Tensor:
     return random(*shape, seed=seed) * torch.exp2(torch.linspace(-3, 3, shape[-2]))[:, None]
 
 
-def weight_of(kind: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Linear:
-    """A random Linear (..., n, k): its matrices have second and input scales of their own."""
-    w, lead = uneven(*shape, seed=seed) * size, shape[:-2]
+def weight_of(
+    kind: str, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, size: float | None = None
+) -> Linear:
+    """A random Linear (..., n, k): its matrices have second and input scales of their own. size: of values in all rows;
+    None: rows differ.
+    """
+    w, lead = uneven(*shape, seed=seed) if size is None else random(*shape, seed=seed) * size, shape[:-2]
     if kind == "plain":
         return Linear(kind, w.to(dtype), name="w")
     if kind == "fp8":

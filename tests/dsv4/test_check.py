@@ -32,6 +32,18 @@ def case() -> check.Case:
     return check.make("tiny", "bf16", "cpu", steps=2)
 
 
+def told(case: check.Case, table: ops.Ops) -> tuple[list[str], Recorder, check.Pass]:
+    """Faults of these ops on the oracle's inputs, what was recorded, and the oracle."""
+    recorder = Recorder(table, torch.bfloat16)
+    with torch.inference_mode():
+        oracle = case.run(recorder.ops(), torch.float32, recorder, None)
+    return check._say_kernels(recorder), recorder, oracle
+
+
+def options(fmt: str, *words: str) -> list[str]:
+    return ["--device", "cpu", "--config", "tiny", "--format", fmt, "--steps", "1", *words]
+
+
 def test_every_op_has_a_budget_and_a_wrong_kernel():
     assert tuple(CHECKS) == ops.NAMES
     assert all(wrong_for(op) for op in CHECKS)
@@ -44,9 +56,7 @@ def test_every_wrong_kernel_is_named_with_its_layer(wrong, case, capsys):
     names = ",".join(f"{op}={wrong_for(op)[0]}" for op in wrong)
     with torch.inference_mode():
         table = ops.choose(names, "cpu", case.weights).ops
-        recorder = Recorder(table, torch.bfloat16)
-        case.run(recorder.ops(), torch.float32, recorder, None)
-    faults = check._say_kernels(recorder)
+    faults, recorder, _ = told(case, table)
     for op in wrong:
         layers = list(dict.fromkeys(layer for (layer, name) in recorder.worst if name.partition(",")[0] == op))
         named = [fault for fault in faults if re.match(rf"\S+ {op}[:,]", fault)]
@@ -66,11 +76,9 @@ def test_site_between_layers_is_the_one_that_is_checked(fault, output, capsys, m
     monkeypatch.setattr(check, "PROMPTS", (24, 3))
     case = check.make("tiny", "bf16", "cpu", steps=1)
     table = dataclasses.replace(ops.REFERENCE, mhc_site=functools.partial(site, **fault), all_experts=ops.apart)
-    recorder = Recorder(table, torch.bfloat16)
+    faults, recorder, oracle = told(case, table)
     with torch.inference_mode():
-        oracle = case.run(recorder.ops(), torch.float32, recorder, None)
         mine = check._follow(case, Follower(table, recorder.decisions), oracle.logits.argmax(-1))
-    faults = check._say_kernels(recorder)
     assert bool(faults) == bool(output) and all(f" mhc_site: {output} is off by " in one for one in faults)
     assert [name for name, _ in mine.copies] == [name for name, _ in oracle.copies]
 
@@ -87,11 +95,7 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
             ops.REFERENCE.experts(x, ids, weights, w13, w2, limit, out)
             out[rows] *= 1 + off
 
-        table = dataclasses.replace(ops.REFERENCE, experts=experts, all_experts=ops.apart)
-        recorder = Recorder(table, torch.bfloat16)
-        with torch.inference_mode():
-            case.run(recorder.ops(), torch.float32, recorder, None)
-        return check._say_kernels(recorder)
+        return told(case, dataclasses.replace(ops.REFERENCE, experts=experts, all_experts=ops.apart))[0]
 
     # The first call of a layer has 24 rows, the last one two: there a row is not so much less than all.
     assert not faults(slice(0), 0)
@@ -116,18 +120,16 @@ def test_a_wrong_kernel_alone_fails_the_check(case, op, capsys):
 @pytest.mark.slow  # what a fault says is seen in the tests above
 def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
-    options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1"]
-    assert check.main([*options, "--kernels", "nvfp4_gemv=high_nibble_first"]) == 1
+    assert check.main(options("nvfp4", "--kernels", "nvfp4_gemv=high_nibble_first")) == 1
     said = capsys.readouterr().out
     assert "FAULT: layers.0 linear: out is off by" in said and "0 of 1 configurations right" in said
-    assert check.main([*options, "--kernels", "nonsense"]) == 2
+    assert check.main(options("nvfp4", "--kernels", "nonsense")) == 2
 
 
 def test_the_command_passes_the_winners(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
     monkeypatch.setattr(check, "WIDE", (33,))
-    options = ["--device", "cpu", "--config", "tiny", "--format", "nvfp4", "--steps", "1", "--kernels", "winners"]
-    assert check.main(options) == 0
+    assert check.main(options("nvfp4", "--kernels", "winners")) == 0
     said = capsys.readouterr().out
     assert "1 of 1 configurations right" in said
     assert [line.split(":")[0] for line in said.splitlines() if " checks: " in line] == [
@@ -196,8 +198,7 @@ def test_a_kernel_that_raises_is_a_fault_in_one_line(text, said, tmp_path, capsy
     """Exit status 2 is for arguments. The line names the kernel's file, not where in the check it was called."""
     file = tmp_path / "mine.py"
     file.write_text(text)
-    options = ["--device", "cpu", "--config", "tiny", "--format", "bf16", "--steps", "1"]
-    assert check.main([*options, "--kernels", f"rms_norm={file}"]) == 1
+    assert check.main(options("bf16", "--kernels", f"rms_norm={file}")) == 1
     printed = capsys.readouterr().out
     faults = [line for line in printed.splitlines() if "FAULT: " in line]
     assert len(faults) == 1 and said in faults[0] and "0 of 1 configurations right" in printed
@@ -208,14 +209,13 @@ def test_a_kernel_that_raises_is_a_fault_in_one_line(text, said, tmp_path, capsy
 )
 def test_too_large_a_model_is_refused(error, monkeypatch, capsys):
     """As an argument, wherever memory gives out, in a kernel too."""
-    options = ["--device", "cpu", "--config", "tiny", "--format", "bf16", "--steps", "1"]
 
     def full(*_args: object, **_named: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(check.tree, "random", full)
-        assert check.main(options) == 2
+        assert check.main(options("bf16")) == 2
     choose = ops.choose
 
     def chosen(*given: object) -> ops.Chosen:
@@ -223,7 +223,7 @@ def test_too_large_a_model_is_refused(error, monkeypatch, capsys):
         return dataclasses.replace(found, ops=dataclasses.replace(found.ops, rms_norm=full))
 
     monkeypatch.setattr(ops, "choose", chosen)
-    assert check.main(options) == 2
+    assert check.main(options("bf16")) == 2
     said = capsys.readouterr().err
     assert said.count("check: no memory for tiny in bf16 on cpu: give a smaller --config") == 2
 
@@ -325,9 +325,8 @@ def test_drift_is_named_where_it_begins(case, capsys):
         out.mul_(1.5)
 
     table = dataclasses.replace(ops.REFERENCE, rms_norm=biased, mhc_site=ops.apart)
+    _, recorder, oracle = told(case, None)
     with torch.inference_mode():
-        recorder = Recorder(None, torch.bfloat16)
-        oracle = case.run(recorder.ops(), torch.float32, recorder, None)
         forced = oracle.logits.argmax(-1)
         tables = (ops.REFERENCE, table)
         free = [check._follow(case, Follower(t, recorder.decisions), forced) for t in tables]
@@ -338,9 +337,8 @@ def test_drift_is_named_where_it_begins(case, capsys):
 
 
 def test_a_follower_decides_as_the_oracle(case):
+    _, recorder, oracle = told(case, None)
     with torch.inference_mode():
-        recorder = Recorder(None, torch.bfloat16)
-        oracle = case.run(recorder.ops(), torch.float32, recorder, None)
         follower = Follower(ops.REFERENCE, recorder.decisions)
         case.run(follower.ops(), None, follower, oracle.logits.argmax(-1))
     assert follower.done == len(recorder.decisions) > 0

@@ -51,9 +51,9 @@ PARTS = {
     ),
     "kernels": Part(
         (
-            f"{TEST} tests/problems/test_linear_gpu.py tests/problems/test_wrong.py",
-            f"{TEST} tests/problems/test_mhc_site_gpu.py tests/common tests/problems/test_past_the_end.py",
-            f"{TEST} tests/problems/test_indexer.py tests/problems/test_moe_gpu.py tests/problems/test_moe_gemm.py",
+            f"{TEST} tests/problems/test_gpu.py tests/problems/test_wrong.py",
+            f"{TEST} tests/problems/test_variants.py tests/common tests/problems/test_past_the_end.py",
+            f"{TEST} tests/problems/test_indexer.py tests/problems/test_every_problem.py",
             f"{TEST} tests/problems/test_fmha_decode_variants.py tests/problems/test_moe_prefill.py",
         ),
         200,

@@ -43,19 +43,13 @@ def test_decode_ue8m0_every_byte() -> None:
 
 @pytest.mark.parametrize("largest", [448.0, 6.0])
 def test_ue8m0_scale_beside_every_power_of_two(largest: float) -> None:
-    """largest * 2^e takes 2^e itself; one fp32 step above it takes the next, one below it does not."""
-    floor = largest * 2.0**-126
+    """largest * 2^e takes 2^e itself; one fp32 step above it takes the next, one below it does not. And anywhere."""
+    floor, generator = largest * 2.0**-126, torch.Generator().manual_seed(3)
     amax = [v for e in range(-126, 120) for v in neighbours(largest * 2.0**e)]
+    amax += (torch.rand(300, generator=generator) * torch.exp2(torch.arange(-150.0, 150)).clamp(max=2.0**126)).tolist()
     got = fp8.ue8m0_scale(torch.tensor(amax), largest, floor)
     assert got.dtype == torch.uint8
     assert got.tolist() == [least_scale(v, largest, floor) for v in amax]
-
-
-def test_ue8m0_scale_anywhere() -> None:
-    generator = torch.Generator().manual_seed(3)
-    amax = torch.rand(300, generator=generator) * torch.exp2(torch.randint(-140, 127, (300,), generator=generator))
-    wanted = [least_scale(v, 448.0, 1e-4) for v in amax.tolist()]
-    assert fp8.ue8m0_scale(amax.view(3, 100), 448.0, 1e-4).flatten().tolist() == wanted
 
 
 def test_ue8m0_scale_at_the_ends() -> None:
@@ -163,9 +157,7 @@ def test_blocks_take_e8m0_and_give_bf16() -> None:
     assert torch.equal(fp8.dequantise_blocks(codes, scales, torch.bfloat16).float(), values)  # exact in bf16
 
 
-def test_nothing_waits_for_a_device() -> None:
+def test_blocks_do_not_wait_for_a_device() -> None:
     """Tensors without data: whatever reads a value on the host raises."""
     x = torch.empty(3, 300, device="meta")
-    codes, scales = fp8.quantise_groups(x, 128)
-    assert fp8.dequantise_groups(codes, scales, 128).shape == fp8.round_trip(x, 128).shape == (3, 300)
     assert fp8.dequantise_blocks(*fp8.quantise_blocks(x)).shape == (3, 300)

@@ -1,12 +1,10 @@
 """problems/common/kv_pages.py against the page layout, byte by byte."""
 
-import math
-import struct
-
 import pytest
 import torch
 
 from problems.common import fp8, kv_pages
+from tests.problems.exact import kv_entry
 
 FORMS = [(448, 64), (64, 64), (128, 4), (512, 0)]
 
@@ -25,25 +23,6 @@ def entries(count: int, nope: int, rope: int, seed: int) -> tuple[torch.Tensor, 
     scales = torch.randint(100, 160, (count, nope // 64), generator=generator)
     tail = torch.randn(count, rope, generator=generator).bfloat16()
     return codes.to(torch.uint8).view(torch.float8_e4m3fn), scales.to(torch.uint8), tail
-
-
-def bf16(two: bytes) -> float:
-    return struct.unpack("<f", b"\0\0" + two)[0]
-
-
-def e4m3(byte: int) -> float:
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    value = math.ldexp(8 + mantissa if exponent else mantissa, max(exponent, 1) - 10)
-    return -value if byte & 0x80 else value
-
-
-def entry_by_layout(page: bytes, per_page: int, slot: int, nope: int, rope: int) -> list[float]:
-    """One entry of a page, from the layout's offsets."""
-    payload = nope + 2 * rope
-    data = page[slot * payload : (slot + 1) * payload]
-    scales = page[per_page * payload + 8 * slot :]
-    head = [e4m3(data[i]) * 2.0 ** (scales[i // 64] - 127) for i in range(nope)]
-    return head + [bf16(data[nope + 2 * i : nope + 2 * i + 2]) for i in range(rope)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +66,7 @@ def test_every_byte_is_where_the_layout_says(per_page: int, nope: int, rope: int
     assert got.dtype == torch.float32
     for row, i in zip(got.tolist(), index.tolist(), strict=True):
         page, slot = divmod(i, per_page)
-        assert row == entry_by_layout(bytes(pages[page].tolist()), per_page, slot, nope, rope)
+        assert row == kv_entry(bytes(pages[page].tolist()), per_page, slot, nope, rope)
 
 
 def test_read_takes_any_shape_and_masked_indices() -> None:

@@ -1,25 +1,22 @@
-"""The descriptor check names each broken rule, and the boxes of the classic TMA kernel hold what it reads."""
+"""The descriptor check names each broken rule; the maps of the classic TMA kernel, which runs in test_in_model.py."""
 
 import ctypes
 import re
 
-import numpy as np
 import pytest
 import torch
 
-from problems.common import load, nvfp4, tma
+from problems.common import load, tma
 
-GEMV = load.PROBLEMS / "nvfp4_gemv"
-task = load.module(GEMV, "task")
-reference = load.module(GEMV, "reference")
+task = load.module(load.PROBLEMS / "nvfp4_gemv", "task")
 classic = load.variant("nvfp4_gemv", "sm90_classic_tma")
 SHAPES = sorted({(case.m, case.k, case.l) for case in task.TESTS + task.BENCHMARKS})
 ADDRESS = 1 << 20
 SUCCESS, INVALID_VALUE = 0, 1  # CUresult
 
 
-def but(**changes: object) -> dict[str, object]:
-    return changes
+def but(base: dict | None = None, **changes: object) -> dict[str, object]:
+    return {**(base or {}), **changes}
 
 
 # A legal map to break: (8, 512) bytes in rows of 768, two of them.
@@ -34,6 +31,9 @@ BASE = but(
     address=ADDRESS,
 )
 
+FLAT = but(dims=(512, 8), strides=(768,), box=(128, 8), element_strides=(1, 1))
+FP4 = but(dtype="16u4_align8b", target="sm100")
+IN_32 = but(interleave="32B", swizzle="32B")
 LEGAL = [
     {},
     but(dims=(2**32,), strides=(), box=(256,), element_strides=(1,), swizzle="none"),
@@ -56,24 +56,14 @@ LEGAL = [
 
 BROKEN = [
     # the lessons: rank entries, outermost first, a box of the whole tensor
-    (
-        but(strides=(1, 768, 8192)),
-        "strides must have rank - 1 = 2 entries, the innermost (1 bytes) is implied, got 3: "
-        "(1, 768, 8192) (leave out the innermost one)",
-    ),
+    (but(strides=(1, 768, 8192)), "got 3: (1, 768, 8192) (leave out the innermost one)"),
     (but(strides=(768,)), "strides must have rank - 1 = 2 entries"),
-    (
-        but(dims=(4096, 1024), strides=(1024,), box=(128, 8), element_strides=(1, 1)),
-        "strides (1024,) for dims (4096, 1024) of 1 bytes; are they outermost first?",
-    ),
+    (but(FLAT, dims=(4096, 1024), strides=(1024,)), "for dims (4096, 1024) of 1 bytes; are they outermost first?"),
     (but(dims=(2, 8, 512), strides=(8192, 768)), "are they outermost first?"),
     (but(dims=(512, 8, 2), strides=(8192, 768)), "strides[1] must be at least the bytes of one step along dims[2]"),
+    (but(FLAT, dims=(128, 8192), strides=(8192,), storage=2**20), "storage must hold the whole map, 67100800 bytes"),
     (
-        but(dims=(128, 8192), strides=(8192,), box=(128, 8), element_strides=(1, 1), storage=128 * 8192),
-        "storage must hold the whole map, 67100800 bytes",
-    ),
-    (
-        but(dims=(8192, 128), strides=(8192,), box=(8192, 128), element_strides=(1, 1)),
+        but(FLAT, dims=(8192, 128), strides=(8192,), box=(8192, 128)),
         "box[0] must be an integer from 1 to 256, got 8192",
     ),
     # names
@@ -90,23 +80,14 @@ BROKEN = [
     # rank and dims
     (but(dims=(), strides=(), box=(), element_strides=()), "rank must be 1 to 5 with interleave none, got 0"),
     (but(dims=(16,) * 6, strides=(16,) * 5, box=(16,) * 6, element_strides=(1,) * 6), "rank must be 1 to 5"),
-    (
-        but(dims=(512, 8), strides=(768,), box=(128, 8), element_strides=(1, 1), interleave="16B"),
-        "rank must be 3 to 5 with interleave 16B, got 2",
-    ),
+    (but(FLAT, interleave="16B"), "rank must be 3 to 5 with interleave 16B, got 2"),
     (but(dims=(512, 0, 2)), "dims[1] must be an integer from 1 to 4294967296, got 0"),
     (but(dims=(512, 8, 2**32 + 1)), "dims[2] must be an integer from 1 to 4294967296, got 4294967297"),
     (but(dims=(512.0, 8, 2)), "dims[0] must be an integer from 1 to 4294967296, got 512.0"),
-    (
-        but(dtype="16u4_align8b", target="sm100", dims=(511, 8, 2)),
-        "dims[0] must be a multiple of 2 for 16u4_align8b, got 511",
-    ),
+    (but(FP4, dims=(511, 8, 2)), "dims[0] must be a multiple of 2 for 16u4_align8b, got 511"),
     # strides
     (but(strides=(776, 8192)), "strides[0] must be a multiple of 16 bytes, got 776"),
-    (
-        but(strides=(768, 8192 + 16), interleave="32B", swizzle="32B"),
-        "strides[1] must be a multiple of 32 bytes, got 8208",
-    ),
+    (but(IN_32, strides=(768, 8192 + 16)), "strides[1] must be a multiple of 32 bytes, got 8208"),
     (but(strides=(768, 2**40)), "strides[1] must be an integer from 0 to 1099511627775, got 1099511627776"),
     (but(strides=(-768, 8192)), "strides[0] must be an integer from 0"),
     (but(strides=(496, 8192)), "strides[0] must be at least the bytes of one step along dims[1], or neighbours"),
@@ -118,10 +99,7 @@ BROKEN = [
     (but(box=(128, 257, 1)), "box[1] must be an integer from 1 to 256, got 257"),
     (but(box=(120, 8, 1)), "box[0] must be a multiple of 16 bytes, got 120 of uint8 = 120 bytes"),
     (but(box=(5, 8, 1), interleave="16B"), "box[0] must be a multiple of 16 bytes, got 5 of uint8 = 5 bytes"),
-    (
-        but(dtype="16u4_align8b", target="sm100", box=(16, 8, 1)),
-        "box[0] must be a multiple of 16 bytes, got 16 of 16u4_align8b",
-    ),
+    (but(FP4, box=(16, 8, 1)), "box[0] must be a multiple of 16 bytes, got 16 of 16u4_align8b"),
     (but(box=(144, 8, 1)), "box[0] must be at most 128 bytes with swizzle 128B, got 144 of uint8 = 144 bytes"),
     (but(swizzle="64B"), "box[0] must be at most 64 bytes with swizzle 64B, got 128 of uint8 = 128 bytes"),
     (but(swizzle="32B"), "box[0] must be at most 32 bytes with swizzle 32B"),
@@ -132,7 +110,7 @@ BROKEN = [
     (but(element_strides=(1, 9, 1)), "element_strides[1] must be an integer from 1 to 8, got 9"),
     # memory
     (but(address=ADDRESS + 8), "address must be nonzero and a multiple of 16, got 1048584"),
-    (but(address=ADDRESS + 16, interleave="32B", swizzle="32B"), "address must be nonzero and a multiple of 32"),
+    (but(IN_32, address=ADDRESS + 16), "address must be nonzero and a multiple of 32"),
     (but(address=0), "address must be nonzero"),
     (but(storage=8192 + 7 * 768 + 511), "storage must hold the whole map, 14080 bytes"),
 ]
@@ -276,70 +254,3 @@ def test_classic_descriptors_of_every_case(m, k, l):
         "SFB_BYTES = BLOCK_K / 64 * 16;",
     ):
         assert line in source
-
-
-@pytest.mark.parametrize(("m", "k", "l"), [(129, 320, 3), (33, 1088, 2), (7, 64, 1), (130, 2112, 1)])
-def test_classic_walk_over_the_boxes_gives_the_product(m, k, l):
-    """The kernel's coordinates and its addresses in a stage, on a model of a box load. m, k and l differ."""
-    data = reference.generate_input(m=m, k=k, l=l, seed=3, device="cpu")
-    maps = classic.descriptors(m, k, l)
-    memory = [_memory(t) for t in (data.a, data.b, data.sfa_permuted, data.sfb_permuted)]
-    got = np.zeros((m, 1, l))
-    for batch in range(l):
-        z = (batch,) if l > 1 else ()
-        for tile in range(-(-m // 128) * 4 + 1):  # and one past the end, as an uneven cluster has
-            block, row = tile // 4, tile % 4 * 8
-            for step in range(-(-k // 1024)):
-                x = _values(_load(memory[1], maps[1], (step * 128, 0, *z)))  # (1024,)
-                xs = _scales(_load(memory[3], maps[3], (0, step * 16, *z)).reshape(16, 16)[:, :4]).reshape(64)
-                chunks = _load(memory[2], maps[2], (row * 16, block * (k // 64) + step * 16, *z)).reshape(16, 8, 4, 4)
-                for quarter in range(4):
-                    first = block * 128 + quarter * 32 + row
-                    a = _values(_load(memory[0], maps[0], (step * 128, first, *z))).reshape(8, 1024)
-                    for r in range(8):
-                        scales = _scales(np.stack([chunks[q, r ^ (q % 8), quarter] for q in range(16)])).reshape(64)
-                        part = ((a[r] * x).reshape(64, 16).sum(1) * scales * xs).sum()
-                        if first + r < m:
-                            got[first + r, 0, batch] += part
-                        else:
-                            assert part == 0
-    want = reference.ref_kernel(data).numpy()
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-9)
-
-
-def _memory(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor in the order of memory."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.view(torch.uint8).untyped_storage())
-    return flat.numpy()[tensor.storage_offset() :]
-
-
-def _load(memory: np.ndarray, d: tma.Descriptor, corner: tuple[int, ...]) -> np.ndarray:
-    """Bytes that a box load at `corner` leaves in shared memory: zeros outside, rows in order, swizzled."""
-    width = d.element_bits // 8
-    inner = np.arange(d.box[0] * width) + corner[0] * width
-    inside, offsets = inner < d.dims[0] * width, inner
-    for extent, stride, size, first in zip(d.box[1:], d.strides, d.dims[1:], corner[1:], strict=True):
-        at = np.arange(extent) + first
-        offsets = (at * stride)[:, None] + offsets.reshape(1, -1)
-        inside = (at < size)[:, None] & inside.reshape(1, -1)
-    box = np.where(inside, memory[np.where(inside, offsets, 0)], 0).astype(np.uint8).reshape(-1, d.box[0] * width)
-    if d.swizzle == "128B":
-        assert box.shape[1] == 128, "the model knows rows of one whole span"
-        chunks = box.reshape(-1, 8, 16)
-        turned = np.empty_like(chunks)
-        for i in range(len(chunks)):
-            for chunk in range(8):
-                turned[i, chunk ^ (i % 8)] = chunks[i, chunk]
-        box = turned
-    return box.reshape(-1)
-
-
-def _values(packed: np.ndarray) -> np.ndarray:
-    """Packed e2m1 bytes to values, fp64."""
-    codes = nvfp4.unpack(torch.from_numpy(packed)).long()
-    return torch.tensor(nvfp4.E2M1, dtype=torch.float64)[codes].numpy()
-
-
-def _scales(raw: np.ndarray) -> np.ndarray:
-    """e4m3 bytes to values, fp64."""
-    return torch.from_numpy(np.ascontiguousarray(raw)).view(torch.float8_e4m3fn).double().numpy()

@@ -1,13 +1,10 @@
 """fmha_decode/sm90_wgmma in the model of its GPU: every launch ends and is right, chosen by a benchmark or not."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import forked
 
 # argv: entries of a tile and splits, or "few" and blocks of a cluster; then lengths of both lists, heads and a content.
 IN_MODEL = """
@@ -62,12 +59,8 @@ print("right")
         ("few", 16, 37, 91, 16, "empty"),
     ],
 )
-def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content, tmp_path):
+def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    script = tmp_path / "launch.py"
-    script.write_text(IN_MODEL)
-    command = [sys.executable, str(script), kind, *map(str, (shared, window, compressed, heads)), content]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    ran = forked.run(["-c", IN_MODEL, kind, *map(str, (shared, window, compressed, heads)), content], timeout=300)
     assert ran.stdout == "right\n", ran.stderr[-2000:]

@@ -4,13 +4,11 @@ tests/problems/test_in_model.py runs it.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from problems.common import build, load
-from tests.support import ROOT
+from tests.support import ROOT, forked
 
 pytest.importorskip("cutlass")
 
@@ -41,8 +39,7 @@ def test_it_refuses_while_tracing_what_would_be_wrong(name, value, said, tmp_pat
     script = tmp_path / "trace.py"
     script.write_text(REFUSED)
     env = {**os.environ, "CUTE_DSL_ARCH": build.ARCH["sm100"], "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), name, str(value)]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    ran = forked.run([script, name, value], env=env)
     assert said in ran.stdout, ran.stdout + ran.stderr
 
 

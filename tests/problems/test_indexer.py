@@ -1,4 +1,4 @@
-"""indexer: the oracle against loops, the generator's contents, the checker, the CPU variants."""
+"""indexer: the oracle against loops, the generator's contents, the check, how sm90_join is launched, its baseline."""
 
 import functools
 import sys
@@ -8,35 +8,18 @@ import pytest
 import torch
 
 from problems.common import index_pages, load
-from tests.problems import variants
+from tests.problems import cases, variants
 
-FOLDER = load.PROBLEMS / "indexer"
-task = load.module(FOLDER, "task")
-reference = load.module(FOLDER, "reference")
-SMALL = {
-    "batch": 2,
-    "queries": 2,
-    "heads": 32,
-    "entries": 37,
-    "topk": 5,
-    "kind": "mxfp4",
-    "per_page": 16,
-    "content": "exact",
-    "seed": 3,
-}
+NAME = "indexer"
+task, reference = cases.task(NAME), cases.reference(NAME)
+solved = functools.partial(cases.solved, NAME)
+FOLDER = load.PROBLEMS / NAME
 SEEDS = range(5)
 CASES = [case for case in task.TESTS if case.entries <= 1600]
 
 
-@functools.cache
-def solved(case: object, more: int = 0, device: str = "cpu") -> tuple[object, torch.Tensor]:
-    """Inputs and answer of a test case, with another seed."""
-    data = reference.generate_input(**{**vars(case), "seed": case.seed + 1000 * more}, device=device)
-    return data, reference.ref_kernel(data)
-
-
 def small(**changes: object) -> tuple[object, torch.Tensor]:
-    data = reference.generate_input(**{**SMALL, **changes}, device="cpu")
+    data = cases.made(NAME, **changes)
     return data, reference.ref_kernel(data)
 
 
@@ -61,7 +44,7 @@ def test_the_oracle_is_what_the_formula_says(content, kind):
     for b in range(2):
         for s in range(2):
             chosen = by_hand(data, b, s)
-            assert want[b, s].tolist() == chosen + [-1] * (SMALL["topk"] - len(chosen))
+            assert want[b, s].tolist() == chosen + [-1] * (data.out.shape[2] - len(chosen))
 
 
 def test_an_mxfp4_key_is_what_its_bytes_say():
@@ -92,41 +75,10 @@ def test_quantised_keys_are_near(kind, rel):
     assert torch.equal(task.dequantise(*reference.quantised(got, kind)), got)
 
 
-def test_unpack_says_the_sizes():
-    assert task.unpack(small()[0]) == (2, 2, 32, 5, 4, 16, "mxfp4")
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("q", lambda t: t.float()),
-        ("q", lambda t: t[0]),
-        ("q", lambda t: t[..., :64]),
-        ("H", lambda t: t[:, :, :8]),
-        ("weights", lambda t: t.double()),
-        ("weights", lambda t: t[:, :1]),
-        ("keys", lambda t: t[:, :-4]),
-        ("keys", lambda t: t[:, ::2]),
-        ("table", lambda t: t.long()),
-        ("table", lambda t: t[:1]),
-        ("visible", lambda t: t.long()),
-        ("visible", lambda t: t[:, :1]),
-        ("out", lambda t: t.long()),
-        ("out", lambda t: t.mT),
-        ("out", lambda t: t.to("meta")),
-    ],
-)
-def test_unpack_names_the_tensor_that_is_wrong(name, change):
-    data = small()[0]
-    field = "q" if name == "H" else name
-    with pytest.raises(ValueError, match=name):
-        task.unpack(data._replace(**{field: change(getattr(data, field))}))
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if c.content in reference.WHOLE], ids=str)
 def test_whole_numbers_make_exact_rows(case):
     for more in range(2):
-        data, want = solved(case, more)
+        data, want = small(**{**vars(case), "seed": case.seed + 1000 * more})
         assert bool(reference.answer(data, want).exact.all())
 
 
@@ -340,54 +292,6 @@ def test_sm90_join_refuses_places_that_no_thread_has_room_for():
 # ---------------------------------------------------------------- on a GPU
 
 
-def _called(file: object, case: object, launches: int = 1) -> list[torch.Tensor]:
-    """What so many calls of a variant write."""
-    module, baseline = load.module(FOLDER, f"variants/{file.stem}"), file.stem.startswith("peer_")
-    data = solved(case, device="cuda")[0]
-    data = data._replace(out=torch.empty_like(data.out))
-    prepared = (module.setup(data),) if baseline else ()
-    found = []
-    for _ in range(launches):
-        data.out.fill_(-(2**31))
-        found.append(module.custom_kernel(data, *prepared).clone())
-    return found
-
-
-def _served(file: object, case: object) -> bool:
-    only = load.constants(file, "ONLY").get("ONLY", {})
-    return all(getattr(case, name) == value for name, value in only.items())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("file", variants.made_for(FOLDER, "sm90"), ids=lambda file: file.stem)
-def test_every_gpu_variant_is_right_in_every_case(file):
-    variants.skip_unless_it_runs(file, "cuda")
-    for case in filter(functools.partial(_served, file), task.TESTS):
-        data, want = solved(case, device="cuda")
-        result = reference.compare(data, want, _called(file, case)[0], file.stem.startswith("peer_"))
-        assert result.ok, f"{case}: {result.message}"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", task.BENCHMARKS, ids=str)
-def test_the_winner_is_right_in_every_benchmark(case):
-    file = FOLDER / "variants" / f"{load.winner(FOLDER, 'sm90')}.py"
-    variants.skip_unless_it_runs(file, "cuda")
-    data = reference.generate_input(**vars(case), device="cuda")
-    want = reference.ref_kernel(data)
-    result = reference.compare(data, want, load.module(FOLDER, f"variants/{file.stem}").custom_kernel(data))
-    assert result.ok, result.message
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("content", ["ties", "zeros", "outlier", "plain"])
-def test_the_winner_repeats_itself_bit_by_bit(content):
-    file = FOLDER / "variants" / f"{load.winner(FOLDER, 'sm90')}.py"
-    variants.skip_unless_it_runs(file, "cuda")
-    first, *others = _called(file, next(c for c in reversed(task.TESTS) if c.content == content), 20)
-    assert all(torch.equal(first, other) for other in others)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [1, 2, 7, 64])
 @pytest.mark.parametrize(
@@ -408,7 +312,7 @@ def test_every_number_of_blocks_a_row_is_right(parts, content, kind, entries, to
     file = FOLDER / "variants" / "sm90_join.py"
     variants.skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, "variants/sm90_join")
-    data, want = solved(task.Case(3, 2, 64, entries, topk, kind, 32, content, 99), device="cuda")
+    data, want = solved(task.Case(3, 2, 64, entries, topk, kind, 32, content, 99), "cuda")
     launch = module.shared_out(task.unpack(data), parts)
     monkeypatch.setattr(module, "launch_for", lambda _: launch)
     for _ in range(2):  # the first call leaves its counters at zero

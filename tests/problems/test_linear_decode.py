@@ -1,4 +1,4 @@
-"""linear_decode: the oracle against bytes and loops, the generator, the checker, variants."""
+"""linear_decode: the oracle against bytes and loops, the generator, its check, how sm90_mma is launched."""
 
 import ctypes
 import functools
@@ -6,38 +6,20 @@ import itertools
 import math
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
 from problems.common import build, fp8, load, nvfp4
-from tests.problems.variants import made_for, skip_unless_it_runs
+from tests.problems import cases
+from tests.problems.cases import named
+from tests.problems.exact import FP8, dot, e4m3, nvfp4_row, quantised
+from tests.support.formats import NVFP4
 
-FOLDER = load.PROBLEMS / "linear_decode"
-task = load.module(FOLDER, "task")
-reference = load.module(FOLDER, "reference")
-baseline = load.module(FOLDER, "variants/torch_dequant")
-mma = load.module(FOLDER, "variants/sm90_mma")
-
+NAME = "linear_decode"
+task, reference = cases.task(NAME), cases.reference(NAME)
+made, solved = functools.partial(cases.made, NAME), functools.partial(cases.solved, NAME)
+baseline, mma = (load.variant(NAME, variant) for variant in ("torch_dequant", "sm90_mma"))
 QUICKEST_FIRST = sorted(task.TESTS, key=lambda case: case.flops())
-TINY = {"format": "fp8", "tokens": 2, "shape": "64x192+128x192_64x64", "content": "plain", "seed": 5}
-
-
-def named(case: object) -> str:
-    return f"{case.format}-{case.tokens}-{case.shape}-{case.content}"
-
-
-def made(case: dict, device: str = "cpu", **other: object) -> object:
-    case = {**case, **other, "device": device}
-    weights = reference.generate_weights(**{**case, "seed": case["seed"] + 500})
-    return task.Data(weights, *reference.generate_input(**case))
-
-
-@functools.cache
-def solved(case: object) -> tuple[object, torch.Tensor]:
-    """A test case's data and answer, for all to read."""
-    data = made(vars(case))
-    return data, reference.ref_kernel(data)
 
 
 def of_content(content: str, fmt: str) -> object:
@@ -76,60 +58,17 @@ def test_shapes_are_matrices_by_link():
 )
 def test_shapes_that_are_none_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
-        task.Case(**{**TINY, "shape": shape})
-
-
-@pytest.mark.parametrize("change", [{"format": "fp4"}, {"content": "other"}, {"tokens": 0}, {"tokens": 33}])
-def test_cases_out_of_bounds_are_refused(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        task.Case(**{**TINY, **change})
+        made(shape=shape)
 
 
 def test_unpack_says_the_sizes_and_parts_where_outputs_are():
-    data = made(TINY)
+    data = made()
     sizes = task.unpack(data)
     assert sizes == (2, "fp8", (((1, 64, 192), (1, 128, 192)), ((1, 64, 64),)))
     out = torch.arange(2 * 256)
     (first, second), (third,) = task.parts(out, sizes)
     assert first.shape == (2, 64) and second.shape == (2, 128) and third.shape == (2, 64)
     assert torch.equal(torch.cat([t.flatten() for t in (first, second, third)]), out) and second[0, 0] == 128
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("codes", lambda m: m._replace(codes=m.codes.float())),
-        ("codes", lambda m: m._replace(codes=m.codes[0])),
-        ("scales", lambda m: m._replace(scales=m.scales[:, :, :1])),
-        ("scales", lambda m: m._replace(scales=None)),
-        ("scales", lambda m: m._replace(scales=m.scales.float())),
-        ("quantise", lambda m: m._replace(quantise=1)),
-        ("factor", lambda m: m._replace(factor=torch.ones(1))),
-        ("input_scale", lambda m: m._replace(input_scale=torch.ones(1))),
-        ("n and k", lambda m: m._replace(codes=m.codes[:, :32].contiguous())),
-    ],
-)
-def test_unpack_names_what_is_wrong_with_a_matrix(name, change):
-    data = made({**TINY, "shape": "64x192"})
-    weights = data.weights._replace(links=((change(data.weights.links[0][0]),),))
-    with pytest.raises(ValueError, match=name):
-        task.unpack(data._replace(weights=weights))
-
-
-def test_unpack_names_what_is_wrong_with_a_call():
-    data = made(TINY)
-    x, out = data.inputs.x, data.outputs.out
-    for wrong in (x.float(), x[:, :64], x[0], x.mT.contiguous().mT, torch.cat([x] * 17)):
-        with pytest.raises(ValueError, match="x must be"):
-            task.unpack(data._replace(inputs=task.Inputs(wrong)))
-    for wrong in (out.float(), out[1:], out.view(2, -1)):
-        with pytest.raises(ValueError, match="out must be"):
-            task.unpack(data._replace(outputs=task.Outputs(wrong)))
-    with pytest.raises(ValueError, match="format must be"):
-        task.unpack(data._replace(weights=data.weights._replace(format="fp4")))
-    mixed = (data.weights.links[0][0], data.weights.links[0][1]._replace(quantise=False))
-    with pytest.raises(ValueError, match="agree in quantise"):
-        task.unpack(data._replace(weights=data.weights._replace(links=(mixed, *data.weights.links[1:]))))
 
 
 def test_tests_have_the_sizes_that_kernels_fail_at():
@@ -160,72 +99,32 @@ def test_benchmarks_are_the_shapes_of_the_models():
 # ---------------------------------------------------------------- oracle
 
 
-def e4m3(byte: int) -> float:
-    """Value of an e4m3 byte from its definition: bias 7, 3 mantissa bits, subnormals in steps of 2^-9."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    size = mantissa / 512 if exponent == 0 else (8 + mantissa) / 8 * 2.0 ** (exponent - 7)
-    return -size if byte & 128 else size
-
-
-def quantised_nvfp4(x: list[float], input_scale: float) -> list[float]:
-    """What the definition makes of a token, in fp32 as it says: groups of 16, a scale of e4m3, codes of e2m1."""
-    fp32 = np.float32
-    scales, codes = [e4m3(byte) for byte in range(0x7F)], nvfp4.E2M1[:8]
-    found = []
-    for start in range(0, len(x), 16):
-        u = [float(fp32(value) / fp32(input_scale)) for value in x[start : start + 16]]
-        wanted = float(min(fp32(max(map(abs, u))) / fp32(6), fp32(448)))
-        scale = scales[min(range(127), key=lambda i: (abs(wanted - scales[i]), i % 2))]
-        for value in u:
-            size = float(abs(fp32(value)) / fp32(scale)) if scale else 0.0
-            near = min(range(8), key=lambda i: (abs(min(size, 6.0) - codes[i]), i % 2))
-            found.append(math.copysign(codes[near] * scale, value) * input_scale)
-    return found
-
-
-def quantised(x: list[float]) -> list[float]:
-    """What the definition makes of a token: groups of 128, the least power of two that admits 448."""
-    codes = sorted({e4m3(byte) for byte in range(0x7F)})
-    found = []
-    for start in range(0, len(x), 128):
-        group = x[start : start + 128]
-        scale = 2.0 ** math.ceil(math.log2(max(1e-4, *map(abs, group)) / 448))
-        for value in group:
-            # Ties to the even code: codes ascend with their bytes.
-            near = min(range(127), key=lambda i: (abs(abs(value) / scale - codes[i]), i % 2))
-            found.append(math.copysign(codes[near] * scale, value))
-    return found
-
-
-def weight(fmt: str, matrix: object, g: int, i: int, j: int) -> float:
+def weights(fmt: str, matrix: object, g: int, i: int) -> list[float]:
+    """Row i of a matrix's group g."""
     if fmt == "bf16":
-        return float(matrix.codes[g, i, j])
-    if fmt == "fp8":
-        return e4m3(int(matrix.codes.view(torch.uint8)[g, i, j])) * 2.0 ** (
-            int(matrix.scales[g, i // 128, j // 128]) - 127
-        )
-    code = int(matrix.codes[g, i, j // 2]) >> 4 * (j % 2) & 15
-    return nvfp4.E2M1[code] * e4m3(int(matrix.scales.view(torch.uint8)[g, i, j // 16])) * float(matrix.factor[g])
+        return matrix.codes[g, i].tolist()
+    codes, scales = (tensor[g].view(torch.uint8).tolist() for tensor in (matrix.codes, matrix.scales))
+    if fmt == "nvfp4":
+        return nvfp4_row(codes[i], scales[i], float(matrix.factor[g]))
+    return [e4m3(code) * 2.0 ** (scales[i // 128][j // 128] - 127) for j, code in enumerate(codes[i])]
 
 
 @pytest.mark.parametrize("fmt", task.FORMATS)
 def test_reference_is_the_sum_over_the_bytes_in_memory(fmt):
-    data = made({**TINY, "format": fmt, "shape": "2x64x192_64x128", "content": "magnitudes"})
+    data = made(format=fmt, shape="2x64x192_64x128", content="magnitudes")
     out = task.parts(reference.ref_kernel(data), task.unpack(data))
     (grouped,), (plain,) = data.weights.links
+    assert grouped.quantise is (fmt == "nvfp4") and plain.quantise is (fmt != "bf16")
     for t, g, i in ((0, 0, 5), (1, 1, 63)):
-        x = data.inputs.x[t, g * 192 : (g + 1) * 192].tolist()
-        assert grouped.quantise is (fmt == "nvfp4")
-        x = quantised_nvfp4(x, float(grouped.input_scale[g])) if fmt == "nvfp4" else x
-        want = math.fsum(weight(fmt, grouped, g, i, j) * x[j] for j in range(192))
+        taken = data.inputs.x[t, g * 192 : (g + 1) * 192].tolist()
+        taken = quantised(taken, NVFP4, float(grouped.input_scale[g])) if fmt == "nvfp4" else taken
+        want = dot(weights(fmt, grouped, g, i), taken)
         assert math.isclose(float(out[0][0][t, g * 64 + i]), want, rel_tol=1e-9 if fmt != "nvfp4" else 1e-6)
-    v = out[0][0][1].bfloat16().tolist()
-    if fmt == "nvfp4":
-        v = quantised_nvfp4(v, float(plain.input_scale[0]))
-    v = quantised(v) if fmt == "fp8" else v
-    want = math.fsum(weight(fmt, plain, 0, 40, j) * v[j] for j in range(128))
+    taken = out[0][0][1].bfloat16().tolist()
+    if fmt != "bf16":
+        taken = quantised(taken, *((NVFP4, float(plain.input_scale[0])) if fmt == "nvfp4" else (FP8,)))
+    want = dot(weights(fmt, plain, 0, 40), taken)
     assert math.isclose(float(out[1][0][1, 40]), want, rel_tol=1e-9 if fmt != "nvfp4" else 1e-6)
-    assert plain.quantise is (fmt != "bf16")
 
 
 # ---------------------------------------------------------------- generator
@@ -293,16 +192,6 @@ def test_contents_reach_the_ends_of_what_is_admitted():
         assert float(data.inputs.x[1].abs().max()) < 2.0**-100 and not data.weights.links[0][0].quantise
     small = of_content("subnormal", "bf16").inputs.x[:, 1::2].abs()
     assert bool((small < 2.0**-122).all()) and bool((small > 0).float().mean() > 0.9)
-
-
-@pytest.mark.parametrize("fmt", task.KINDS)
-@pytest.mark.parametrize("content", task.CONTENTS)
-def test_generator_is_a_function_of_its_seed(fmt, content):
-    first, again, other = (made({**TINY, "format": fmt, "content": content, "seed": seed}) for seed in (5, 5, 6))
-    for one, two, three in zip(*(task.matrices(data.weights) for data in (first, again, other)), strict=True):
-        assert torch.equal(one.codes.view(torch.uint8), two.codes.view(torch.uint8))
-        assert not torch.equal(one.codes.view(torch.uint8), three.codes.view(torch.uint8))
-    assert torch.equal(first.inputs.x, again.inputs.x) and not torch.equal(first.inputs.x, other.inputs.x)
 
 
 # ---------------------------------------------------------------- checker
@@ -391,40 +280,6 @@ def test_reports_say_which_matrix_an_index_means():
 # ---------------------------------------------------------------- variants
 
 
-@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
-def test_rows_do_not_depend_on_each_other(file):
-    skip_unless_it_runs(file, "cpu")
-    if file.stem.startswith("torch"):
-        pytest.skip("its products are those of torch's batches")
-    module = load.variant("linear_decode", file.stem)
-    for fmt in task.KINDS:
-        alone_as_in_a_batch(module, made({**TINY, "format": fmt, "tokens": 11}))
-
-
-def alone_as_in_a_batch(module: object, data: object) -> None:
-    """The bits of every token, computed together and one by one."""
-    prepared = module.prepare(data.weights) if hasattr(module, "prepare") else data.weights
-    sizes = task.unpack(data)
-    together = task.parts(module.custom_kernel(data._replace(weights=prepared)), sizes)
-    for t in range(sizes.tokens):
-        x = data.inputs.x[t : t + 1].clone()
-        out = torch.full((data.outputs.out.numel() // sizes.tokens,), math.nan, dtype=torch.bfloat16, device=x.device)
-        module.custom_kernel(task.Data(prepared, task.Inputs(x), task.Outputs(out)))
-        alone = task.parts(out, sizes._replace(tokens=1))
-        for link, mine in zip(together, alone, strict=True):
-            assert all(torch.equal(a[t], b[0]) for a, b in zip(link, mine, strict=True)), t
-
-
-@pytest.mark.parametrize("file", made_for(FOLDER, "cpu"), ids=lambda file: file.stem)
-def test_variants_refuse_what_is_no_call(file):
-    skip_unless_it_runs(file, "cpu")
-    data = made(TINY)
-    with pytest.raises(ValueError, match="out must be"):
-        load.variant("linear_decode", file.stem).custom_kernel(
-            data._replace(outputs=task.Outputs(data.outputs.out[1:]))
-        )
-
-
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -434,7 +289,7 @@ def test_variants_refuse_what_is_no_call(file):
     ],
 )
 def test_experts_that_are_none_are_refused(first, second, message):
-    w13, w2 = (made({**TINY, "shape": shape}).weights for shape in (first, second))
+    w13, w2 = (made(shape=shape).weights for shape in (first, second))
     with pytest.raises(ValueError, match=message):
         task.unpack_expert(w13, w2)
 
@@ -560,6 +415,6 @@ def test_the_kernel_has_every_link_of_a_chain(links, kind, taken):
 
 
 def test_weights_that_it_has_no_room_for_are_refused():
-    data = made({**TINY, "shape": "+".join(["64x64"] * 5)})
+    data = made(shape="+".join(["64x64"] * 5))
     with pytest.raises(ValueError, match="at most 4 matrices, got 5"):
         mma.prepare(data.weights)

@@ -140,18 +140,6 @@ def test_results_do_not_depend_on_the_number_of_threads(name, folder, activation
     assert not bool(seen[0].isnan().any()) and all(torch.equal(out, seen[0]) for out in seen)
 
 
-def test_a_token_gets_the_same_bits_in_whatever_company(name):
-    data = made(case(64, 3, 2))
-    data.inputs.topk_ids[5:7] = -1
-    module = load.module(FOLDER, f"variants/{name}")
-    prepared = module.prepare(data.weights)
-    whole = module.custom_kernel(data._replace(weights=prepared))
-    for rows in (slice(0, 1), slice(5, 8), slice(20, 64)):
-        inputs = task.Inputs(*(tensor[rows].clone() for tensor in data.inputs))
-        outputs = task.Outputs(torch.full_like(whole[rows], torch.nan))
-        assert torch.equal(module.custom_kernel(task.Data(prepared, inputs, outputs)), whole[rows])
-
-
 @pytest.mark.parametrize("bad", [-2, 8, 2**31 - 1, -(2**31)])
 def test_ids_that_are_no_experts_are_refused_before_anything_is_written(name, bad):
     data = made(case(5, 8, 2))

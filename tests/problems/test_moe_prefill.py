@@ -6,8 +6,6 @@ What takes calls of over 256 tokens with 12 and more an expert takes all of over
 import json
 import re
 import shutil
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -15,11 +13,10 @@ import pytest
 import torch
 
 from problems.common import fp8, load
-from tests.support import ROOT
+from tests.problems import cases
+from tests.support import forked
 
-FOLDER = load.PROBLEMS / "moe_gemm"
-task = load.module(FOLDER, "task")
-reference = load.module(FOLDER, "reference")
+task, reference = cases.task("moe_gemm"), cases.reference("moe_gemm")
 DEVICE = "cuda"  # in_model.call says another
 CODE = """
 import json, sys
@@ -51,7 +48,6 @@ FP8_CASES = [
     (55, 2, 1, 256, 320, "one", "plain", True),
     (21, 3, 2, 128, 448, "uniform", "plain", True),
 ]
-NAMES = "tokens", "experts", "topk", "hidden", "inner", "router", "content"
 
 
 def latched(name: str, ptx: str) -> str:
@@ -71,11 +67,11 @@ def latched(name: str, ptx: str) -> str:
 
 def made(case: tuple, activation: str) -> Any:
     """Data of a case; some ids are no experts."""
-    sizes = {**dict(zip(NAMES, case, strict=False)), "activation": activation, "seed": 7}
-    weights = reference.generate_weights(**sizes, device=DEVICE)
-    data = task.Data(weights, *reference.generate_input(**sizes, device=DEVICE))
-    for i, bad in enumerate((-1, sizes["experts"], 2**31 - 1)):
-        data.inputs.topk_ids[7 + i :: 40, i % sizes["topk"]] = bad
+    tokens, experts, topk, hidden, inner, router, content, _ = case
+    sizes = task.Case(tokens, experts, topk, hidden, inner, activation, router, content, 7)
+    data = cases.made("moe_gemm", DEVICE, **vars(sizes))
+    for i, bad in enumerate((-1, experts, 2**31 - 1)):
+        data.inputs.topk_ids[7 + i :: 40, i % topk] = bad
     data.inputs.topk_ids[3:5] = -1
     return data
 
@@ -160,8 +156,7 @@ def test_the_kernel_for_few_takes_what_it_can_in_one_part(target, activation, to
 def in_the_model(order: str, calls: list[tuple[str, dict]]) -> None:
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    command = [sys.executable, "-c", CODE, order, json.dumps(calls)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    ran = forked.run(["-c", CODE, order, json.dumps(calls)], timeout=1500)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.problems.test_in_model import moe
+from tests.support import forked
 
 MULTIPROCESSORS = 2
 # Every call in one process: the variant is compiled once.
@@ -53,20 +52,6 @@ for case in json.loads(sys.argv[1]):
 COUNTS = [1, 2, 3, 5]
 
 
-def case(tokens: int, hidden: int, inner: int, content: str, router: str = "one", topk: int = 1) -> dict:
-    return {
-        "tokens": tokens,
-        "experts": 3,
-        "topk": topk,
-        "hidden": hidden,
-        "inner": inner,
-        "activation": "nvfp4",
-        "router": router,
-        "content": content,
-        "seed": 7,
-    }
-
-
 @pytest.mark.slow
 def test_a_rows_bits_are_those_it_has_in_any_batch():
     """By itself, which no launch quantises ahead, and among 2, 3, 5 and up to 9 tokens, in one tile and in two. So are
@@ -75,14 +60,12 @@ def test_a_rows_bits_are_those_it_has_in_any_batch():
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     cases = [
-        case(9, 320, 192, "plain"),
-        case(8, 192, 576, "magnitudes"),
-        case(7, 1088, 64, "zeros", "uniform", 2),
-        case(12, 192, 64, "plain", "part", 2),  # with the shared expert more than 32 slots
+        moe(9, 3, 1, 320, 192, "nvfp4", "plain", "one"),
+        moe(8, 3, 1, 192, 576, "nvfp4", "magnitudes", "one"),
+        moe(7, 3, 2, 1088, 64, "nvfp4", "zeros", "uniform"),
+        moe(12, 3, 2, 192, 64, "nvfp4", "plain", "part"),  # with the shared expert more than 32 slots
     ]
     code = CODE.replace("{multiprocessors}", str(MULTIPROCESSORS)).replace("{counts}", str(COUNTS))
-    ran = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=1500
-    )
+    ran = forked.run(["-c", code, json.dumps(cases)], timeout=1500)
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert found == [[COUNTS, True], [COUNTS, True], True] * 4, (found, ran.stderr[-2000:])

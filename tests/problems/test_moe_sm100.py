@@ -3,15 +3,13 @@
 import functools
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from problems.common import load
 from problems.common.load import PROBLEMS
-from tests.support import ROOT
+from tests.support import ROOT, forked
 
 pytest.importorskip("cutlass")
 
@@ -27,13 +25,13 @@ from ptx_model.tools.check import ORDERS, check_call, make_inputs
 from problems.common import load
 
 task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
-for multiprocessors, orders, case in json.loads(sys.stdin.read()):
-    pristine = make_inputs(task, reference, case)
-    want = reference.ref_kernel(pristine)
-    for order in (one for one in ORDERS if one.policy in orders or not orders):
-        model.set_order(order.policy, order.poison, multiprocessors)
-        found = check_call(model, variant, task, reference, pristine, want)
-        print(json.dumps([order.policy, found.status, found.reason]), flush=True)
+multiprocessors, case = json.loads(sys.stdin.read())
+pristine = make_inputs(task, reference, case)
+want = reference.ref_kernel(pristine)
+for order in ORDERS:
+    model.set_order(order.policy, order.poison, multiprocessors)
+    found = check_call(model, variant, task, reference, pristine, want)
+    print(json.dumps([order.policy, found.status, found.reason]), flush=True)
 """
 # Ids of -1, of neighbours too, and one that is neither that nor an expert: what its token gets is free; nothing is
 # written out of bounds, and the others are right. What no kernel has written is NaN.
@@ -58,8 +56,8 @@ print(json.dumps([float((out[1:].double() - want[1:]).norm() / want[1:].norm()),
 """
 FIELDS = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
 # A few tokens of 12 experts, of which some have none; 3 units along K are no whole step, and 192 rows no whole tile.
-SMALL = (1, (3, 12, 2, 192, 256, "uniform", "plain"))
-LONG = (
+CASES = (
+    (1, (3, 12, 2, 192, 256, "uniform", "plain")),
     (4, (7, 17, 6, 448, 576, "uniform", "magnitudes")),
     (148, (1, 8, 6, 512, 320, "uniform", "plain")),
     (2, (60, 2, 1, 192, 512, "uniform", "clamped")),  # 64 tokens a tile, nearly full
@@ -75,8 +73,7 @@ def variant():
 
 def script(text: str, given: object) -> list[str]:
     """What it prints."""
-    command = [sys.executable, "-c", text, "task", "reference", "variants/sm100_cute"]
-    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(given), capture_output=True, text=True)
+    ran = forked.run(["-c", text, "task", "reference", "variants/sm100_cute"], input=json.dumps(given))
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
 
@@ -85,25 +82,10 @@ def made(case: tuple) -> dict:
     return {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7}
 
 
-def found(cases, orders: tuple[str, ...]) -> list[list[str]]:
-    """(order, status, what was said) of each case under each order; () are all."""
-    lines = script(SCRIPT, [(count, orders, made(case)) for count, case in cases])
-    return [json.loads(line) for line in lines if line.startswith("[")]
-
-
 @pytest.mark.slow
-def test_in_the_model_it_is_right():
-    ran = found([SMALL], ("lazy", "random:1"))
-    assert [(order, status) for order, status, _ in ran] == [
-        ("lazy", "MODEL_CHECKED"),
-        ("random:1", "MODEL_CHECKED"),
-    ], ran
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [SMALL, *LONG], ids=str)
-def test_in_the_model_it_is_right_under_every_order(case):
-    ran = found([case], ())
+@pytest.mark.parametrize(("multiprocessors", "case"), CASES, ids=str)
+def test_in_the_model_it_is_right_under_every_order(multiprocessors, case):
+    ran = [json.loads(line) for line in script(SCRIPT, [multiprocessors, made(case)]) if line.startswith("[")]
     assert len(ran) == 6 and all(status == "MODEL_CHECKED" for _, status, _ in ran), ran
 
 
@@ -158,9 +140,7 @@ def test_descriptors_are_those_of_cute_dsl(tmp_path):
     script = tmp_path / "descriptor.py"
     script.write_text(DESCRIPTOR)
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_100a", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    ran = forked.run([script, tmp_path], env=environment)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout.splitlines()[-1]) == [variant().descriptor(256)]
 

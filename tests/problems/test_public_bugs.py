@@ -1,6 +1,5 @@
 """Bugs of public threads (public_bugs.jsonl), each planted in a right variant: some test case refuses it."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -9,18 +8,11 @@ import pytest
 from harness.checker import inputs
 from harness.runner import tree
 from problems.common import load
+from tests.problems import cases
 
 BUGS = [json.loads(line) for line in Path(__file__).with_name("public_bugs.jsonl").read_text().splitlines()]
 LARGE = "flashinfer-ai/flashinfer#3136"  # wrong in caches above 4 GiB, which no test has
 SHOWN = [bug for bug in BUGS if bug["source"] != LARGE]
-
-
-@functools.cache
-def solved(problem: str, number: int) -> tuple[object, object]:
-    """Data and answer of a test case."""
-    task, reference = (load.module(load.PROBLEMS / problem, name) for name in ("task", "reference"))
-    data = inputs.make(reference, task, vars(task.TESTS[number]), "cpu", True)
-    return data, reference.ref_kernel(data)
 
 
 @pytest.mark.parametrize("bug", SHOWN, ids=lambda bug: bug["source"])
@@ -30,9 +22,9 @@ def test_planted_bug_is_refused(bug, tmp_path):
     assert text.count(bug["find"]) == 1
     file = tmp_path / "planted.py"
     file.write_text(text.replace(bug["find"], bug["replace"]))
-    variant, (task, reference) = load.from_file(folder, file), (load.module(folder, n) for n in ("task", "reference"))
-    for number in sorted(range(len(task.TESTS)), key=lambda number: task.TESTS[number].bytes_moved()):
-        data, want = solved(bug["problem"], number)
+    variant, reference = load.from_file(folder, file), cases.reference(bug["problem"])
+    for case in sorted(cases.task(bug["problem"]).TESTS, key=lambda case: case.bytes_moved()):
+        data, want = cases.solved(bug["problem"], case)
         mine = tree.clone(data)
         if not inputs.compared(reference, mine, want, variant.custom_kernel(mine), False).ok:
             return

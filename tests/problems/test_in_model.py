@@ -11,6 +11,7 @@ import shutil
 import pytest
 
 from ptx_model.tools.check import ORDERS
+from tests.problems.cases import task
 from tests.support import ROOT, forked
 from tests.support.marks import first
 
@@ -20,41 +21,20 @@ def gemv(m, k, l):
 
 
 def moe(tokens, experts, topk, hidden, inner, activation="bf16", content="plain", router="uniform"):
-    return {
-        "tokens": tokens,
-        "experts": experts,
-        "topk": topk,
-        "hidden": hidden,
-        "inner": inner,
-        "activation": activation,
-        "router": router,
-        "content": content,
-        "seed": 5,
-    }
+    return vars(task("moe_gemm").Case(tokens, experts, topk, hidden, inner, activation, router, content, 5))
 
 
 def fmha(queries, heads, window, compressed, content="plain"):
-    return {
-        "batch": 2,
-        "queries": queries,
-        "heads": heads,
-        "window": window,
-        "compressed": compressed,
-        "page_window": 64,
-        "page_compressed": 2,
-        "pool": 128,
-        "order": "random",
-        "content": content,
-        "seed": 5,
-    }
+    pool = max(128, compressed)
+    return vars(task("fmha_decode").Case(2, queries, heads, window, compressed, 64, 2, pool, "random", content, 5))
 
 
 def linear(format, tokens, shape, content="plain"):
-    return {"format": format, "tokens": tokens, "shape": shape, "content": content, "seed": 5}
+    return vars(task("linear_decode").Case(format, tokens, shape, content, 5))
 
 
 def mhc(tokens, hidden, addends):
-    return {"tokens": tokens, "hidden": hidden, "addends": addends, "content": "plain", "seed": 5}
+    return vars(task("mhc_site").Case(tokens, hidden, addends, "plain", 5))
 
 
 QUICK = [
@@ -67,11 +47,11 @@ TILED = [
     # Two blocks of heads, the second of 8; a last tile of 94 entries; lengths of each sequence, holes.
     {**fmha(1, 72, 100, 250, "ragged"), "batch": 3, "pool": 300},
     # Scores rise along the list, so that tiles rescale what others have added.
-    {**fmha(1, 128, 1, 511, "maxima"), "batch": 4, "pool": 511, "order": "sequential"},
+    {**fmha(1, 128, 1, 511, "maxima"), "batch": 4, "order": "sequential"},
     # Shares that are joined; two queries.
-    {**fmha(2, 24, 128, 450, "duplicates"), "batch": 1, "pool": 450},
+    {**fmha(2, 24, 128, 450, "duplicates"), "batch": 1},
     # Lists without an entry, and shares without one.
-    {**fmha(2, 20, 64, 300, "empty"), "pool": 300},
+    fmha(2, 20, 64, 300, "empty"),
 ]
 LONG = [
     ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
@@ -127,7 +107,7 @@ LONG = [
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
-    ("fmha_decode", "sm90_wgmma", "sm90", [{**fmha(1, 24, 64, 300, "empty"), "pool": 300, "order": "sequential"}]),
+    ("fmha_decode", "sm90_wgmma", "sm90", [{**fmha(1, 24, 64, 300, "empty"), "order": "sequential"}]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
 ]
 

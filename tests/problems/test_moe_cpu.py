@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from problems.common import build, cpu, load, nvfp4
+from tests.problems import cases
 
 FOLDER = load.PROBLEMS / "moe_gemm"
-task = load.module(FOLDER, "task")
-reference = load.module(FOLDER, "reference")
+task, reference = cases.task("moe_gemm"), cases.reference("moe_gemm")
 
 VARIANTS = ("cpu_avx512", "cpu_avx2", "cpu_portable")
 UNIT = 2.0  # of a variant's values and units: their product is half of what they stand for
@@ -64,9 +64,8 @@ def case(tokens: int, experts: int, topk: int, activation: str = "bf16", content
     return task.Case(tokens, experts, topk, 192, 320, activation, "uniform", content, 3)
 
 
-def made(case: object, seed: int = 3) -> object:
-    weights = reference.generate_weights(**vars(case), device="cpu")
-    return task.Data(weights, *reference.generate_input(**{**vars(case), "seed": seed}, device="cpu"))
+def made(case: object) -> object:
+    return cases.made("moe_gemm", **vars(case))
 
 
 def called(name: str, folder: Path, function: str, data: object, *more: object) -> None:

@@ -21,7 +21,7 @@ PARTS = {
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15815),
     "tests of attacks": (("tests/exploits",), 8470),
-    "other tests": (("tests",), 19030),
+    "other tests": (("tests",), 19243),
     "docs": (("docs",), 1476),
     "tools": (("tools",), 593),
     "root": (("",), 411),

@@ -59,7 +59,8 @@ def hf_config(cfg: Config) -> "DeepseekV4Config":
     """The same model in transformers' words."""
     from transformers import DeepseekV4Config
 
-    same = {name: value for name, value in vars(cfg).items() if name != "name" and not name.startswith("rope_")}
+    others = ("name", "vocab_parts")
+    same = {name: value for name, value in vars(cfg).items() if name not in others and name[:5] != "rope_"}
     return DeepseekV4Config(
         **same | {"compress_ratios": list(cfg.ratios), "num_nextn_predict_layers": 0},
         num_hidden_layers=cfg.num_hidden_layers,

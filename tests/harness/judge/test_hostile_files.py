@@ -35,7 +35,7 @@ def test_judge_reads_a_source_that_compiles_to_gigabytes_as_text(submissions):
 def test_a_path_too_long_for_the_runners_folder_costs_its_own_submission(submissions):
     long, _, good = (RunnerHandle(submission.name, submission, "cpu") for submission in submissions)
     folder = long.submission.file.parent
-    name = os.path.join(*["n" * 250] * 20)[: 4080 - len(str(folder))]
+    name = os.path.join(*["n" * 250] * 20)[: 4089 - len(str(folder))]
     (folder / name).mkdir(parents=True)
     (folder / name / "x.h").touch()
     (folder / "nested.cpp").write_text(f'#include "{name}/x.h"\n')

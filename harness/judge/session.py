@@ -237,7 +237,7 @@ class Session:
         return reply
 
     def build(self, *handles: RunnerHandle, try_out: Callable[[RunnerHandle, list[Case]], None] | None = None) -> None:
-        """Make the compile step of each handle that had none. A failed one is `broken`. try_out: calls cases."""
+        """Make lacking compile steps; one that fails leaves `broken`. try_out: calls cases, a baseline's timed ones."""
         todo = []
         for handle in handles:
             submission, target = handle.submission, handle.target

@@ -395,10 +395,7 @@ int player_fill(CUdeviceptr to, size_t pitch, size_t width, size_t height, size_
 
 // The nodes so far are those of a setup.
 int player_before() {
-    return guarded([=] {
-        Call& call = ::call();
-        call.before.swap(call.nodes);
-    });
+    return guarded([] { call().before.swap(call().nodes); });
 }
 
 // An image's variable, with its value at capture; null: the one that it had when the image was loaded. To be called for
@@ -501,7 +498,7 @@ int player_take(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
         Call& call = ::call();
         inside(call, to, bytes, true, "an answer's copy outside the outputs");
         inside(call, from, bytes, false, "an answer in memory that is not the call's");
-        need(cuMemcpyDtoD(to, from, bytes), "copying an answer");
+        need(cuMemcpyDtoDAsync(to, from, bytes, queue), "copying an answer");
         need(cuStreamSynchronize(queue), "copying an answer");
     });
 }

@@ -126,8 +126,9 @@ class Runner:
                 recorded["takes"], recorded["claims"] = self._takes(result, message)
         except Exception as error:
             reason = f"its call cannot be recorded: {failure.first_line('call', error, self.file or '', self.module)}"
-            for _ in range(WARMUPS):  # libraries say in a later call what failed while one was recorded
+            for _ in range(WARMUPS + 1):  # the runtime and libraries say later what failed while a call was recorded
                 with contextlib.suppress(Exception):
+                    torch.cuda._sleep(0)  # asks the runtime
                     self._warm_up(message)
             return {**prepared, "unrecorded": reason, "branches": isinstance(error, recorder.BranchesError)}
         if message["ours"]:

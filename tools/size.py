@@ -17,7 +17,7 @@ PARTS = {
     "leaderboard": (("leaderboard",), 3300),
     "problems/common": (("problems/common",), 3500),
     "problems, without the model": (("problems",), 25800),
-    "problems/dsv4_forward": (("problems/dsv4_forward",), 14010),
+    "problems/dsv4_forward": (("problems/dsv4_forward",), 16000),
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 15240),
     "tests of attacks": (("tests/attacks",), 5856),

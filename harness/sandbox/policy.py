@@ -92,8 +92,7 @@ class Jail:
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, str]:
         """Return the whole environment of the process. extra: what the judge adds."""
-        prefixes = ("CUDA_", "TORCH_CUDA_ARCH_LIST")
-        same = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith(prefixes)}
+        same = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG") or k.startswith(("CUDA_", "TORCH_CUDA_"))}
         library = os.pathsep.join(kept("LD_LIBRARY_PATH"))
         user_site = bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path
         return {

@@ -9,7 +9,9 @@ wait for the GPU, and that a replay gives the eager logits, bit for bit.
 
 import contextlib
 import gc
+import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -52,7 +54,8 @@ def cases(problem: Problem, words: str | None) -> list[dict]:
     if not problem.ours or not (problem.folder / FILE).is_file():
         none = f"{problem.name} is none (it has no {FILE})"
         raise UsageError(f"--mode latency is for whole models, and {none}: time it with --mode benchmark")
-    known = load.module(problem.folder, MODULE).CASES
+    hook, here = load.module(problem.folder, MODULE), torch.cuda.device_count() or 1
+    known = [case for case in hook.CASES if case.get("gpus", 1) <= here]
     chosen = [case for case in known if has_words(text.label(case), words or "")]
     if not chosen:
         labels = "; ".join(map(text.label, known))
@@ -62,18 +65,20 @@ def cases(problem: Problem, words: str | None) -> list[dict]:
 
 def run(problem: Problem, recorder: Recorder, judged: Result, chosen: list[dict], lines: list[dict]) -> str:
     """Measure cases; append records to `lines`, also if interrupted. Return what stopped the problem's code, or ""."""
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch, "measured")
-        argv = [sys.executable, "-m", "harness.tools.latency", str(problem.folder), json.dumps(chosen), str(file)]
-        try:
-            status = process.run(argv, {"PYTHONUNBUFFERED": "1"})
-        finally:
-            whole = file.read_text().rpartition("\n")[0].splitlines() if file.is_file() else []
-            lines += [line_of(recorder, judged, json.loads(line)) for line in whole]
-    if not status and len(whole) < len(chosen):
-        many = f"{len(whole)} of {len(chosen)} cases"
-        return f"{problem.name}/{FILE} ended with status 0 after {many}: something that it calls ends the process"
-    return f"{problem.name}/{FILE} ended with status {status}" if status else ""
+    for gpus, group in itertools.groupby(chosen, lambda case: case.get("gpus", 1)):
+        several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+        with tempfile.TemporaryDirectory() as scratch:
+            file, together = Path(scratch, "measured"), list(group)
+            given = ["-m", "harness.tools.latency", str(problem.folder), json.dumps(together), str(file)]
+            try:
+                status = process.run([sys.executable, *several, *given], {"PYTHONUNBUFFERED": "1"})
+            finally:
+                whole = file.read_text().rpartition("\n")[0].splitlines() if file.is_file() else []
+                lines += [line_of(recorder, judged, json.loads(line)) for line in whole]
+        if status or len(whole) < len(together):
+            early = f"after {len(whole)} of {len(together)} cases: something that it calls ends the process"
+            return f"{problem.name}/{FILE} ended with status {status}{'' if status else f' {early}'}"
+    return ""
 
 
 def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
@@ -91,19 +96,19 @@ def line_of(recorder: Recorder, judged: Result, measured: dict) -> dict:
 
 def main() -> None:
     hook, chosen = load.module(Path(sys.argv[1]), MODULE), json.loads(sys.argv[2])
-    print(f"{'':<52}{'eager us':>10}{'graph us':>10}{'in a row':>10}{'launches':>10}")
-    with open(sys.argv[3], "w") as file, torch.inference_mode():
+    first = os.environ.get("RANK", "0") == "0"
+    say = print if first else str  # which says nothing
+    say(f"{'':<52}{'eager us':>10}{'graph us':>10}{'in a row':>10}{'launches':>10}")
+    with open(sys.argv[3] if first else os.devnull, "w") as file, torch.inference_mode():
         for case in chosen:
             fields = measured(hook, case)
-            file.write(json.dumps({"case": case, **fields}) + "\n")
-            file.flush()
+            print(json.dumps({"case": case, **fields}), file=file, flush=True)
             counts = fields.get("launches", {})
             graph_us = fields["median_us"] if "graph" in counts else None
-            count = counts.get("graph", counts.get("eager"))
-            shown = (fields.get("eager_us"), graph_us, fields.get("row_us"), count)
+            shown = (fields.get("eager_us"), graph_us, fields.get("row_us"), counts.get("graph", counts.get("eager")))
             columns = "".join(f"{'-' if number is None else f'{number:.0f}':>10}" for number in shown)
             state = "UNSUPPORTED: " if fields["status"] == "UNSUPPORTED" else ""
-            print(f"{text.label(case):<52}{columns}  {state}{fields['reason'] or 'ok'}")
+            say(f"{text.label(case):<52}{columns}  {state}{fields['reason'] or 'ok'}")
 
 
 def measured(hook: Any, case: dict) -> dict:
@@ -288,11 +293,8 @@ def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> d
 
 def _idle(launches: Sequence[Launch]) -> float:
     """Return for how many us nothing ran, from the first start on."""
-    idle, end = 0.0, launches[0].start_us
-    for launch in launches:
-        idle += max(0.0, launch.start_us - end)
-        end = max(end, launch.start_us + launch.us)
-    return idle
+    ends = itertools.accumulate((launch.start_us + launch.us for launch in launches), max)
+    return sum(max(0.0, launch.start_us - end) for launch, end in zip(launches[1:], ends, strict=False))
 
 
 def _longest(table: dict[str, dict]) -> dict[str, dict]:

@@ -21,12 +21,16 @@ kernels, activations in fp32), the reference kernels in the model's dtype, and t
   listed with the oracle's margin;
 * on a GPU, decode steps wait for nothing, and a recorded step's replays have the same logits, bit for bit.
 
+With --gpus the composition on so many GPUs is held against that on one, in the same way, and all GPUs' copies after
+each layer must have equal bits. Each of them holds the whole model as well, so it must fit one.
+
 Exit status: 0 if all of it holds, 1 if not, 2 for bad arguments and where memory does not suffice.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +41,7 @@ if __name__ == "__main__":
     venv.enter("problems.dsv4_forward.check")
 
 import torch
+import torch.distributed as dist
 
 from problems.common import load
 from problems.dsv4_forward import ops
@@ -44,10 +49,12 @@ from problems.dsv4_forward.cache import random_state
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.generate.decoding import Steps
 from problems.dsv4_forward.generate.sampler import Sampler
+from problems.dsv4_forward.layers import Exchange
 from problems.dsv4_forward.model import Model, feed, no_memory
 from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward.parallel import launch
 from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame
-from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights import config, partition, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -83,6 +90,7 @@ class Case:
     prompts: list[list[int]]
     steps: int
     device: str
+    exchange: Exchange | None = None
 
     def blocks(self) -> int:
         """Blocks for the prompts and the steps."""
@@ -92,7 +100,7 @@ class Case:
         """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the greedy ones of this pass."""
         chunk = max(map(len, self.prompts))
         state = State(self.cfg, self.fmt, len(self.prompts), self.blocks(), chunk, self.device)
-        model = Model(self.weights, table, dtype, probe)
+        model = Model(self.weights, table, dtype, probe, exchange=self.exchange)
         sequences = [state.open()[0] for _ in self.prompts]
         rows = [feed(model, state, dict(zip(sequences, self.prompts, strict=True)))]
         for step in range(self.steps):
@@ -143,9 +151,9 @@ class Count:
         print(f"  {self.number} of {self.total} checks: {what}", flush=True)
 
 
-def checks(device: str) -> int:
-    """How many checks there are of one configuration: six passes, and on a GPU recorded steps."""
-    return 6 + (device != "cpu")
+def checks(device: str, gpus: int = 1) -> int:
+    """How many checks there are of one configuration: six passes, or three pairs, and on a GPU recorded steps."""
+    return (6 if gpus == 1 else 3) + (device != "cpu")
 
 
 class Arguments(terminal.Parser):
@@ -162,11 +170,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         target = _target(args.device)
+        if args.gpus > 1 and not launch.started():
+            _see_gpus(args)
+            return launch.start(args.gpus, ["-m", __spec__.name, *(sys.argv[1:] if argv is None else argv)])
+        mine = launch.joined(args.device)
+        args.device = mine.device
+        if mine.rank:  # the first process says it for all
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process lives
         # One configuration after the other: their weights need not fit the device together.
         cases = _cases(args)
         _see_kernels(args.kernels, target)
-        count = Count(len(cases) * checks(torch.device(args.device).type))
-        right = [_checked(name, fmt, args, target, count) for name, fmt in cases]
+        count = Count(len(cases) * checks(torch.device(args.device).type, mine.gpus))
+        right = [_checked(name, fmt, args, target, count, mine) for name, fmt in cases]
     except Refused as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
@@ -174,10 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(right) else 1
 
 
-def _checked(name: str, fmt: str, args: argparse.Namespace, target: str, count: Count) -> bool:
+def _checked(name: str, fmt: str, args: argparse.Namespace, target: str, count: Count, mine: launch.Mine) -> bool:
     """Make and check one configuration. Refused also where it is too large."""
     try:
-        return check(make(name, fmt, args.device, args.steps), args.kernels, target, count)
+        return check(make(name, fmt, args.device, args.steps), args.kernels, target, count, mine)
     except (RuntimeError, MemoryError) as error:  # in a kernel too
         if not no_memory(error):
             raise
@@ -197,10 +212,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     steps = terminal.Value(int, "1 or more")
     p.add_argument("--steps", type=steps, default=STEPS, help="greedy tokens of each sequence")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--gpus", type=steps, default=1, help="that share the model, a process each (with --device cpu too)")
     args = p.parse_args(argv)
-    if args.steps < 1:
-        p.error(f"--steps must be 1 or more, got {args.steps}")
+    for name in ("steps", "gpus"):
+        if vars(args)[name] < 1:
+            p.error(f"--{name} must be 1 or more, got {vars(args)[name]}")
     return args
+
+
+def _see_gpus(args: argparse.Namespace) -> None:
+    """Refused: so many GPUs cannot share a configuration, or are not there."""
+    try:
+        launch.check(args.gpus, args.device)
+        for name, fmt in _cases(args):
+            partition.local(config.find(name), fmt, args.gpus)
+    except ValueError as error:
+        raise Refused(terminal.of_option(error, "--gpus")) from error
 
 
 def _target(device: str) -> str:
@@ -246,16 +273,19 @@ def make(name: str, fmt: str, device: str, steps: int = STEPS, seed: int = 1) ->
 
 
 @torch.inference_mode()
-def check(case: Case, text: str, target: str, count: Count | None = None) -> bool:
+def check(case: Case, text: str, target: str, count: Count | None = None, mine: launch.Mine | None = None) -> bool:
     """Check one configuration with the kernels that `text` names, print the report. -> whether all of it holds.
 
-    count: of the checks of all configurations. Refused: `text`. A kernel that cannot be loaded, or that raises, is a
-    fault.
+    count: of the checks of all configurations. mine: this process's place, where several GPUs share the model. Refused:
+    `text`. A kernel that cannot be loaded, or that raises, is a fault.
     """
-    count = count or Count(checks(torch.device(case.device).type))
+    mine = mine or launch.Mine()
+    count = count or Count(checks(torch.device(case.device).type, mine.gpus))
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
         chosen = ops.choose(text, target, case.weights)
+        part = tree.shard(case.weights, mine.gpus, mine.rank)
+        table = ops.choose(text, target, part).ops if mine.exchange else chosen.ops
     except ValueError as error:
         raise Refused(str(error)) from error
     except (Exception, SystemExit) as error:
@@ -265,6 +295,9 @@ def check(case: Case, text: str, target: str, count: Count | None = None) -> boo
     for line in chosen.report:
         print(f"  {line}")
     try:
+        if mine.exchange:
+            several = dataclasses.replace(case, cfg=part.config, weights=part, exchange=mine.exchange)
+            return _checks_of_gpus(case, chosen.ops, several, table, count, mine)
         return _checks(case, chosen, count)
     except BrokenKernelError as error:
         return _wrong([str(error)])
@@ -310,6 +343,45 @@ def _checks(case: Case, chosen: ops.Chosen, count: Count) -> bool:
         faults += _say_recorded(case, chosen.ops)
         count.done("recorded decode steps")
     return _wrong(faults)
+
+
+def _checks_of_gpus(case: Case, ops_of_one: Ops, several: Case, table: Ops, count: Count, mine: launch.Mine) -> bool:
+    """Hold a model that several GPUs share against the whole one on one of them."""
+    recorder = Recorder(ops.REFERENCE, torch.float32)
+    oracle = case.run(recorder.ops(), torch.float32, recorder, None)
+    count.done("the oracle, on one GPU")
+    forced = oracle.logits.argmax(-1)
+    alone, free = [], []
+    for name, one, kernels in (("one GPU", case, ops_of_one), (f"{mine.gpus} GPUs", several, table)):
+        mine.meet()
+        alone.append(_follow(one, Follower(kernels, recorder.decisions, recorder.residuals), forced))
+        free.append(_follow(one, Follower(kernels, recorder.decisions), forced))
+        count.done(f"each layer on the oracle's copies, and a whole pass, on {name}")
+    faults = _say_layers(_layers(oracle, alone, free)) + _say_logits(oracle, *free) + _say_bits(free[1], mine)
+    if case.device != "cpu":
+        faults += _say_recorded(several, table)
+        count.done("recorded decode steps")
+    mine.meet()
+    return _wrong(faults)
+
+
+def _say_bits(one: Pass, mine: launch.Mine) -> list[str]:
+    """Compare sums over the bits of all GPUs' copies and logits. -> the first that differ."""
+    sums = torch.stack([_sum_of_bits(copies) for copies in (*(copies for _, copies in one.copies), one.logits)]).cpu()
+    every = [torch.empty_like(sums) for _ in range(mine.gpus)]
+    dist.all_gather(every, sums)
+    places = [*(f"the copies before {layer}" for layer, _ in one.copies), "the logits"]
+    for place, here in zip(places, torch.stack(every, 1).tolist(), strict=True):
+        if others := [rank for rank, value in enumerate(here) if value != here[0]]:
+            return [f"bits: {place} are others on rank {', '.join(map(str, others))} than on rank 0"]
+    print(f"  bits: {len(places)} tensors are equal on {mine.gpus} GPUs")
+    return []
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 (), of an fp32 tensor: a sum of its words, each times another odd number."""
+    words = tensor.contiguous().view(-1).view(torch.int32).long()
+    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
 
 
 def _say_kernels(recorder: Recorder) -> list[str]:
@@ -421,7 +493,8 @@ def _say_recorded(case: Case, table: Ops) -> list[str]:
     passes = []
     for recorded in (False, True):
         state = State(case.cfg, case.fmt, len(case.prompts), case.blocks(), max(PROMPTS), case.device)
-        model, sequences = Model(case.weights, table), [state.open()[0] for _ in case.prompts]
+        model = Model(case.weights, table, exchange=case.exchange)
+        sequences = [state.open()[0] for _ in case.prompts]
         logits = feed(model, state, dict(zip(sequences, case.prompts, strict=True)))
         state.reserve(dict.fromkeys(sequences, case.steps))
         who = torch.tensor(sequences, device=case.device)

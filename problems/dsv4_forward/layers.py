@@ -40,6 +40,9 @@ class Exchange(Protocol):
     def join(self, part: torch.Tensor, place: str) -> torch.Tensor:
         """part (M, n) -> all GPUs' parts, one behind the other, (M, GPUs * n)."""
 
+    def see(self) -> None:
+        """Raise PeerLostError if a GPU did not come in what has been computed so far."""
+
 
 @dataclass(frozen=True)
 class Context:

@@ -3,13 +3,14 @@
 A decode step can be recorded in a CUDA graph: it does not wait for the device, and it reads and writes the same memory
 each time. harness/tools/latency.py records, replays and times it. A case with `new` tokens is a prefill, timed without
 a graph; with `early` 0 no kernel of another problem begins early; `kernels`, as the check's --kernels has it, goes over
-the winners. Weights and caches are random and made at memory speed; the experts that a step goes to are counted.
+the winners; `gpus` share the model, a process each. Weights and caches are random and made at memory speed; the experts
+that a step goes to are counted.
 """
 
 import dataclasses
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.kernels.argmax import Longer, argmax
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.ops import Chosen, Op, Ops
+from problems.dsv4_forward.parallel import launch
 from problems.dsv4_forward.weights import config, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS
 from problems.dsv4_forward.weights.tree import ModelWeights
@@ -63,6 +65,15 @@ CASES = (
     + [
         {"config": "flash-4l256e", "format": "nvfp4", "batch": 1, "context": 0, "new": count}
         for count in (512, 4 * PREFILL)
+    ]
+    + [  # the whole model, which no single GPU holds
+        {"config": "flash", "format": "nvfp4", "batch": batch, "context": LONG, "gpus": gpus}
+        for gpus, batches in ((2, (1, 8, 32)), (4, (1, 8, 32, 64)))
+        for batch in batches
+    ]
+    + [
+        {"config": "flash", "format": fmt, "batch": 1, "context": context, "gpus": 4} | new
+        for fmt, context, new in (("released", LONG, {}), ("nvfp4", 0, {"new": 4 * PREFILL}))
     ]
 )
 
@@ -108,7 +119,8 @@ class Prefill:
     graph = False
 
     def __init__(self, case: dict, device: str = "cuda") -> None:
-        self.made = _weights(case["config"], case["format"], device)
+        self.held = _held(case["config"], case["format"], device, case.get("gpus", 1))
+        self.made = self.held.weights
         count, config = case["new"], self.made.config
         blocks = -(-count // BLOCK_TOKENS)
         self.state = State(config, self.made.format, sequences=1, blocks=blocks, chunk=count, device=device)
@@ -120,14 +132,16 @@ class Prefill:
 
     def choose(self) -> Chosen:
         """Return what fills each op: the winners of the problems."""
-        return ops.choose("winners", load.device_target(self.state.length.device), self.made)
+        return self.held.choose("winners")
 
     def step(self, chosen: Chosen, without: Collection[str] = (), named: bool = False) -> Pass:
         """Return the pass with what was chosen; the ops named in `without` hold the reference."""
-        return Pass(Model(self.made, _table(chosen, without, named)), self.state, self.tokens)
+        model = Model(self.made, _table(chosen, without, named), exchange=self.held.mine.exchange)
+        return Pass(model, self.state, self.tokens)
 
     def reset(self) -> None:
-        """Do nothing: a pass leaves the sequence as it was."""
+        """Put back nothing: a pass leaves the sequence as it was. PeerLostError."""
+        self.held.meet()
 
 
 class Decode:
@@ -136,7 +150,8 @@ class Decode:
     graph = True
 
     def __init__(self, case: dict, steps: int, device: str = "cuda") -> None:
-        self.made = _weights(case["config"], case["format"], device)
+        self.held = _held(case["config"], case["format"], device, case.get("gpus", 1))
+        self.made = self.held.weights
         self.early = bool(case.get("early", True))
         self.kernels = f"winners,{case['kernels']}" if "kernels" in case else "winners"
         batch, context = case["batch"], case["context"]
@@ -155,37 +170,33 @@ class Decode:
         self.bytes, self.flops = least.bytes_moved(), least.flops()
 
     def _hits(self) -> tuple[int, ...]:
-        """How many experts of each layer the first step goes to, by the reference."""
+        """How many experts of each layer the first step goes to, by the reference; of a shared model by the winners."""
         found: list[int] = []
 
         def route(**named: Any) -> None:
             ops.REFERENCE.route(**named)
             found.append(len(named["out_ids"].unique()))
 
-        step = Step(
-            Model(self.made, dataclasses.replace(ops.REFERENCE, route=route)),
-            self.state,
-            self.sequences,
-            self.tokens,
-            self.bound,
-        )
-        step()
+        table = self.choose().ops if self.made.disposable else ops.REFERENCE
+        model = Model(self.made, dataclasses.replace(table, route=route), exchange=self.held.mine.exchange)
+        Step(model, self.state, self.sequences, self.tokens, self.bound)()
         self.reset()
         return tuple(found)
 
     def choose(self) -> Chosen:
         """What fills each op."""
-        return ops.choose(self.kernels, load.device_target(self.tokens.device), self.made)
+        return self.held.choose(self.kernels)
 
     def step(self, chosen: Chosen, without: Collection[str] = (), named: bool = False) -> Step:
         """Return a step with what was chosen; the ops named in `without` hold the reference. named: each call of an op
         is a range of the profiler, "op NAME".
         """
-        model = Model(self.made, _table(chosen, without, named), early=self.early)
+        model = Model(self.made, _table(chosen, without, named), early=self.early, exchange=self.held.mine.exchange)
         return Step(model, self.state, self.sequences, self.tokens, self.bound)
 
     def reset(self) -> None:
-        """Put state and tokens back to what they were before the first step."""
+        """Put state and tokens back to what they were before the first step. PeerLostError."""
+        self.held.meet()
         self.state.buffer.copy_(self._before[0])
         self.tokens.copy_(self._before[1])
 
@@ -209,6 +220,41 @@ def _named(name: str, op: Op) -> Op:
     return call
 
 
+@dataclass
+class _Held:
+    """Weights, or this process's part of them, of which the experts can be laid out once only."""
+
+    weights: ModelWeights
+    mine: launch.Mine
+    once: dict[str, Chosen] = field(default_factory=dict)
+
+    def choose(self, kernels: str) -> Chosen:
+        """What fills each op. ValueError: other kernels than before, where that is not possible."""
+        if kernels in self.once:
+            return self.once[kernels]
+        if self.once:
+            raise ValueError(f"a model that GPUs share is laid out once, for {next(iter(self.once))}, got {kernels}")
+        chosen = ops.choose(kernels, load.device_target(self.weights.embed.device), self.weights)
+        if self.weights.disposable:
+            self.once[kernels] = chosen
+        self.meet()
+        return chosen
+
+    def meet(self) -> None:
+        """Raise PeerLostError if a GPU did not come; wait for all of them."""
+        if self.mine.exchange and self.weights.embed.is_cuda:
+            torch.cuda.synchronize()
+        self.mine.meet()
+
+
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU
-def _weights(name: str, fmt: str, device: str) -> ModelWeights:
-    return tree.quick(config.find(name), fmt, seed=1, device=device)
+def _held(name: str, fmt: str, device: str, gpus: int) -> _Held:
+    """ValueError: this is not one of `gpus` processes."""
+    mine = _joined(device)
+    if mine.gpus != gpus:
+        raise ValueError(f"a case of {gpus} GPUs must run in as many processes, got {mine.gpus}")
+    made = tree.quick(config.find(name), fmt, seed=1, device=mine.device, gpus=gpus, rank=mine.rank)
+    return _Held(dataclasses.replace(made, disposable=gpus > 1), mine)
+
+
+_joined = functools.cache(launch.joined)

@@ -55,8 +55,13 @@ def fit(variant: ModuleType, weights: ModelWeights, wanted: Sequence[str]) -> Fi
     ops, blocks = {*wanted} - {*refused}, list(weights.blocks())
     routed, shared = [], []
     if ops & {"experts", "all_experts"}:
-        some = [block.ffn for block in blocks if block.ffn.w13.kind in KINDS]
-        routed = [prepare(variant, f.w13, f.w2, f.router.table, (f.shared_w13, f.shared_w2)) for f in some]
+        frees = weights.disposable and "experts" in ops and hasattr(variant, "prepare")
+        for ffn in (block.ffn for block in blocks if block.ffn.w13.kind in KINDS):
+            made = prepare(variant, ffn.w13, ffn.w2, ffn.router.table, (ffn.shared_w13, ffn.shared_w2))
+            routed.append(made)
+            if frees and not made.reason:
+                for tensor in (part for w in made.matrices for part in (w.weight, w.scale)):
+                    tensor.untyped_storage().resize_(0)
     if "shared" in ops:
         shared = [prepare(variant, block.ffn.shared_w13, block.ffn.shared_w2) for block in blocks]
     calls = make_calls(variant, [*routed, *shared])

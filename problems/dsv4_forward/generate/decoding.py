@@ -193,7 +193,10 @@ def _passes(run: _Run, logits: torch.Tensor) -> Iterator[Told]:
         if live:
             tokens = steps()
             waiting = live, Late(tokens)
-        for prompt, token in zip(before, late.read(), strict=True):
+        came = late.read()
+        if run.model.exchange:
+            run.model.exchange.see()
+        for prompt, token in zip(before, came, strict=True):
             if prompt not in ended:
                 told = run.told(prompt, token, count, late.at)
                 ended |= {prompt} if told.reason else set()

@@ -12,6 +12,8 @@ numbers it.
 
 import argparse
 import contextlib
+import dataclasses
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +42,9 @@ from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.generate.printing import Printer
 from problems.dsv4_forward.generate.sampler import Sampler
 from problems.dsv4_forward.model import Model, no_memory
-from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.parallel import launch
+from problems.dsv4_forward.parallel.exchange import PeerLostError
+from problems.dsv4_forward.weights import config, partition, tree
 from problems.dsv4_forward.weights.config import Config
 
 NAME = "generate.py"
@@ -74,9 +78,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--kernels", default="winners", help="reference, winners, or NAME=VARIANT,...")
     p.add_argument("--verbose", action="store_true", help="say which kernel computes what")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--gpus", type=some, default=1, help="that share the model, a process each (with --device cpu too)")
     p.add_argument("--chunk", type=some, default=128, help="tokens of a prompt in a pass")
     args = p.parse_args(argv)
-    least = {"tokens": 1, "chunk": 2 if args.draft else 1}
+    least = {"tokens": 1, "gpus": 1, "chunk": 2 if args.draft else 1}
     for name, value in least.items():
         if getattr(args, name) < value:
             p.error(f"--{name} must be {value} or more, got {getattr(args, name)}")
@@ -116,10 +121,16 @@ def _plain(given: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    say = Console(stderr=True)
+    errors, say, mine = Console(stderr=True), Console(stderr=True), launch.Mine()
     try:
         with _of_option("--device"):
             target = load.device_target(args.device)
+        if args.gpus > 1 and not launch.started():
+            return _shared(args, sys.argv[1:] if argv is None else argv)
+        mine = launch.joined(args.device)
+        args.device = mine.device
+        if mine.rank:  # the first process says it for all
+            say, sys.stdout = Console(quiet=True), open(os.devnull, "w")  # noqa: SIM115  as long as the process lives
         ops.kernels(args.kernels, target)
         if args.checkpoint and args.checkpoint.is_file():
             raise ValueError(f"--checkpoint must be a folder, got the file {args.checkpoint}")
@@ -137,11 +148,12 @@ def main(argv: list[str] | None = None) -> int:
         limits = Limits(args.tokens, ends)
         with _of_option("--temperature", "--top-k", "--top-p", "--seed"):
             sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        model, blocks = _model(args, cfg, say), _blocks(cfg, prompts, args.tokens)
+        model, blocks = _model(args, cfg, mine, say), _blocks(cfg, prompts, args.tokens)
         cfg = model.config  # without the prediction layers that were left out
         # A longer chunk than the context would only take memory.
         chunk = min(args.chunk, max(cfg.max_position_embeddings, 2))
         state = State(cfg, model.weights.format, len(prompts), blocks, chunk, args.device, snapshots=0)
+        mine.meet()
         with torch.inference_mode():
             if args.draft:
                 found = _drafted(model, state, prompts[0], limits, say)
@@ -150,11 +162,15 @@ def main(argv: list[str] | None = None) -> int:
             _run(found, prompts, Printer(len(prompts), tokenizer, args.stop or ()), args.device, say)
     except (ValueError, OSError, RuntimeError) as error:
         full = no_memory(error)
-        if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError) or full):
+        if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError | PeerLostError) or full):
             raise
         smaller = "a larger GPU" if args.checkpoint else "a smaller --config"
         said = f"no memory: use {smaller}, a shorter prompt or fewer --tokens ({error})" if full else error
-        say.print(terminal.visible(f"{NAME}: {said}"), markup=False, highlight=False, soft_wrap=True)
+        who = f"{NAME}, rank {mine.rank}" if mine.rank else NAME
+        errors.print(terminal.visible(f"{who}: {said}"), markup=False, highlight=False, soft_wrap=True)
+        if launch.started():
+            errors.file.flush()
+            os._exit(2)  # the group of processes is broken, and its end would wait for those that hang
         return 2
     say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
     return 0
@@ -169,6 +185,17 @@ def _of_option(*options: str) -> Iterator[None]:
         raise terminal.of_option(error, *options) from error
 
 
+def _shared(args: argparse.Namespace, argv: list[str]) -> int:
+    """Run this command in a process for each GPU. ValueError: so many cannot share the model, or are not there."""
+    with _of_option("--gpus"):
+        cfg = _config(args)
+        if args.format or not args.checkpoint:  # else the checkpoint's, which loading finds
+            partition.local(cfg, args.format or "bf16", args.gpus)
+        launch.check(args.gpus, args.device)
+    given = [] if args.text is None or "--text" in argv else [f"--text={one}" for one in args.text]  # standard input
+    return launch.start(args.gpus, [__file__, *argv, *given])
+
+
 def _config(args: argparse.Namespace) -> Config:
     if args.checkpoint:
         return checkpoint.config_from_json(args.checkpoint)
@@ -176,11 +203,13 @@ def _config(args: argparse.Namespace) -> Config:
         return config.find(args.config or "tiny")
 
 
-def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
+def _model(args: argparse.Namespace, cfg: Config, mine: launch.Mine, say: Console) -> Model:
+    part = {"device": args.device, "gpus": mine.gpus, "rank": mine.rank}
     if args.checkpoint:
-        weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, device=args.device)
+        weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, progress=not mine.rank, **part)
     else:
-        weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, device=args.device)
+        weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, **part)
+    weights = dataclasses.replace(weights, disposable=True)
     chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
     tuned = sum(name != "reference" for name in chosen.names.values())
     source = args.checkpoint or "random weights"
@@ -188,7 +217,7 @@ def _model(args: argparse.Namespace, cfg: Config, say: Console) -> Model:
     head = f"{cfg.name} in {weights.format}, {source}, {draft}, {tuned} of {len(chosen.names)} ops by tuned kernels"
     for line in (head, *(chosen.report if args.verbose else ())):
         say.print(line, markup=False, highlight=False, soft_wrap=True)
-    return Model(weights, chosen.ops)
+    return Model(weights, chosen.ops, exchange=mine.exchange)
 
 
 def _prompts(args: argparse.Namespace, tokenizer: text.Tokenizer | None, cfg: Config) -> list[list[int]]:

@@ -109,7 +109,9 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """embed, head (V, d); norm (d,). tensors: all of them by name, as layout.layout(config, format) says."""
+    """embed, head (V, d); norm (d,). tensors: all of them by name, as layout.layout(config, format) says. disposable:
+    who lays the routed experts out anew frees the tensors here, since a whole model has no room for both.
+    """
 
     config: Config
     format: str
@@ -120,6 +122,7 @@ class ModelWeights:
     head: torch.Tensor
     mtp: MtpWeights | None
     tensors: dict[str, torch.Tensor] = field(repr=False, compare=False)
+    disposable: bool = False
 
     def blocks(self) -> Iterator[BlockWeights]:
         """Yield every block, that of the prediction layer last."""
@@ -265,6 +268,10 @@ def shard(weights: ModelWeights, gpus: int, rank: int) -> ModelWeights:
 
 
 def empty(cfg: Config, fmt: str, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Return the tensors of layout.layout(cfg, fmt), unwritten, on one new buffer."""
+    """Return the tensors of layout.layout(cfg, fmt), unwritten: routed experts' each by itself, else on one buffer."""
     specs = layout.layout(cfg, fmt)
-    return layout.views(torch.empty(layout.nbytes(specs), dtype=torch.uint8, device=device), specs)
+    apart = {name: spec for name, spec in specs.items() if ".experts." in name}
+    shared = {name: spec for name, spec in specs.items() if name not in apart}
+    made = layout.views(torch.empty(layout.nbytes(shared), dtype=torch.uint8, device=device), shared)
+    made |= {name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for name, spec in apart.items()}
+    return {name: made[name] for name in specs}

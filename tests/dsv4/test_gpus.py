@@ -1,0 +1,101 @@
+"""Commands for several GPUs, here processes of a CPU: what they print, and what the check names."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from problems.common import load
+from problems.dsv4_forward import check
+from problems.dsv4_forward.parallel import exchange, launch
+from problems.dsv4_forward.weights import partition, tree
+from tests.dsv4.test_parallel import FOUR, SMALL
+
+ROOT = load.PROBLEMS.parent
+GENERATE = ROOT / "problems/dsv4_forward/generate/generate.py"
+
+
+def generated(*more):
+    argv = [sys.executable, str(GENERATE), "--device=cpu", "--format=fp32", "--tokens=5", "--prompt=3,1,2", *more]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_two_processes_generate_what_one_does():
+    one, two = generated(), generated("--gpus=2")
+    assert two.returncode == 0, two.stderr
+    assert one.stdout == two.stdout and one.stdout.count(",") == 4
+    assert two.stderr.count("memory:") == 1
+
+
+@pytest.mark.parametrize(("gpus", "said"), [("3", "--gpus must divide o_groups of tiny"), ("0", "--gpus must be 1 or")])
+def test_a_number_of_gpus_that_cannot_be_is_refused(gpus, said):
+    run = generated(f"--gpus={gpus}")
+    assert run.returncode == 2 and said in run.stderr
+
+
+def test_the_first_that_fails_gives_the_exit_code_and_ends_the_others(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\ntime.sleep(30 * (os.environ['RANK'] != '1'))\nraise SystemExit(7)\n")
+    assert launch.start(3, [str(script)]) == 7
+
+
+# --- what is planted in one process; run by this file as a command: FAULT GPUS
+
+
+class Late(exchange.HostExchange):
+    """In the fourth exchange it gives what came in the third."""
+
+    said: list[torch.Tensor] = []  # noqa: RUF012
+
+    def add(self, part, place):
+        came = super().add(part, place)
+        if self.said and len(self.said) % 8 == 3 and self.said[-1].shape == came.shape:
+            came = self.said[-1]
+        self.said.append(came)
+        return came
+
+
+class Backwards(exchange.HostExchange):
+    def _all(self, part, place):
+        return super()._all(part, place)[::-1]
+
+    def join(self, part, place):
+        return torch.cat(super()._all(part, place), dim=-1)
+
+
+def wrong_shard(name, tensor, gpus, rank, right=partition.part):
+    return right(name, tensor, gpus, 0 if name == "layers.2.attn.wo_b.weight" else rank)
+
+
+def main(fault, gpus):
+    if os.environ["RANK"] == "1":
+        launch.HostExchange = {"late": Late, "backwards": Backwards}.get(fault, exchange.HostExchange)
+        partition.part = wrong_shard if fault == "shard" else partition.part
+    mine = launch.joined("cpu")
+    cfg = FOUR if gpus == "4" else SMALL
+    torch.set_num_threads(1)
+    prompts = [[5, 9, 2] * 50, [1, 2, 3, 4]]
+    case = check.Case(cfg, "fp32", tree.random(cfg, "fp32", seed=5), prompts, 1, "cpu")
+    right = check.check(case, "reference", "cpu", mine=mine)
+    return int(not right)
+
+
+@pytest.mark.parametrize(
+    ("fault", "gpus", "named"),
+    [
+        ("none", 2, "right"),
+        ("shard", 2, "alone: copies after layers.2 are off by"),
+        ("late", 2, "bits: the copies before layers.1 are others on rank 1 than on rank 0"),
+        pytest.param("backwards", 4, "are others on rank 1 than on rank 0", marks=pytest.mark.slow),
+    ],
+)
+def test_the_check_names_what_is_wrong_on_one_of_the_gpus(fault, gpus, named, capfd):
+    code = launch.start(gpus, ["-m", __name__, fault, str(gpus)])
+    said = capfd.readouterr().out
+    assert named in said and code == (named != "right"), said
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -29,6 +29,7 @@ from problems.dsv4_forward.weights.tree import ModelWeights
 
 CONTEXT, LONG, LONGER, LONGEST = 512, 4096, 65536, 262144  # tokens of each sequence before the timed steps
 PREFILL = 2048  # tokens, in one chunk
+PATIENT_S = 30.0  # that a GPU waits for another, whose process may be reading a profile
 CASES = (
     [
         {"config": name, "format": fmt, "batch": batch, "context": CONTEXT}
@@ -257,4 +258,4 @@ def _held(name: str, fmt: str, device: str, gpus: int) -> _Held:
     return _Held(dataclasses.replace(made, disposable=gpus > 1), mine)
 
 
-_joined = functools.cache(launch.joined)
+_joined = functools.cache(functools.partial(launch.joined, limit_s=PATIENT_S))

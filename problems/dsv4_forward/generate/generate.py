@@ -187,8 +187,8 @@ def _of_option(*options: str) -> Iterator[None]:
 
 def _shared(args: argparse.Namespace, argv: list[str]) -> int:
     """Run this command in a process for each GPU. ValueError: so many cannot share the model, or are not there."""
+    cfg = _config(args)
     with _of_option("--gpus"):
-        cfg = _config(args)
         if args.format or not args.checkpoint:  # else the checkpoint's, which loading finds
             partition.local(cfg, args.format or "bf16", args.gpus)
         launch.check(args.gpus, args.device)

@@ -59,7 +59,8 @@ class GpuExchange:
     def of_group(cls, capacity: int = CAPACITY, limit_s: float = LIMIT_S) -> "GpuExchange":
         """Between the ranks of the process group, each of which calls this."""
         ranks = dist.get_world_size()
-        memory = symmetric.empty(BOXES * ranks * capacity, dtype=torch.float32, device=torch.cuda.current_device())
+        here = torch.device("cuda", torch.cuda.current_device())
+        memory = symmetric.empty(BOXES * ranks * capacity, dtype=torch.float32, device=here)
         memory.fill_(-0.0)
         handle = symmetric.rendezvous(memory, dist.group.WORLD)
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from problems.dsv4_forward.layers import Exchange
 from problems.dsv4_forward.parallel.exchange import LIMIT_S, SETUP_S, HostExchange, PeerLostError
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the environment, as torchrun sets it
+HOST_LIMIT_S = 20.0
 GRACE_S = LIMIT_S + 0.5  # for the others, when one has failed: to say whom they waited for
 
 
@@ -81,16 +82,18 @@ def _codes(running: Sequence[subprocess.Popen]) -> list[int | None]:
     return [None if (code := process.poll()) is None else code if code >= 0 else 128 - code for process in running]
 
 
-def joined(device: str) -> Mine:
-    """Meet the others, if this process is one of several; else return Mine() on `device`."""
+def joined(device: str, limit_s: float = LIMIT_S) -> Mine:
+    """Meet the others, if this process is one of several; else return Mine() on `device`. limit_s: of the exchange; on
+    a CPU, which may be busy, HOST_LIMIT_S at least.
+    """
     if not started():
         return Mine(device=device)
     gpus, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if not device.startswith("cuda"):
-        return Mine(gpus, rank, HostExchange.of_environment(), device)
+        return Mine(gpus, rank, HostExchange.of_environment(max(limit_s, HOST_LIMIT_S)), device)
     from problems.dsv4_forward.parallel.gpu_exchange import GpuExchange
 
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(place)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=SETUP_S), device_id=place)
-    return Mine(gpus, rank, GpuExchange.of_group(), str(place))
+    return Mine(gpus, rank, GpuExchange.of_group(limit_s=limit_s), str(place))

@@ -97,7 +97,8 @@ def leaders(steps: Steps, known: Provenance | None = None) -> list[list[str]]:
     for title, records in steps.items():
         problem, _, machine = title.partition(", on ")
         for record in filter(is_step, records):
-            config = ", ".join(str(value) for name, value in record["case"].items() if name not in ("batch", "context"))
+            named = {name: f"{value} GPUs" if name == "gpus" else value for name, value in record["case"].items()}
+            config = ", ".join(str(value) for name, value in named.items() if name not in ("batch", "context"))
             time, of_sol = f"{text.us(number(record.get('median_us')))} us", f"{tables.percent(share(record))} of SOL"
             if f"{title} {config}" not in rows:
                 source = known.state(record) if known else ""

@@ -153,9 +153,7 @@ class Record(_Checked):
     seeds: list[str] | None = _field("seeds of the contents, in the order of the calls", ("test", "benchmark", "model"))
     orders: list[str] | None = _field("of asynchronous work, each executed; status is the worst one's", ("model",))
     error: Numbers | None = _field("worst error: rel (Frobenius, a share), max (of an element), tol (admitted)", JUDGED)
-    median_us: Us | None = _field(
-        "median time of a call in us; latency: of a replayed graph, else an eager call", TIMED
-    )
+    median_us: Us | None = _field("median time of a call in us; latency: of a replay, else of an eager call", TIMED)
     ci95_us: Interval | None = _field("its 95 % interval in us: [low, high]", ("benchmark",))
     samples_us: list[list[Us]] | None = _field("all scored times in us, a list for each process", TIMED)
     n: int | None = _field("number of scored times", TIMED)
@@ -185,6 +183,7 @@ class Record(_Checked):
     against: Against | None = _field("the ratio to another variant, from interleaved pairs", ("benchmark",))
     resources: list[Resource] | None = _field("what the compiler says, an object for each kernel", ("compile",))
     eager_us: Us | None = _field("median time of the same step without a graph, in us, host's clock", ("latency",))
+    gpus: dict[str, Any] | None = _field("that share a model: partition, topology, median_us of each", ("latency",))
     row_us: Us | None = _field("time of a step in a row that nothing waits within, in us, host's clock", ("latency",))
     sol_us: Us | None = _field(
         "speed of light: bytes or flops at the datasheet's rates, the longer, in us; null where these are not known",

@@ -179,6 +179,7 @@ def measure(decode: Any) -> dict:
         "samples_us": [samples],
         "n": len(samples),
         "eager_us": statistics.median(eager_us),
+        "gpus": decode.gpus(statistics.median(samples)),
         "kernels": chosen.names,
         "launches": {"eager": len(eager)},
         "breakdown": breakdown(eager, graph.replays if graph else traces),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from problems.common import load
 from problems.dsv4_forward import ops, traffic
@@ -23,7 +24,7 @@ from problems.dsv4_forward.kernels.argmax import Longer, argmax
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.ops import Chosen, Op, Ops
 from problems.dsv4_forward.parallel import launch
-from problems.dsv4_forward.weights import config, tree
+from problems.dsv4_forward.weights import config, partition, tree
 from problems.dsv4_forward.weights.config import BLOCK_TOKENS
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -144,6 +145,10 @@ class Prefill:
         """Put back nothing: a pass leaves the sequence as it was. PeerLostError."""
         self.held.meet()
 
+    def gpus(self, median_us: float) -> dict | None:
+        """What a record says of the GPUs that share the model."""
+        return self.held.gpus(median_us)
+
 
 class Decode:
     """A model and its sequences before a decode step, with room for 4 times `steps` steps after each `reset`."""
@@ -201,6 +206,10 @@ class Decode:
         self.state.buffer.copy_(self._before[0])
         self.tokens.copy_(self._before[1])
 
+    def gpus(self, median_us: float) -> dict | None:
+        """What a record says of the GPUs that share the model."""
+        return self.held.gpus(median_us)
+
 
 def _table(chosen: Chosen, without: Collection[str], named: bool) -> Ops:
     table = dataclasses.replace(
@@ -246,6 +255,19 @@ class _Held:
         if self.mine.exchange and self.weights.embed.is_cuda:
             torch.cuda.synchronize()
         self.mine.meet()
+
+    def gpus(self, median_us: float) -> dict | None:
+        """None where there is one. median_us: this one's."""
+        count = self.mine.gpus
+        if count == 1:
+            return None
+        medians: list[float | None] = [None] * count
+        dist.all_gather_object(medians, median_us)
+        peers = self.weights.embed.is_cuda and all(
+            torch.cuda.can_device_access_peer(0, other) for other in range(1, count)
+        )
+        topology = f"{count} of one host, {'with' if peers else 'without'} access to each other's memory"
+        return {"partition": partition.__doc__.partition("\n")[0], "topology": topology, "median_us": medians}
 
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU

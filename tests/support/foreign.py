@@ -63,8 +63,7 @@ FOLDERS = {
     "list_check": Folder(check=checks("return [] if torch.equal(output, data * 2) else ['one', 'two']")),
     "check_raises": Folder(check=checks("torch.testing.assert_close(output, data * 2)")),
     "blind_to_nan": Folder(
-        wrong="return data * float('nan')",
-        check=checks("return not ((data * 2 - output).abs() > 0).any(), 'differs'"),
+        wrong="return data * float('nan')", check=checks("return not ((data * 2 - output).abs() > 0).any(), 'differs'")
     ),
     "nan_of_the_reference": Folder(
         check=NEAR,

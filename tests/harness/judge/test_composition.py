@@ -5,10 +5,8 @@ tests/support/problems/composed stands in for one; each test has its own copy of
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,26 +17,22 @@ from harness.judge.session import kind
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.results import record
-from harness.sandbox import process, reaper, workdir
-from harness.sandbox.workdir import Workdir
+from harness.sandbox import process, workdir
 from problems.common import build, load
 from tests.harness.sandbox.test_workdir import runner
-from tests.support import SUPPORT
+from tests.support import SUPPORT, copy_of, write_files
 
 FIXTURE = SUPPORT / "problems" / "composed"
 WORD = "str" + "eam"
 # Of the submission of `composed`, from problems/.
 OWN = {"composed/submission.py"}
 MODULES = {"composed/model.py", "composed/kernels.py", "composed/state.py"}
-GEMV = load.PROBLEMS / "nvfp4_gemv"
-NAMED = {name for named in load.winners(GEMV).values() for name in named}
-SOURCES = [path for path in (GEMV / "variants").iterdir() if path.stem in NAMED]
-INCLUDED = {word for path in SOURCES for word in re.findall(r'#include "(.+)"', path.read_text())}
-WINNERS = {f"nvfp4_gemv/{name}.py" for name in ("task", "submission", "in_model")} | {
-    f"nvfp4_gemv/variants/{path.name}"
-    for path in (GEMV / "variants").iterdir()
-    if path in SOURCES or path.name in INCLUDED
-}
+VARIANTS = load.PROBLEMS / "nvfp4_gemv" / "variants"
+NAMED = {name for named in load.winners(VARIANTS.parent).values() for name in named}
+SOURCES = {path for path in VARIANTS.iterdir() if path.stem in NAMED}
+INCLUDED = {VARIANTS / word for path in SOURCES for word in re.findall(r'#include "(.+)"', path.read_text())}
+BROUGHT = {VARIANTS.parent / f"{name}.py" for name in ("task", "submission", "in_model")} | SOURCES | INCLUDED
+WINNERS = {str(path.relative_to(load.PROBLEMS)) for path in BROUGHT if path.is_file()}
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def problems(tmp_path, monkeypatch) -> Iterator[Path]:
     before = set(sys.modules)
     folder = tmp_path / "problems"
     for source in (FIXTURE, load.PROBLEMS / "nvfp4_gemv"):
-        shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        copy_of(source, folder / source.name)
     monkeypatch.setattr(load, "PROBLEMS", folder)
     yield folder
     for name in set(sys.modules) - before:
@@ -55,22 +49,18 @@ def problems(tmp_path, monkeypatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that other users may pass through, as pytest's may not be: a runner may be one."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o711)
-    yield folder
-    reaper.remove_tree(str(folder))
-
-
 def winner(name: str = "composed") -> folders.Submission:
     found = folders.find(name)
     return folders.submission(found, found.folder / "submission.py")
 
 
-def names(files: list[Path], top: Path) -> set[str]:
-    return {str(file.relative_to(top)) for file in files}
+def brought(submission: folders.Submission, top: Path) -> set[str]:
+    return {str(file.relative_to(top)) for file in sources.closure(submission.file, submission.folder)}
+
+
+def below(folder: Path) -> set[str]:
+    """Files within a folder of problems/, by their places in problems/."""
+    return {str(file.relative_to(folder.parent)) for file in folder.rglob("*") if file.is_file()}
 
 
 def add(file: Path, text: str) -> None:
@@ -82,42 +72,33 @@ def add(file: Path, text: str) -> None:
 
 def test_a_composition_brings_modules_and_winners(problems):
     submission = winner()
+    assert brought(submission, problems) == OWN | MODULES | WINNERS
     files = sources.closure(submission.file, submission.folder)
-    assert names(files, problems) == OWN | MODULES | WINNERS
     assert len(files) == len(set(files)) and files[0] == submission.file
     assert sources.closure(submission.file) == [submission.file], "without a folder: the file alone"
 
 
 def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):
-    folder = problems / "composed"
-    for name, text in {
-        "a": "import problems.composed.b",
-        "b": "def f():\n    from problems.composed.c import X",
-        "e": "",
-        "f": "",
-        "c": "import importlib\nX = importlib.import_module('problems.composed.d')",
-        "lonely": "",
-        "d": "from problems.composed import e, f\nfrom problems.composed import a\nimport problems.other.lonely\n"
-        "from problems.composed.inner import g\nfrom problems.composed.inner.deep.h import Y",
-    }.items():
-        (folder / f"{name}.py").write_text(text + "\n")
-    (folder / "inner" / "deep").mkdir(parents=True)
-    for name in ("g", "lonely", "deep/h", "deep/k"):
-        (folder / "inner" / f"{name}.py").write_text("import problems.composed.inner.deep.k as k\n")
-    (folder / "e.cpp").write_text('#include "e_tools.h"\n')
-    (folder / "e_tools.h").write_text("\n")
-    (folder / "submission.py").write_text("from problems.composed import a\n")
-    files = names(sources.closure(folder / "submission.py", folder), folder)
-    inner = {f"inner/{name}.py" for name in ("g", "deep/h", "deep/k")}
-    assert files == {"submission.py", *(f"{name}.py" for name in "abcdef"), "e.cpp", "e_tools.h", *inner}
+    files = {
+        "submission.py": "from problems.composed import a\n",
+        "a.py": "import problems.composed.b\n",
+        "b.py": "def f():\n    from problems.composed.c import X\n",
+        "c.py": "import importlib\nX = importlib.import_module('problems.composed.d')\n",
+        "d.py": "from problems.composed import e, f\nfrom problems.composed import a\nimport problems.other.lonely\n"
+        "from problems.composed.inner import g\nfrom problems.composed.inner.deep.h import Y\n",
+        "e.cpp": '#include "e_tools.h"\n',
+    } | dict.fromkeys(("e.py", "f.py", "e_tools.h"), "")
+    inner = ("inner/g.py", "inner/deep/h.py", "inner/deep/k.py")
+    files |= dict.fromkeys(inner, "import problems.composed.inner.deep.k as k\n")
+    folder = write_files(problems / "composed", files | {"lonely.py": "", "inner/lonely.py": ""})
+    assert brought(winner(), folder) == set(files)
 
 
 def test_another_problem_brings_nothing(problems):
     """Also where a file imports what only a composition may: then it is not there when it runs."""
     add(problems / "composed" / "task.py", "\nCOMPOSITION = False\n")
     (problems / "composed" / "submission.py").write_text("from problems.composed import model\n")
-    submission = winner()
-    assert sources.closure(submission.file, submission.folder) == [submission.file]
+    assert brought(winner(), problems) == OWN
 
 
 @pytest.mark.parametrize(
@@ -132,8 +113,7 @@ def test_another_problem_brings_nothing(problems):
     ],
 )
 def test_a_bad_declaration_is_named(problems, line, message):
-    (problems / "composed" / "broken.py").write_text("x = (\n")
-    (problems / "composed" / "submission.py").write_text(line + "\n")
+    write_files(problems / "composed", {"broken.py": "x = (\n", "submission.py": f"{line}\n"})
     with pytest.raises(UsageError, match=message):
         winner()
 
@@ -186,10 +166,8 @@ def test_the_scan_reads_all_of_it(problems, name):
     ],
 )
 def test_what_nobody_gets_to_see_is_not_brought_along(problems, line):
-    file = problems / "composed" / "model.py"
-    add(file, line + "\n")
-    submission = winner()
-    assert names(sources.closure(submission.file, submission.folder), problems) == OWN | MODULES | WINNERS
+    add(problems / "composed" / "model.py", line + "\n")
+    assert brought(winner(), problems) == OWN | MODULES | WINNERS
 
 
 def test_hash_and_key_are_of_all_of_it(problems):
@@ -200,15 +178,9 @@ def test_hash_and_key_are_of_all_of_it(problems):
         return verdict.source_hash(submission), workdir.key(submission.file, found, "cpu")
 
     start = known_by()
-    others = (
-        "composed/reference.py",
-        "composed/check.py",
-        "composed/wrong/forgets_the_state.py",
-        "nvfp4_gemv/reference.py",
-        "nvfp4_gemv/variants/torch_dequant.py",
-    )
-    for name in others:
-        add(problems / name, "\n# a change\n")
+    others = ("reference.py", "check.py", "wrong/forgets_the_state.py", "../nvfp4_gemv/reference.py")
+    for name in (*others, "../nvfp4_gemv/variants/torch_dequant.py"):
+        add(problems / "composed" / name, "\n# a change\n")
         assert known_by() == start, name
     seen = [start]
     for name in sorted(OWN | MODULES | WINNERS):
@@ -228,32 +200,24 @@ def test_it_is_compiled_as_what_it_brings_asks_for(problems):
 # What the runner gets.
 
 
-def test_the_runner_gets_the_closure_in_its_places(problems, place):
-    box = Workdir.make(winner().file, folders.find("composed"), base=place)
-    try:
-        top = box.jail.code / "problems"
-        seen = names([path for path in top.rglob("*") if path.is_file()], top)
-        seen = {name for name in seen if name.partition("/")[0] not in ("common", "__init__.py")}
-        assert seen == OWN | MODULES | WINNERS | {"composed/task.py"}
-        assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
-        runner(box).close()
-    finally:
-        box.remove()
+def test_the_runner_gets_the_closure_in_its_places(problems, make):
+    box = make(winner().file, folders.find("composed"))
+    top = box.jail.code / "problems"
+    seen = {name for folder in top.iterdir() if folder.name != "common" for name in below(folder)}
+    assert seen == OWN | MODULES | WINNERS | {"composed/task.py"}
+    assert box.restore(f"{top}/nvfp4_gemv/submission.py:3") == f"{problems}/nvfp4_gemv/submission.py:3"
+    runner(box).close()
 
 
-def test_a_submission_from_elsewhere_gets_it_too(problems, place, tmp_path):
+def test_a_submission_from_elsewhere_gets_it_too(problems, make, tmp_path):
     """Its file has a separate place; what it brings along lies as in problems/."""
     file = tmp_path / "mine.py"
     file.write_text('from problems.composed import state\nCOMPOSES = ("nvfp4_gemv",)\n')
     submission = folders.submission(folders.find("composed"), file)
-    box = Workdir.make(submission.file, folders.find("composed"), base=place)
-    try:
-        assert box.file == box.folder / "submission" / "mine.py" and (box.folder / "state.py").is_file()
-        assert not (box.folder / "model.py").exists() and not (box.folder / "submission.py").exists()
-        other = box.folder.parent / "nvfp4_gemv"
-        assert names([path for path in other.rglob("*") if path.is_file()], other.parent) == WINNERS
-    finally:
-        box.remove()
+    box = make(submission.file, folders.find("composed"))
+    assert box.file == box.folder / "submission" / "mine.py" and (box.folder / "state.py").is_file()
+    assert not (box.folder / "model.py").exists() and not (box.folder / "submission.py").exists()
+    assert below(box.folder.parent / "nvfp4_gemv") == WINNERS
 
 
 def test_a_problem_that_is_not_composed_is_named(problems):
@@ -284,14 +248,10 @@ def checkout(tmp_path) -> Path:
     """The judge, and composed in its problems/. What compiles is shared with this checkout."""
     made = tmp_path / "checkout"
     for name in ("harness", "problems/common", "problems/nvfp4_gemv"):
-        shutil.copytree(process.ROOT / name, made / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("__init__.py", "wrong.py"):
-        shutil.copy(process.ROOT / "problems" / name, made / "problems")
-    shutil.copytree(FIXTURE, made / "problems" / "composed", ignore=shutil.ignore_patterns("__pycache__"))
-    (made / "tests" / "support").mkdir(parents=True)
-    for name in ("short_run.py", "warm.py"):
-        shutil.copy(SUPPORT / name, made / "tests" / "support")
-    return made
+        copy_of(process.ROOT / name, made / name)
+    copy_of(FIXTURE, made / "problems" / "composed")
+    files = ("problems/__init__.py", "problems/wrong.py", "tests/support/short_run.py", "tests/support/warm.py")
+    return write_files(made, {name: (process.ROOT / name).read_text() for name in files})
 
 
 def run_in(checkout: Path, *command: str) -> subprocess.CompletedProcess:

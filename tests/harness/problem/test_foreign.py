@@ -110,10 +110,7 @@ def first(tmp_path, made: Folder) -> tuple[str, str]:
         ("def check_implementation(data, output):\n    return False, 'no'", "own answer too: no"),
         ("def check_implementation(data, output):\n    return ['differs']", r"own answer too: \['differs'\]"),
         ("def check_implementation(data, output):\n    return 1.5", "must return .right, text., a text .* got 1.5"),
-        (
-            "def check_implementation(data, output):\n    return output.lost",
-            r"own answer too: .*reference.py:\d+",
-        ),
+        ("def check_implementation(data, output):\n    return output.lost", r"own answer too: .*reference.py:\d+"),
         ("def generate_input(n, seed):\n    pass", r"must name what generate_input takes, \(n, seed\), got size=130"),
         ("def generate_input(size, seed):\n    return {'f': [lambda x: x]}", "data may hold .* got function at f.0"),
         ("def generate_input(size, seed):\n    raise RuntimeError('no CUDA driver\\nmore')", "needs a GPU, .*driver$"),

@@ -6,8 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,41 +13,17 @@ from pathlib import Path
 import pytest
 
 from harness.problem import folders
-from harness.sandbox import policy, process, reaper, workdir
+from harness.sandbox import policy, process, workdir
 from harness.sandbox.process import Child
 from harness.sandbox.workdir import CacheError, Workdir
 from problems.common import build
-from tests.support import SUPPORT, warm
+from tests.harness.conftest import CPU, GEMV
+from tests.support import SUPPORT, comes, copy_of, warm, write_files
 
 ROOT = process.ROOT
-GEMV = folders.find("nvfp4_gemv")
-CPU = GEMV.variant("cpu_portable").file
 GPU_MODE = folders.find(str(SUPPORT / "gpu_mode" / "vectoradd"))
 LIMIT_S = 120
 START = {"device": "cpu", "files": None, "compile": False, "definitions": {}, "records": ""}
-
-
-@pytest.fixture
-def place():
-    """A folder that other users may pass through, as pytest's may not be: a runner may be one."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o711)
-    yield folder
-    reaper.remove_tree(str(folder))
-
-
-@pytest.fixture
-def make(place):
-    """Makes folders for runners, which go at the end."""
-    made = []
-
-    def make(file=CPU, problem=GEMV, kept=None) -> Workdir:
-        made.append(Workdir.make(file, problem, kept, base=place))
-        return made[-1]
-
-    yield make
-    for box in made:
-        box.remove()
 
 
 @pytest.fixture
@@ -58,19 +32,19 @@ def box(make):
 
 
 @pytest.fixture
-def builds(tmp_path, monkeypatch):
+def forked_children():
+    """For a test of what a runner finds, beside others of how it starts."""
+    with warm.installed():
+        yield
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch) -> Path:
     """A build folder of this test's own, with the judge's code in it."""
     judge = workdir.gate.artefact().path.parent
     shutil.copytree(judge, tmp_path / "builds" / judge.name)
     monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "builds"))
     return tmp_path / "builds"
-
-
-@pytest.fixture
-def forked_children():
-    """For a test of what a runner finds, beside others of how it starts."""
-    with warm.installed():
-        yield
 
 
 def files(folder: Path) -> set[str]:
@@ -95,22 +69,20 @@ def compiled(box: Workdir, target: str, extra: dict[str, str] | None = None) -> 
 
 
 def test_it_holds_the_closure_and_nothing_else(box):
-    seen = files(box.jail.code)
-    problems = {name for name in seen if name.startswith("problems/nvfp4_gemv/")}
-    assert problems == {
-        "problems/nvfp4_gemv/task.py",
-        "problems/nvfp4_gemv/variants/cpu_portable.py",
-        "problems/nvfp4_gemv/variants/cpu_portable.cpp",
-        "problems/nvfp4_gemv/variants/cpu_rows.h",
-    }
-    common = {name for name in seen if name.startswith("problems/common/")}
-    assert common == {f"problems/common/{path.name}" for path in build.COMMON.iterdir() if path.is_file()}
-    assert {name.partition("/")[0] for name in seen} == {"harness", "problems"}
-    judge = {name for name in seen if name.startswith("harness/")}
-    assert {"harness/runner/runner.py", "harness/runner/wire.py", "harness/runner/gate.cpp"} < judge
-    roles = ("checker", "session", "phases", "run", "record", "run_file", "verdict", "private", "sandbox", "process")
-    assert not judge & {f"harness/{name}.py" for name in roles}
-    assert not [name for name in seen if "reference" in name or "wrong" in name or name.endswith((".jsonl", ".pyc"))]
+    problems, judge = box.jail.code / "problems", box.jail.code / "harness"
+    variant = {f"variants/{name}" for name in ("cpu_portable.py", "cpu_portable.cpp", "cpu_rows.h")}
+    assert files(problems / "nvfp4_gemv") == {"task.py"} | variant
+    assert files(problems / "common") == {path.name for path in build.COMMON.iterdir() if path.is_file()}
+    assert {name.partition("/")[0] for name in files(problems)} == {"nvfp4_gemv", "common", "__init__.py"}
+    assert {path.name for path in box.jail.code.iterdir()} == {"harness", "problems"}
+    assert {"runner/runner.py", "runner/wire.py", "runner/gate.cpp"} < files(judge)
+    private = ("judge", "checker", "lint", "player", "sandbox", "tools", "run.py")
+    assert not [name for name in private if (judge / name).exists()]
+    assert not [
+        name
+        for name in files(box.jail.code)
+        if "reference" in name or "wrong" in name or name.endswith((".jsonl", ".pyc"))
+    ]
     assert box.file.read_bytes() == CPU.read_bytes() and box.folder / "variants" == box.file.parent
 
 
@@ -124,15 +96,15 @@ def test_the_runner_knows_only_its_own_modules(box):
 
 def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, make, forked_children):
     """Headers below the file too: their way to each other stays. Nothing comes from above it."""
-    (tmp_path / "mine" / "deep").mkdir(parents=True)
-    (tmp_path / "above.h").write_text("#define EIGHT 8\n")
-    (tmp_path / "mine" / "deep" / "shared.h").write_text("#define SEVEN 7\n")
-    (tmp_path / "mine" / "secret.txt").write_text("not of the closure")
-    (tmp_path / "mine" / "sub.cpp").write_text(
-        '#include "deep/shared.h"\n#include "nvfp4.cuh"\n#include "../above.h"\n#include "secret.txt"\n'
-    )
-    file = tmp_path / "mine" / "sub.py"
-    file.write_text("from task import Case\ndef custom_kernel(data): pass\n")
+    included = ("deep/shared.h", "nvfp4.cuh", "../above.h", "secret.txt")
+    texts = {
+        "mine/sub.py": "from task import Case\ndef custom_kernel(data): pass\n",
+        "mine/sub.cpp": "".join(f'#include "{name}"\n' for name in included),
+        "mine/deep/shared.h": "#define SEVEN 7\n",
+        "mine/secret.txt": "not of the closure",
+        "above.h": "#define EIGHT 8\n",
+    }
+    file = write_files(tmp_path, texts) / "mine" / "sub.py"
     box = make(file)
     top = box.folder / "submission"
     assert files(top) == {"deep/shared.h", "sub.py", "sub.cpp"} and box.file == top / "sub.py"
@@ -154,27 +126,27 @@ def test_messages_name_the_real_files(box):
     )
 
 
+BUILDS = """
+import os
+from pathlib import Path
+import torch
+from harness.runner import gate
+from problems.common import build
+
+def compile_for(target):
+    made = build.cpp(Path(__file__).with_suffix(".cpp"))
+    assert made.function("seven")() == 7
+    assert torch.equal(torch.ones(600, 600) @ torch.ones(600, 600), torch.full((600, 600), 600.0))
+    assert str(made.path).startswith(os.environ["KERNEL_BUILD_DIR"])
+    gate.read_configs()
+    return [made]
+"""
+
+
 def test_torch_and_a_build_work_in_it(tmp_path, make):
     """A tensor operation on threads, g++ through problems.common.build, and what was built is loaded and called."""
-    file = tmp_path / "sub.py"
-    (tmp_path / "sub.cpp").write_text('extern "C" int seven() { return 7; }\n')
-    file.write_text(
-        textwrap.dedent("""
-        import os
-        from pathlib import Path
-        import torch
-        from harness.runner import gate
-        from problems.common import build
-        def compile_for(target):
-            made = build.cpp(Path(__file__).with_suffix(".cpp"))
-            assert made.function("seven")() == 7
-            assert torch.equal(torch.ones(600, 600) @ torch.ones(600, 600), torch.full((600, 600), 600.0))
-            assert str(made.path).startswith(os.environ["KERNEL_BUILD_DIR"])
-            gate.read_configs()
-            return [made]
-    """)
-    )
-    box = make(file)
+    write_files(tmp_path, {"sub.py": BUILDS, "sub.cpp": 'extern "C" int seven() { return 7; }\n'})
+    box = make(tmp_path / "sub.py")
     assert compiled(box, "cpu")["artefacts"][0]["bytes"] > 0
     assert list(box.jail.cache.glob("build/sub-cpu-*/sub.so"))
     assert len(list(box.jail.cache.glob("build/gate-cpu-*/gate.so"))) == 1, "the judge's is not built again"
@@ -195,19 +167,16 @@ def test_a_gpu_variant_compiles_in_it(name, make):
 def test_what_a_compile_step_made_serves_the_next_runner(builds, make):
     assert workdir.build_folder(CPU, GEMV, "cpu") is None
     first = make()
-    (first.jail.cache / "build" / "mine").mkdir()
-    (first.jail.cache / "build" / "mine" / "code.so").write_bytes(b"made")
-    (first.jail.cache / "build" / "mine" / "tool").write_bytes(b"run me")
-    (first.jail.cache / "build" / "mine" / "tool").chmod(0o755)
+    made = {"build/mine/code.so": "made", "build/mine/tool": "run me"}
+    (write_files(first.jail.cache, made) / "build" / "mine" / "tool").chmod(0o755)
     kept = first.publish(workdir.key(CPU, GEMV, "cpu"))
     first.remove()
     assert workdir.build_folder(CPU, GEMV, "cpu") == kept
-    assert files(kept) == {"build/mine/code.so", "build/mine/tool"}, "the judge's own code is not among it"
-    second = make(kept=kept)
-    assert (second.jail.cache / "build" / "mine" / "code.so").read_bytes() == b"made"
-    assert os.access(second.jail.cache / "build" / "mine" / "tool", os.X_OK)
-    (second.jail.cache / "build" / "mine" / "code.so").write_bytes(b"poisoned")
-    assert (kept / "build" / "mine" / "code.so").read_bytes() == b"made", "a runner has a copy"
+    assert files(kept) == set(made), "the judge's own code is not among it"
+    mine = make(kept=kept).jail.cache / "build" / "mine"
+    assert (mine / "code.so").read_text() == "made" and os.access(mine / "tool", os.X_OK)
+    (mine / "code.so").write_text("poisoned")
+    assert (kept / "build" / "mine" / "code.so").read_text() == "made", "a runner has a copy"
 
 
 def test_what_was_published_first_stays(builds, box):
@@ -276,10 +245,7 @@ def test_a_half_filled_one_is_never_used_and_goes(builds, box):
 
 
 def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
-    folder = tmp_path / "nvfp4_gemv"
-    shutil.copytree(GEMV.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    common = tmp_path / "common"
-    shutil.copytree(build.COMMON, common, ignore=shutil.ignore_patterns("__pycache__"))
+    folder, common = copy_of(GEMV.folder, tmp_path / "nvfp4_gemv"), copy_of(build.COMMON, tmp_path / "common")
     monkeypatch.setattr(build, "COMMON", common)
     copy = replace(GEMV, folder=folder)
     file = folder / "variants" / "cpu_portable.py"
@@ -289,17 +255,15 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
 
     start = key()
     assert key() == start and key("sm90") != start
-    for name in ("reference.py", "variants/cpu_avx2.cpp", "README.md", "wrong.py"):
-        with open(folder / name, "a") as other:
-            other.write("\n# a change\n")
-        assert key() == start, name
     seen = {start}
-    names = ("variants/cpu_portable.py", "variants/cpu_portable.cpp", "variants/cpu_rows.h", "task.py")
-    for number, path in enumerate((*map(folder.joinpath, names), common / "nvfp4.cuh", common / "build.py"), 2):
-        with open(path, "a") as source:
-            source.write("\n// a change\n" if path.suffix != ".py" else "\n# a change\n")
+    mine = ("variants/cpu_portable.py", "variants/cpu_portable.cpp", "variants/cpu_rows.h", "task.py")
+    shared = ("../common/nvfp4.cuh", "../common/build.py")
+    for name in ("reference.py", "variants/cpu_avx2.cpp", "README.md", "wrong.py", *mine, *shared):
+        with open(folder / name, "a") as source:
+            source.write("\n# a change\n" if name.endswith(".py") else "\n// a change\n")
+        before = len(seen)
         seen.add(key())
-        assert len(seen) == number, path
+        assert len(seen) - before == (name in mine + shared), name
     monkeypatch.setattr(workdir, "_versions", lambda target: ("another compiler",))
     assert key() not in seen
 
@@ -358,7 +322,4 @@ def test_the_folder_goes_with_its_judge(then):
         judge.send_signal(signal.SIGKILL)
     judge.wait(timeout=LIMIT_S)
     judge.stdout.close()
-    deadline = time.monotonic() + 60
-    while (Path(place).parent.exists() or Path(f"/proc/{pid}").exists()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(place).exists() and not Path(place).parent.exists()
+    assert comes(lambda: not Path(place).parent.exists() and not Path(f"/proc/{pid}").exists())

@@ -23,8 +23,8 @@ def rows(found: board.Board) -> dict[str, pd.Series]:
     return {row.variant: row for _, row in found.standing.iterrows()}
 
 
-def unranked(row: pd.Series) -> bool:
-    return row["rank"] is pd.NA
+def ranks(found: board.Board) -> dict[str, int | None]:
+    return {name: None if row["rank"] is pd.NA else int(row["rank"]) for name, row in rows(found).items()}
 
 
 # --- ranks
@@ -46,13 +46,11 @@ def test_ranks_are_shared_where_intervals_overlap(intervals, ranks):
 
 def test_board_ranks_by_geomean_and_shares_ranks():
     records = full("slow", 2.0) + full("tied", 1.101, spread=0.02) + full("first", 1.1, spread=0.02)
-    found = rows(one(records))
-    assert list(found) == ["first", "tied", "slow"]
-    assert [int(row["rank"]) for row in found.values()] == [1, 1, 3]
-    assert found["slow"].geomean_us == pytest.approx(2 * stats.geomean(ROOFS))
-    assert found["slow"].roofline_share == pytest.approx(0.5)
-    interval = stats.geomean_interval([samples(2 * roofline) for roofline in ROOFS])
-    assert (found["slow"].lo_us, found["slow"].hi_us) == interval
+    found = one(records)
+    assert list(ranks(found).items()) == [("first", 1), ("tied", 1), ("slow", 3)]
+    slow = rows(found)["slow"]
+    assert (slow.geomean_us, slow.roofline_share) == pytest.approx((2 * stats.geomean(ROOFS), 0.5))
+    assert (slow.lo_us, slow.hi_us) == stats.geomean_interval([samples(2 * roofline) for roofline in ROOFS])
 
 
 def test_times_follow_the_standing_whatever_the_order_of_lines():
@@ -67,7 +65,7 @@ def test_times_follow_the_standing_whatever_the_order_of_lines():
 def test_what_another_clock_timed_has_no_rank():
     other = {"clock": {"name": "another clock", "warnings": []}}
     found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.0, **other))
-    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2] and unranked(rows(found)["c"])
+    assert ranks(found) == {"a": 1, "b": 2, "c": None}
     assert rows(found)["c"].notes == ["not ranked, timed by another clock: another clock"]
     partly = full("q", 2.2, baseline=True)
     partly[-1] |= other
@@ -83,8 +81,8 @@ def test_a_confirmation_by_another_clock_does_not_lead():
         later = {"run": "r2", "minute": 1, "device": "cuda", "clock": clock}
         confirms = {"variant": "a", "run_id": "r1", "paired": True}
         mine = full("c", 1.0, **later, confirms=confirms, against={"variant": "a", "ratio": 0.8})
-        found = rows(one(base + mine + full("a", 1.2, **later)))
-        assert found["c"]["rank"] == 1 if leads else unranked(found["c"]) and found["a"]["rank"] == 1
+        found = ranks(one(base + mine + full("a", 1.2, **later)))
+        assert found["c"] == 1 if leads else (found["c"], found["a"]) == (None, 1)
 
 
 # --- gaps and failures
@@ -109,8 +107,9 @@ LATER = {"run": "r2", "minute": 9}
     ],
 )
 def test_variant_with_gap_or_failure_has_no_rank_and_says_why(records, status, done, reason):
-    row = rows(one(full("a", 1.1) + records))["b"]
-    assert unranked(row) and math.isnan(row.geomean_us)
+    found = one(full("a", 1.1) + records)
+    row = rows(found)["b"]
+    assert ranks(found)["b"] is None and math.isnan(row.geomean_us)
     assert (row.status, row.done, row.wanted) == (status, done, 3) and reason in row.reason
 
 
@@ -128,10 +127,11 @@ def test_earlier_failures_and_other_machines_do_not_undo_a_result(records):
 
 
 def test_case_that_nobody_timed_is_missing_from_all_where_cases_are_known():
-    found = rows(one(full("a", 1.1)[:2] + full("b", 1.2)[:2]))
-    assert all(unranked(row) and (row.done, row.wanted) == (2, 3) for row in found.values())
-    found = rows(one(full("a", 1.1) + full("b", 1.05)[:2], {}))  # else those of the base run count
-    assert found["a"]["rank"] == 1 and unranked(found["b"]) and found["b"].wanted == 3
+    found = one(full("a", 1.1)[:2] + full("b", 1.2)[:2])
+    assert ranks(found) == {"a": None, "b": None}
+    assert all((row.done, row.wanted) == (2, 3) for row in rows(found).values())
+    found = one(full("a", 1.1) + full("b", 1.05)[:2], {})  # else those of the base run count
+    assert ranks(found) == {"a": 1, "b": None} and rows(found)["b"].wanted == 3
 
 
 NO_TIME = {"median_us": (math.nan, math.inf, 0.0, -3.0, None, "18.0", True)}
@@ -142,9 +142,11 @@ NO_TIME["samples_us"] = (None, [], [[]], [[1.0, math.nan]], [[-1.0]], "x")  # wi
 def test_what_is_no_time_never_ranks(field, value):
     bad = full("b", 1.0)
     bad[0][field] = value
-    row = rows(one(full("a", 1.1) + bad))["b"]
+    found = one(full("a", 1.1) + bad)
+    row = rows(found)["b"]
     timed, said = row.status == "PASSED", row.reason + " ".join(row.notes)
-    assert unranked(row) and timed == (field == "samples_us") and ("no interval" if timed else "no time") in said
+    assert timed == (field == "samples_us") and ("no interval" if timed else "no time") in said
+    assert ranks(found)["b"] is None
 
 
 # --- runs
@@ -164,31 +166,19 @@ def test_variant_from_another_run_is_shown_and_not_ranked():
     alone = full("c", 0.9, run="r2", minute=5) + full("a", 0.5, run="r3", minute=6, source_hash="new")
     found = one(full("a", 1.1) + full("b", 1.2) + alone)
     a, c = rows(found)["a"], rows(found)["c"]
-    assert unranked(c) and c.run_id == "r2" and not c.base and board.OTHER_RUN in c.notes
+    assert ranks(found) == {"a": 1, "b": 2, "c": None} and found.run["run_id"] == a.run_id == "r1"
+    assert c.run_id == "r2" and not c.base and board.OTHER_RUN in c.notes
     assert c.geomean_us == pytest.approx(0.9 * stats.geomean(ROOFS))  # shown, though
-    assert found.run["run_id"] == a.run_id == "r1" and [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
     assert a.notes == ["also in a newer run of another source, not comparable, r3: PASSED"]
 
 
-def test_paired_run_does_not_displace_the_field():
-    pair = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91]}
-    paired = full("a", 0.9, run="r2", minute=5, against=pair) + full("b", 1.0, run="r2", minute=5)
+def test_pairs_displace_no_field_and_the_newest_count():
+    faster = {"variant": "b", "ratio": 0.9, "ci95": [0.89, 0.91]}
+    paired = full("a", 0.9, run="r2", minute=5, against=faster) + full("b", 1.0, run="r2", minute=5)
     found = one(full("a", 1.1) + full("b", 1.2) + full("c", 1.3) + paired)
     assert found.run["run_id"] == "r1" and list(found.pairs.case) == list(found.cases)
     assert list(found.pairs.iloc[0]) == ["a", "b", "m=7168 k=16384 l=1", 0.9, 0.89, 0.91, "FASTER", "r2"]
 
-
-def test_a_run_that_failed_does_not_become_the_board():
-    """Even where it is the newest, and no run has more than one variant."""
-    failed = full("b", 1.0, run="r2", minute=5)
-    failed[2] |= {"status": "INVALID_MEASUREMENT", "median_us": None}
-    for expected in (EXPECTED, {}):
-        found = one(full("a", 1.1) + failed, expected)
-        assert found.run["run_id"] == "r1" and rows(found)["a"]["rank"] == 1
-        assert rows(found)["b"].status == "INVALID_MEASUREMENT" and unranked(rows(found)["b"])
-
-
-def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
     def pair(run, minute, ratio):
         against = {"variant": "a#2", "ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
         return full("a", 1.1, run=run, minute=minute, against=against) + full("a#2", 1.1, run=run, minute=minute)
@@ -196,20 +186,20 @@ def test_the_newest_pair_counts_and_a_repeat_is_no_variant():
     newest = [record for ratio in (1.4, 1.001) for record in pair("r3", 6, ratio) if record["case"] != CASES[2]]
     found = one(full("a", 1.1) + full("b", 1.2) + pair("r2", 5, 1.5) + newest)
     assert list(found.pairs.ratio) == [1.001] * 2  # nothing of r2's third case, nor of r3's first attempt
-    assert set(found.pairs.run_id) == {"r3"}
-    assert list(rows(found)) == ["a", "b"]
+    assert set(found.pairs.run_id) == {"r3"} and list(rows(found)) == ["a", "b"]
 
 
-def test_single_variants_make_a_board_and_incomplete_runs_displace_none():
-    found = rows(one(full("a", 1.0) + full("b", 1.1, run="r2", minute=5)))
-    assert found["b"]["rank"] == 1 and unranked(found["a"])
+def test_a_run_that_failed_or_is_incomplete_does_not_become_the_board():
+    """Even where it is the newest, and no run has more than one variant."""
+    failed = full("b", 1.0, run="r2", minute=5)
+    failed[2] |= {"status": "INVALID_MEASUREMENT", "median_us": None}
+    for expected in (EXPECTED, {}):
+        found = one(full("a", 1.1) + failed, expected)
+        assert found.run["run_id"] == "r1" and ranks(found) == {"a": 1, "b": None}
+        assert rows(found)["b"].status == "INVALID_MEASUREMENT"
+    assert ranks(one(full("a", 1.0) + full("b", 1.1, run="r2", minute=5))) == {"b": 1, "a": None}
     part = full("a", 0.9, run="r2", minute=5)[:1] + full("b", 0.8, run="r2", minute=5)[:1]
     assert one(full("a", 1.1) + full("b", 1.2) + part).run["run_id"] == "r1"
-
-
-def test_times_of_cases_outside_the_set_are_named():
-    found = one([*full("a", 1.1), bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}])
-    assert any("m=1 k=64 l=1" in note for note in found.notes) and rows(found)["a"]["rank"] == 1
 
 
 # --- baselines, compiled variants, targets
@@ -218,9 +208,8 @@ def test_times_of_cases_outside_the_set_are_named():
 def test_baselines_are_unranked_and_the_fastest_in_each_case_measures_the_others():
     records = full("a", 1.0) + full("b", 3.0) + full("peer_slow", 4.0, baseline=True)
     found = one(records + full("peer_fast", 2.0, baseline=True, setup_us=812.0))
-    baseline = rows(found)["peer_fast"]
-    assert unranked(baseline) and baseline.notes == ["its set-up of 812.0 us a call is not in the time"]
-    assert [int(rows(found)[name]["rank"]) for name in "ab"] == [1, 2]
+    assert ranks(found) == {"a": 1, "b": 2, "peer_fast": None, "peer_slow": None}
+    assert rows(found)["peer_fast"].notes == ["its set-up of 812.0 us a call is not in the time"]
     assert [rows(found)[name].baseline_ratio for name in "ab"] == pytest.approx([2.0, 2 / 3])
     assert list(found.times[found.times.variant == "a"].baseline_ratio) == pytest.approx([2.0] * 3)
     other = [bench("peer_q", case, factor * ROOFS[case], baseline=True) for case, factor in enumerate((1.0, 4.0, 4.0))]
@@ -248,7 +237,7 @@ def test_baseline_that_serves_some_cases_measures_in_those_alone():
     found = one(part)
     a, baseline = rows(found)["a"], rows(found)["peer_p"]
     assert (baseline.status, baseline.done, baseline.notes) == ("PASSED", 2, ["serves l=1 or 8 alone"])
-    assert unranked(baseline) and math.isnan(baseline.geomean_us) and a["rank"] == 1
+    assert ranks(found) == {"a": 1, "peer_p": None} and math.isnan(baseline.geomean_us)
     assert tables.times_baseline(a) == "2.00x in 2 of 3"
     ratios = list(found.times[found.times.variant == "a"].baseline_ratio)
     assert ratios[:2] == pytest.approx([2.0] * 2) and math.isnan(ratios[2])
@@ -259,20 +248,21 @@ def test_baseline_that_serves_some_cases_measures_in_those_alone():
     assert rows(one([*part, wrong]))["peer_p"].status == "INCORRECT"
 
 
-def test_compiled_variant_is_not_run_and_a_board_of_these_is_not_timed():
+def test_compiled_variant_is_not_run_and_a_later_compile_error_is_its_state():
     kernels = [{"name": "k1", "registers": 40, "spill_bytes": 0}, {"name": "k2", "registers": 64, "spill_bytes": 8}]
     compiled = line("compile", "b", case=None, status="COMPILED", resources=kernels)
     row = rows(one([*full("a", 1.1), compiled]))["b"]
-    assert unranked(row) and row.status == "COMPILED" and row.notes == ["compiled, not run"]
+    assert (row["rank"], row.status, row.notes) == (pd.NA, "COMPILED", ["compiled, not run"])
     assert (row.registers, row.spill_bytes) == (64, 8)
     found = one([compiled | {"resources": []}, line("test", "b", **LATER, case=None, status="UNSUPPORTED")])
     assert not found.timed and found.times.empty
+    failed = line("compile", "a", run="r2", minute=5, case=None, status="COMPILE_ERROR", reason="no such instruction")
+    found = one([*full("a", 1.1), failed])
+    assert ranks(found) == {"a": None}
+    assert (rows(found)["a"].status, rows(found)["a"].reason) == ("COMPILE_ERROR", "no such instruction")
 
 
-SM100 = {"target": "sm100", "case": None}
-
-
-COMPILED = line("compile", "b", status="COMPILED", resources=[], **SM100)
+COMPILED = line("compile", "b", status="COMPILED", resources=[], target="sm100", case=None)
 RIGHT = [line("model", "b", status="MODEL_CHECKED", target="sm100", case=case) for case in (0, 1, 1)]
 RACE = line("model", "b", status="RUNTIME_ERROR", reason="eager: a race", target="sm100", minute=1)
 MENDED = line("model", "b", status="MODEL_CHECKED", target="sm100", minute=3)
@@ -291,7 +281,7 @@ MENDED = line("model", "b", status="MODEL_CHECKED", target="sm100", minute=3)
 def test_compiled_variant_has_the_state_of_the_model(records, status, said):
     (found,) = board.build(records, "box", {})
     row = rows(found)["b"]
-    assert unranked(row) and not found.timed
+    assert ranks(found) == {"b": None} and not found.timed
     assert (row.status, [*row.notes, row.reason][0]) == (status, said)
 
 
@@ -301,12 +291,6 @@ def test_model_says_nothing_of_what_has_run():
     known = Provenance([line("test", "b", target="sm100"), MENDED])
     row = rows(board.build([COMPILED], "box", {}, known)[0])["b"]
     assert row.notes == ["compiled, model-checked (1 test case), not run here"]
-
-
-def test_a_later_compile_error_is_the_state():
-    failed = line("compile", "a", run="r2", minute=5, case=None, status="COMPILE_ERROR", reason="no such instruction")
-    row = rows(one([*full("a", 1.1), failed]))["a"]
-    assert unranked(row) and (row.status, row.reason) == ("COMPILE_ERROR", "no such instruction")
 
 
 def test_targets_and_problems_have_boards_of_their_own():
@@ -320,10 +304,12 @@ def test_targets_and_problems_have_boards_of_their_own():
     assert all(b.standing.iloc[0]["rank"] == 1 for b in boards)
 
 
-def test_the_runs_oddities_are_noted():
+def test_oddities_of_the_run_and_of_its_cases_are_noted():
     found = one(full("a", 1.1, throttle=["hot"]) + full("b", 1.2, environment={"gpu": "another"}))
     assert any("environment changed" in note for note in found.notes)
     assert rows(found)["a"].notes == ["the GPU's clocks were throttled (hot)"] and rows(found)["b"].notes == []
+    found = one([*full("a", 1.1), bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}])
+    assert any("m=1 k=64 l=1" in note for note in found.notes) and ranks(found) == {"a": 1}
 
 
 # --- confirmations, attempts, and other figures than the geomean
@@ -348,9 +334,9 @@ FIELD = full("a", 1.1) + full("c", 1.5) + full("d", 2.0)
 
 def test_a_confirmed_variant_takes_the_lead_without_displacing_the_field():
     found = one(FIELD + confirmed(1.0))
-    assert list(found.standing.variant) == ["b", "a", "c", "d"] and found.run["run_id"] == "r1"
-    assert list(found.standing["rank"]) == [1, 2, 3, 4]
+    assert list(ranks(found)) == ["b", "a", "c", "d"] and list(ranks(found).values()) == [1, 2, 3, 4]
     row = rows(found)["b"]
+    assert found.run["run_id"] == "r1"
     assert row.geomean_us == pytest.approx(stats.geomean(ROOFS)) and row.run_id == "r2"
     assert "leads by its pairs with a: 0.9091 (" in row.notes[0]
     assert any(note.startswith("timed twice") for note in row.notes)
@@ -368,27 +354,23 @@ def test_a_confirmed_variant_takes_the_lead_without_displacing_the_field():
     ],
 )
 def test_what_is_not_confirmed_does_not_lead(records, why):
-    found = one(FIELD + records)
-    assert list(found.standing.variant[:3]) == ["a", "c", "d"], why
-    assert list(found.standing["rank"][:3]) == [1, 2, 3]
-    assert unranked(rows(found)["b"]) if "b" in rows(found) else len(records) == 3
+    found = ranks(one(FIELD + records))
+    assert list(found)[:3] == ["a", "c", "d"], why
+    assert found == {"a": 1, "c": 2, "d": 3} | ({"b": None} if len(records) > 3 else {})
 
 
 def test_each_confirmation_counts_against_who_leads_then():
-    """b beats a, then a beats b, then c claims to have beaten a, who does lead."""
+    """b beats a, then a beats b, then c claims to have beaten a, who does lead; a newer field decides anew."""
     back = full("a", 0.9, run="r3", minute=10, confirms=CONFIRMS | {"variant": "b"}, against={"variant": "b"})
     back += full("b", 1.0, run="r3", minute=10)
     assert list(one(FIELD + confirmed(1.0) + back).standing.variant) == ["a", "b", "c", "d"]
     third = full("c", 0.8, run="r4", minute=11, confirms=CONFIRMS, against={"variant": "a"})
     third += full("a", 0.9, run="r4", minute=11)
-    found = one(FIELD + confirmed(1.0) + back + third)
-    assert list(found.standing.variant) == ["c", "a", "b", "d"] and list(found.standing["rank"]) == [1, 2, 3, 4]
-
-
-def test_a_newer_run_of_the_field_decides_anew():
+    found = ranks(one(FIELD + confirmed(1.0) + back + third))
+    assert list(found) == ["c", "a", "b", "d"] and list(found.values()) == [1, 2, 3, 4]
     newer = full("a", 1.1, run="r9", minute=30) + full("b", 1.2, run="r9", minute=30)
-    found = rows(one(FIELD + confirmed(1.0) + newer))
-    assert (found["a"]["rank"], found["b"]["rank"]) == (1, 2)
+    found = ranks(one(FIELD + confirmed(1.0) + newer))
+    assert (found["a"], found["b"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +401,7 @@ def test_judge_and_board_agree_on_the_leader(records):
 def test_attempts_are_the_runs_that_timed_it_and_no_fewer_than_a_record_says():
     again = full("a", 1.1, run="r2", minute=5, attempt=7)
     found = rows(one(full("a", 1.2) + again + full("b", 2.0) + [line("test", "c", run="r3")]))
-    assert (found["a"].attempts, found["b"].attempts, found["c"].attempts) == (7, 1, 0)
+    assert [found[name].attempts for name in "abc"] == [7, 1, 0]
 
 
 def test_a_problem_that_ranks_by_the_mean_is_ranked_by_the_mean():

@@ -53,7 +53,7 @@ def test_the_exit_code_of_a_regression(capsys, results, a, b, percent, code):
     assert found == code and (f"regression of more than {percent} %: nvfp4_gemv" in out) == (code == 8)
 
 
-def test_a_single_case_is_a_regression_too_and_a_failed_one_has_its_own_code(capsys, results):
+def test_single_cases_are_regressions_and_failed_or_missing_ones_have_a_code(capsys, results):
     slow = full("sm90_v1", 1.1, run="r4", minute=3)
     slow[1] = bench("sm90_v1", 1, 1.1 * 32.0 * 1.2, run="r4", minute=3)
     write(results, "gpu-box", slow)
@@ -62,9 +62,6 @@ def test_a_single_case_is_a_regression_too_and_a_failed_one_has_its_own_code(cap
     write(results, "gpu-box", [bench("sm90_v1", i, 9.0, run="r5", minute=4, status="INCORRECT") for i in range(3)])
     code, out, _ = said(capsys, results, "run=r5", "run=r1", "--fail-on-regression", "10")
     assert code == 1 and "INCORRECT" in out
-
-
-def test_cases_that_only_b_was_timed_on_are_named_and_fail(capsys, results):
     write(results, "gpu-box", full("sm90_v1", 1.1, run="r6", minute=5)[:1])
     words = ("run=r6", "run=r1 variant=sm90_v1")
     code, out, _ = said(capsys, results, *words, "--fail-on-regression", "10")
@@ -99,17 +96,14 @@ def test_bad_use_is_one_line(capsys, results, a, b, message):
     assert code == 2 and re.search(message, err) and err.count("\n") == 1 and not out
 
 
-def test_nothing_in_common_names_what_each_has(capsys, results):
-    write(results, "gpu-box", [record | {"problem": "moe_gemm"} for record in full("sm90_x", 1.0, run="r6", minute=5)])
-    code, _, err = said(capsys, results, "problem=moe_gemm", "problem=nvfp4_gemv")
-    assert code == 2 and "A has moe_gemm sm90 sm90_x; B has nvfp4_gemv sm90 sm90_v1" in err
-
-
-def test_share_is_a_number(capsys, results):
+def test_shares_and_problems_that_cannot_be_compared_are_named(capsys, results):
     for percent in ("-1", "nan", "inf"):
         with pytest.raises(SystemExit):
             compare.main(["run=r1", "run=r1", "--fail-on-regression", percent])
         assert "--fail-on-regression must be 0 or more" in capsys.readouterr().err
+    write(results, "gpu-box", [record | {"problem": "moe_gemm"} for record in full("sm90_x", 1.0, run="r6", minute=5)])
+    code, _, err = said(capsys, results, "problem=moe_gemm", "problem=nvfp4_gemv")
+    assert code == 2 and "A has moe_gemm sm90 sm90_x; B has nvfp4_gemv sm90 sm90_v1" in err
 
 
 def test_equal_samples_give_1_and_an_interval_as_wide_as_their_scatter():

@@ -59,7 +59,7 @@ def test_axis_fits_its_values(values):
     assert overlaps(drawn) == [] and axes.get_xlim()[0] < min(values) <= max(values) < axes.get_xlim()[1]
 
 
-def test_equal_charts_give_equal_files_and_shared_fields_are_dropped(tmp_path):
+def test_equal_charts_give_equal_files_and_few_points_none(tmp_path):
     times = [one for n in range(pictures.MOST_ROWS + 3) for one in full(f"v{n}", 1 + n / 9)]
     (one,) = board.build([one | {"case": one["case"] | {"order": "random"}} for one in times], "box", {})
     drawn = pictures.by_case(one)
@@ -67,6 +67,10 @@ def test_equal_charts_give_equal_files_and_shared_fields_are_dropped(tmp_path):
     assert all("order" not in row.label for row in drawn.rows) and len(drawn.names) == plot.MOST_SERIES
     assert plot.inline(drawn, "", "x", tmp_path / "a.svg") == plot.inline(drawn, "", "x", tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    two, three = (Rows([Row("a", [Point(1.0)] * count)], ("x",), "us") for count in (2, 3))
+    assert [plot.is_worth_drawing(one) for one in (None, two, three)] == [False, False, True]
+    points = [("a", [(0, 1.0), (1, 2.0)])]
+    assert [plot.is_worth_drawing(Lines(x, points, "us")) for x in (["1", "2"], ["1", "2", "3"])] == [False, True]
 
 
 def test_chart_on_a_page_is_themed_and_says_what_it_shows(tmp_path):
@@ -77,13 +81,6 @@ def test_chart_on_a_page_is_themed_and_says_what_it_shows(tmp_path):
     assert svg.count('role="img"') == 1 and "time of a call, us, median with 95 % interval. m=7168" in svg
     ids = re.findall(r'\sid="([^"]+)"', svg)
     assert len(ids) == len(set(ids)) and all(one.startswith("key-") for one in ids)
-
-
-def test_chart_below_three_points_is_not_worth_drawing():
-    two, three = (Rows([Row("a", [Point(1.0)] * count)], ("x",), "us") for count in (2, 3))
-    assert [plot.is_worth_drawing(one) for one in (None, two, three)] == [False, False, True]
-    points = [("a", [(0, 1.0), (1, 2.0)])]
-    assert [plot.is_worth_drawing(Lines(x, points, "us")) for x in (["1", "2"], ["1", "2", "3"])] == [False, True]
 
 
 def test_only_whole_right_runs_are_points_of_a_history():

@@ -1,12 +1,11 @@
 """What belongs to a row of a board: its warnings, whether its source is the checkout's, and whether its problem is."""
 
-from pathlib import Path
-
 import pytest
 
 from leaderboard import board, provenance, tables
 from problems.common import build, load
 from tests.leaderboard.test_board import EXPECTED, one, rows
+from tests.support import write_files
 from tests.support.records import CLOCK, full
 
 
@@ -15,10 +14,8 @@ def test_a_warning_of_one_variant_is_at_its_row_only():
     for number, record in enumerate(warned[1:], 1):
         record["clock"] = CLOCK | {"warnings": [f"{number} calls have no score: the judge's clock saw them", "no NVML"]}
     found = one(full("a", 1.1) + warned + full("c", 1.3))
-    assert rows(found)["b"].notes == [
-        "3 calls have no score: the judge's clock saw them (in 2 of 3 cases)",
-        "no NVML (in 2 of 3 cases)",
-    ]
+    said = "3 calls have no score: the judge's clock saw them (in 2 of 3 cases)"
+    assert rows(found)["b"].notes == [said, "no NVML (in 2 of 3 cases)"]
     assert rows(found)["a"].notes == rows(found)["c"].notes == found.notes == []
     assert not any("no score" in line or "NVML" in line for line in tables.facts(found) + tables.notes(found))
 
@@ -59,11 +56,6 @@ def test_a_row_says_whether_its_source_is_the_checkouts(monkeypatch, record, oth
     assert (rows(found)["a"].source, rows(found)["b"].source) == (state, provenance.MATCH)
 
 
-def test_a_variant_that_the_checkout_lacks_has_changed():
-    (found,) = board.build(full("no_such_variant", 1.1), "box", EXPECTED, provenance.Provenance())
-    assert rows(found)["no_such_variant"].source == provenance.CHANGED
-
-
 def test_a_row_whose_problem_has_changed_says_so_and_one_of_other_code_says_that(monkeypatch):
     in_checkout(monkeypatch)
     now = {"source_hash": "new"}
@@ -75,27 +67,18 @@ def test_a_row_whose_problem_has_changed_says_so_and_one_of_other_code_says_that
     assert provenance.OTHER_PROBLEM in tables.standing(found).remarks[0]
 
 
-@pytest.fixture
-def tree(tmp_path, monkeypatch) -> Path:
-    """A folder of problems: `a` includes a shared header that includes another, `b` imports a shared module."""
-    files = {
-        "common/deep.cuh": "// 1\n",
-        "common/shared.cuh": '#include "deep.cuh"\n',
-        "common/other.cuh": "// 1\n",
-        "common/helper.py": "from problems.common import deeper\n",
-        "common/deeper.py": "x = 1\n",
-        "p/task.py": "x = 1\n",
-        "p/variants/a.py": "",
-        "p/variants/a.cu": '#include "shared.cuh"\n',
-        "p/variants/b.py": "from problems.common.helper import deeper\n",
-        "p/variants/c.py": "",
-    }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(build, "COMMON", tmp_path / "common")
-    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
-    return tmp_path
+FILES = {  # `a` includes a shared header that includes another, `b` imports a shared module
+    "common/deep.cuh": "// 1\n",
+    "common/shared.cuh": '#include "deep.cuh"\n',
+    "common/other.cuh": "// 1\n",
+    "common/helper.py": "from problems.common import deeper\n",
+    "common/deeper.py": "x = 1\n",
+    "p/task.py": "x = 1\n",
+    "p/variants/a.py": "",
+    "p/variants/a.cu": '#include "shared.cuh"\n',
+    "p/variants/b.py": "from problems.common.helper import deeper\n",
+    "p/variants/c.py": "",
+}
 
 
 @pytest.mark.parametrize(
@@ -105,14 +88,18 @@ def tree(tmp_path, monkeypatch) -> Path:
         *[("common/deeper.py", "b"), ("p/variants/a.cu", "a"), ("p/variants/c.py", "c")],
     ],
 )
-def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tree, changed, others):
+def test_a_change_of_what_is_shared_marks_the_variants_that_use_it(tmp_path, monkeypatch, changed, others):
+    """And one that the checkout lacks has changed."""
+    monkeypatch.setattr(build, "COMMON", write_files(tmp_path, FILES) / "common")
+    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
+
     def hashes() -> dict[str, str]:
         provenance.source_hash.cache_clear()
-        return {name: provenance.source_hash(tree / "p", name) for name in "abc"}
+        return {name: provenance.source_hash(tmp_path / "p", name) for name in "abc"}
 
     records = [one for name, value in hashes().items() for one in full(name, 1.0, problem="p", source_hash=value)]
-    (tree / changed).write_text("changed = 1\n" if changed.endswith(".py") else "// changed\n")
+    (tmp_path / changed).write_text("changed = 1\n" if changed.endswith(".py") else "// changed\n")
     hashes()
-    (found,) = board.build(records, "box", {}, provenance.Provenance())
+    (found,) = board.build(records + full("d", 2.0, problem="p"), "box", {}, provenance.Provenance())
     states = {name: row.source for name, row in rows(found).items()}
-    assert states == {name: provenance.CHANGED if name in others else provenance.MATCH for name in "abc"}
+    assert states == {name: provenance.CHANGED if name in f"{others}d" else provenance.MATCH for name in "abcd"}

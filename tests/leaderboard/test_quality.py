@@ -28,15 +28,8 @@ def test_read_takes_committed_attacks_and_pairs():
 def test_pairs_are_grouped_by_what_was_planted(tmp_path):
     longer = PAIR | {"kind": "longer", "word": "SLOWER", "ratio": 1.01}
     other = PAIR | {"kind": "slowed_in_one_process"}
-    lines = [
-        longer,
-        longer | {"word": "FASTER"},
-        PAIR,
-        PAIR | {"clock": "an old one"},
-        other,
-        PAIR | {"word": "SLOWER"},
-    ]
-    found = read(tmp_path, *lines, longer | {"word": None, "ratio": None, "us": None})
+    lines = [longer, longer | {"word": "FASTER"}, longer | {"word": None, "ratio": None, "us": None}, other]
+    found = read(tmp_path, *lines, PAIR, PAIR | {"clock": "an old one"}, PAIR | {"word": "SLOWER"})
     equal, planted = found.groups()
     assert [[one[name] for name in ("planted", "pairs", "right", "wrong", "failed")] for one in (equal, planted)] == [
         [0, 2, 1, 1, 0],

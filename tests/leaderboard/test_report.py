@@ -165,7 +165,7 @@ def test_no_records_is_one_line_and_no_failure(capsys, tmp_path, form):
     assert (out + err).count("no records") == 1 and len(out.splitlines()) <= 1
 
 
-def test_malformed_records_are_skipped_with_a_warning(capsys, results):
+def test_records_of_no_run_or_no_schema_are_left_out(capsys, results, tmp_path):
     write(results, "gpu-box", [line("test", "a", schema=99)] * 1000)
     write(results, "cpu-box", full("a", 1.0, target="sm999"))
     code, out, err = said(capsys, "--results", results)
@@ -173,6 +173,13 @@ def test_malformed_records_are_skipped_with_a_warning(capsys, results):
     assert code == 0 and "sm90_v1" in out and err.count(": skipped: target: ") == 3
     assert re.search(r"^warning: gpu-box/nvfp4_gemv.jsonl:\d+: skipped: schema: .*, got 99$", err, re.M)
     assert f"warning: ... and {1000 - record.MOST} more in gpu-box/nvfp4_gemv.jsonl" in lines
+    for machine, end in (("box", ['{"kind": "end"}']), ("bare-box", [])):
+        lines = [run_line(problem="nvfp4_gemv"), *full("a", 1.1)]
+        (tmp_path / machine / "nvfp4_gemv").mkdir(parents=True)
+        file = tmp_path / machine / "nvfp4_gemv" / "20260101T000000-00000001.jsonl"
+        file.write_text("\n".join([*map(json.dumps, lines), *end, '{"kind": "torn']))
+    code, out, err = said(capsys, "--results", tmp_path)
+    assert (code, err) == (0, "") and "\nbox" in out and "bare-box" not in out
 
 
 def test_csv_has_a_row_per_variant_and_case(capsys, results):
@@ -194,16 +201,6 @@ def test_attempts_superseded_times_and_the_mean_are_shown(capsys, tmp_path):
     assert "| geomean us |" in out and "| mean us |" in out and "| 20.00 |" in out  # (18 + 32 + 10) / 3
     (first,) = [text for text in out.splitlines() if text.startswith("| 1 | b")]
     assert "timed twice" in first and "| 3 |" in first
-
-
-def test_an_unfinished_run_has_no_records(capsys, tmp_path):
-    for machine, end in (("box", ['{"kind": "end"}']), ("bare-box", [])):
-        lines = [run_line(problem="nvfp4_gemv"), *full("a", 1.1)]
-        (tmp_path / machine / "nvfp4_gemv").mkdir(parents=True)
-        file = tmp_path / machine / "nvfp4_gemv" / "20260101T000000-00000001.jsonl"
-        file.write_text("\n".join([*map(json.dumps, lines), *end, '{"kind": "torn']))
-    code, out, err = said(capsys, "--results", tmp_path)
-    assert (code, err) == (0, "") and "\nbox" in out and "bare-box" not in out
 
 
 @pytest.mark.parametrize("form", ["markdown", "terminal"])
@@ -280,11 +277,8 @@ def test_the_readme_of_this_project_is_current(capsys):
 
 def test_newest_latency_of_each_case_is_shown_beside_the_boards(capsys, results, monkeypatch):
     one = line("latency", "composed", problem="model") | {"case": {"config": "small", "batch": 1}, "median_us": 4000.0}
-    bad = one | {
-        "case": {"config": "large", "batch": 1},
-        "status": "INVALID_MEASUREMENT",
-        "reason": "replay_equals_eager",
-    }
+    failed = {"status": "INVALID_MEASUREMENT", "reason": "replay_equals_eager"}
+    bad = one | {"case": {"config": "large", "batch": 1}} | failed
     (results / "gpu-box" / "model.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (one | {"n": 1}, one, bad)))
     for form, title in (("markdown", "### model, sm90, on gpu-box"), ("terminal", "model, sm90, on gpu-box")):
         code, out, err = said(capsys, "--results", results, "--format", form, "--all")
@@ -365,7 +359,7 @@ def test_a_record_names_no_file_outside(capsys, tmp_path):
 # --- files that cannot be read or written
 
 
-def test_file_that_cannot_be_read_is_one_line(capsys, tmp_path, results, readme):
+def test_what_cannot_be_read_or_loaded_is_one_line(capsys, tmp_path, results, readme, monkeypatch):
     (tmp_path / "file").touch()
     none = tmp_path / "none"
     for options, message in (
@@ -378,9 +372,6 @@ def test_file_that_cannot_be_read_is_one_line(capsys, tmp_path, results, readme)
     ):
         code, out, err = said(capsys, *options)
         assert (code, out) == (2, "") and err.startswith(f"leaderboard/report.py: {message}") and err.count("\n") == 1
-
-
-def test_a_problem_that_cannot_be_loaded_is_one_line(capsys, monkeypatch, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "task.py").write_text("raise KeyError('x')\n")
     monkeypatch.setattr(load, "PROBLEMS", tmp_path)

@@ -81,7 +81,7 @@ def test_links_lead_somewhere_and_ids_are_unique(hostile):
     assert found["problems/nvfp4_gemv.html"].tags["svg"] == 2
 
 
-def test_text_of_a_submission_is_escaped(hostile):
+def test_text_of_a_submission_is_escaped_and_what_is_not_recorded_is_said(hostile):
     folder, found = hostile
     assert all(page.tags["script"] == page.tags["img"] == 0 for page in found.values())
     board = found["problems/nvfp4_gemv.html"]
@@ -91,9 +91,6 @@ def test_text_of_a_submission_is_escaped(hostile):
     mine = f"variants/nvfp4_gemv/{build.slug('<script>')}.html"
     assert "<script>" in found[mine].text and build.slug("<script>").isascii()
     assert all("<script" not in file.read_text() for file in (folder / "site" / "pictures").glob("*.svg"))
-
-
-def test_what_is_not_recorded_is_said(hostile):
     _, found = hostile
     made = found["variants/nvfp4_gemv/made.html"].text
     assert "it was not run here" in made and "name: <i>kernel</i>; registers: 40" in made
@@ -101,7 +98,11 @@ def test_what_is_not_recorded_is_said(hostile):
     assert "no decode step was timed yet" in found["model.html"].text
 
 
-def test_landing_page_has_the_leader_of_the_best_machine(tmp_path):
+def test_the_best_machine_comes_first_and_leads_the_page(tmp_path):
+    (compiled,) = board.build([line("compile", "made", case=None, status="COMPILED")], "compiled", {})
+    (cpu,) = board.build(full("fast", 0.1, target="cpu"), "cpu", {})
+    gpus = [board.build(full("mine", factor), f"gpu {factor}", {})[0] for factor in (2.0, 1.0)]
+    assert tables.best_first([compiled, cpu, *gpus]) == [*reversed(gpus), cpu, compiled]
     for machine, factor in (("a-slow", 2.0), ("b-fast", 1.0)):
         write(tmp_path / "r", machine, [*full("mine", factor), *full("peer_p", 3.0, baseline=True)])
     write(tmp_path / "r", "c-model", [line("compile", "made", case=None, status="COMPILED", target="sm100")])
@@ -109,13 +110,6 @@ def test_landing_page_has_the_leader_of_the_best_machine(tmp_path):
     assert "nvfp4_gemv, sm90 mine 17.93 us 100 % 3.00x b-fast changed since" in page.text
     assert "a-slow" not in page.text, "each problem once"
     assert page.tags["table"] == 1
-
-
-def test_cpus_and_what_was_compiled_come_behind_gpus():
-    (compiled,) = board.build([line("compile", "made", case=None, status="COMPILED")], "compiled", {})
-    (cpu,) = board.build(full("fast", 0.1, target="cpu"), "cpu", {})
-    gpus = [board.build(full("mine", factor), f"gpu {factor}", {})[0] for factor in (2.0, 1.0)]
-    assert tables.best_first([compiled, cpu, *gpus]) == [*reversed(gpus), cpu, compiled]
 
 
 def test_board_has_footnotes_in_place_of_the_columns_that_say_them():
@@ -147,14 +141,10 @@ def test_variant_page_has_source_samples_and_profile(tmp_path, monkeypatch):
     assert len((folder / "sm90_plain.jsonl").read_text().splitlines()) == 3
 
 
-def test_folder_without_records_has_a_page_that_says_so(tmp_path):
+def test_folder_without_records_has_a_page_that_replaces_no_other_files(tmp_path, capsys):
     (tmp_path / "r").mkdir()
     shown = site(tmp_path / "r", tmp_path / "s")
     assert set(shown) == {"index.html", "model.html", "judge.html"} and "No record" in shown["index.html"].text
-
-
-def test_page_replaces_a_page_and_no_other_files(capsys, tmp_path):
-    (tmp_path / "r").mkdir()
     words = ["--results", str(tmp_path / "r"), "--html", str(tmp_path / "s")]
     assert report.main(words) == report.main(words) == 0
     (tmp_path / "s" / build.MARK).unlink()

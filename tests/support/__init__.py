@@ -16,7 +16,6 @@ import torch
 
 TARGETS = ("cpu",)
 
-
 def custom_kernel(data):
     return torch.add(data.x, data.y, out=data.z)
 '''

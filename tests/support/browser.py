@@ -12,27 +12,17 @@ import os
 import select
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support import system
+from tests.support import comes, system
 
 LIMIT_S = 60  # of an answer
 # Root needs --no-sandbox: it opens our own files only. Fonts without hinting have the same widths everywhere.
 OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--no-default-browser-check",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-extensions",
-    "--remote-debugging-pipe",
-    "--hide-scrollbars",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--no-default-browser-check", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--disable-extensions", "--remote-debugging-pipe", "--hide-scrollbars"),
     "--font-render-hinting=none",
 )
 # Pairs of texts that overlap: the boxes of each text node and of each text of a picture, where they can be seen. Source
@@ -91,10 +81,7 @@ class Page:
 
     def until(self, script: str) -> None:
         """Wait until a script returns what is true: events come some time after what caused them."""
-        end = time.monotonic() + LIMIT_S
-        while not self.run(script):
-            assert time.monotonic() < end, f"not within {LIMIT_S} s: {script}"
-            time.sleep(0.02)
+        assert comes(lambda: self.run(script), LIMIT_S), f"not within {LIMIT_S} s: {script}"
 
     def size(self, width: int, height: int = 900) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -182,13 +169,8 @@ def started() -> Iterator[Chromium]:
         # Chromium wants its ends as descriptors 3 and 4: dash, for one, knows no others than digits.
         script = f'exec 3<&{its_reads} 4>&{its_writes}; exec "$@"'
         command = ["bash", "-c", script, "chromium", program, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
-        process = subprocess.Popen(
-            command,
-            pass_fds=(its_reads, its_writes),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=(its_reads, its_writes), **silent)
         for end in (its_reads, its_writes):
             os.close(end)
         chromium = Chromium(process, here_reads, here_writes)

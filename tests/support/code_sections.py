@@ -49,11 +49,8 @@ def jobs(tree: Path) -> Iterator[tuple[str, str]]:
     """(problem/variant, target) of all kernels of `tree`. A composition compiles those of others, torch its own."""
     for file in sorted(tree.glob("problems/*/variants/*.py")):
         problem = file.parent.parent.name
-        if (
-            sources.defines(load.parse(file), "compile_for")
-            and problem != COMPOSITION
-            and not file.stem.startswith(("peer_", "torch_"))
-        ):
+        ours = problem != COMPOSITION and not file.stem.startswith(("peer_", "torch_"))
+        if ours and sources.defines(load.parse(file), "compile_for"):
             yield from ((f"{problem}/{file.stem}", target) for target in load.constants(file, "TARGETS")["TARGETS"])
     yield from ((FUSED, target) for target in build.ARCH)
 
@@ -61,13 +58,8 @@ def jobs(tree: Path) -> Iterator[tuple[str, str]]:
 def compile_at(tree: Path, name: str, target: str) -> list[str]:
     """Compile one variant in `tree`. -> the digests of its code sections, sorted. RuntimeError: it does not compile."""
     with tempfile.TemporaryDirectory() as scratch:
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(tree),
-            "KERNEL_BUILD_DIR": scratch,
-            "NVCC_APPEND_FLAGS": "-no-compress",
-            "CUTE_DSL_ARCH": build.ARCH.get(target, ""),
-        }
+        env = os.environ | {"PYTHONPATH": str(tree), "KERNEL_BUILD_DIR": scratch}
+        env |= {"NVCC_APPEND_FLAGS": "-no-compress", "CUTE_DSL_ARCH": build.ARCH.get(target, "")}
         command = [sys.executable, "-c", COMPILE, _file(tree, name), target]
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
@@ -163,18 +155,16 @@ def digests_of(commit: str, wanted: list[tuple[str, str]], workers: int) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how, allow_abbrev=False)
     parser.add_argument("commit", help="the commit to compare this checkout with")
     parser.add_argument("--only", metavar="TEXT", default="", help="only variants whose problem/name holds this")
     parser.add_argument("--workers", type=int, default=1, help="compilations at a time (default: 1)")
     said = parser.parse_args()
     if not shutil.which("nvcc"):
         parser.error("nvcc is needed on PATH")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--verify", f"{said.commit}^{{commit}}"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", "rev-parse", "--verify", f"{said.commit}^{{commit}}"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     if not commit:
         parser.error(f"commit must be one of this repository, got {said.commit!r}")
     wanted = [job for job in jobs(ROOT) if said.only in job[0]]

@@ -4,8 +4,6 @@
 imports torch, start their processes as a user does.
 """
 
-import atexit
-import contextlib
 import multiprocessing
 import os
 import runpy
@@ -18,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support import ROOT
-from tests.support.warm import WAITING
+from tests.support.warm import WAITING, end_with
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "pytest", "numpy"])  # nothing of this checkout, which a test may replace
@@ -57,9 +55,6 @@ def _be(words: list[str], folder: str, environment: dict[str, str], streams: lis
         fd = os.open(file, os.O_RDWR | os.O_CREAT)
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -71,27 +66,10 @@ def _be(words: list[str], folder: str, environment: dict[str, str], streams: lis
     packages = [one for one in sys.path if "site-packages" in one or one.startswith(sys.base_prefix)]
     first = "" if kind in ("-c", "-m") else str(Path(kind).resolve().parent)
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *packages]
-    code = 0
-    try:
-        if kind == "-c":
-            sys.argv = ["-c", *rest[1:]]
-            main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
-        elif kind == "-m":
-            sys.argv = rest
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            runpy.run_path(kind, run_name="__main__")
-    except SystemExit as ended:
-        code = ended.code
-        if not isinstance(code, int | None):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    os._exit(code or 0)
+    if kind == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        end_with(["-c", *rest[1:]], lambda: exec(compile(rest[0], "<string>", "exec"), main.__dict__))
+    elif kind == "-m":
+        end_with(rest, lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True))
+    else:
+        end_with(words, lambda: runpy.run_path(kind, run_name="__main__"))

@@ -123,28 +123,16 @@ class Format:
 
 E4M3_SCALES = dict(enumerate(E4M3))
 POWERS = {byte: power_of_two(byte) for byte in range(255)}
-NVFP4 = Format("nvfp4", 16, E2M1, E4M3_SCALES, e4m3_scale, 0x7F, lambda x: nvfp4.quantise(x.double()), nvfp4.dequantise)
+ONE = torch.tensor(1.0)
+OF_NVFP4 = (16, E2M1, E4M3_SCALES, e4m3_scale, 0x7F)
+NVFP4 = Format("nvfp4", *OF_NVFP4, lambda x: nvfp4.quantise(x.double()), nvfp4.dequantise)
 NVFP4_ACTIVATIONS = Format(
-    "nvfp4 activations",
-    16,
-    E2M1,
-    E4M3_SCALES,
-    e4m3_scale,
-    0x7F,
-    lambda x: nvfp4.encode(x, torch.tensor(1.0)),
-    nvfp4.dequantise,
-    lambda x: nvfp4.round_trip(x, torch.tensor(1.0)),
+    *("nvfp4 activations", *OF_NVFP4, lambda x: nvfp4.encode(x, ONE), nvfp4.dequantise),
+    lambda x: nvfp4.round_trip(x, ONE),
 )
 MXFP4 = Format(
-    "mxfp4",
-    32,
-    E2M1,
-    POWERS,
-    least_power(6, 6 * TINY),
-    0xFF,
-    formats.quantise_mxfp4,
-    formats.dequantise_mxfp4,
-    formats.round_trip_fp4,
+    *("mxfp4", 32, E2M1, POWERS, least_power(6, 6 * TINY), 0xFF),
+    *(formats.quantise_mxfp4, formats.dequantise_mxfp4, formats.round_trip_fp4),
     scale_dtype=torch.uint8,
 )
 
@@ -152,12 +140,7 @@ MXFP4 = Format(
 def fp8_groups(group: int) -> Format:
     """FP8 in groups of `group` values, with the floor of the released model."""
     return Format(
-        f"fp8 in {group}s",
-        group,
-        E4M3,
-        POWERS,
-        least_power(448, 1e-4),
-        0xFF,
+        *(f"fp8 in {group}s", group, E4M3, POWERS, least_power(448, 1e-4), 0xFF),
         lambda x: fp8.quantise_groups(x, group),
         lambda codes, scales, dtype=torch.float32: fp8.dequantise_groups(codes, scales, group, dtype),
         lambda x: fp8.round_trip(x, group),

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from harness.sandbox import policy, process
 from harness.sandbox.policy import Jail
 from harness.sandbox.process import Child
-from tests.support import SUPPORT
+from tests.support import SUPPORT, comes
 
 ROOT = process.ROOT
 SECRET = "held by the judge"
@@ -93,7 +92,4 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: list[int], limit_s: float = 10) -> bool:
-    deadline = time.monotonic() + limit_s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
+    return comes(lambda: not any(map(alive, pids)), limit_s)

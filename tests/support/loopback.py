@@ -9,13 +9,12 @@ import os
 import shlex
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.sandbox import reaper
-from tests.support import system
+from tests.support import comes, system
 
 ALIAS = "there"  # the host's name in the client's configuration
 START_S = 20
@@ -77,7 +76,9 @@ def sshd(folder: Path) -> Iterator[Server]:
     log = folder / "sshd.log"
     process = subprocess.Popen([program, "-D", "-f", str(folder / "sshd_config"), "-E", str(log)])
     try:
-        _await_port(port, process, log)
+        comes(lambda: process.poll() is not None or _answers(port), START_S)
+        if not _answers(port):
+            raise RuntimeError(f"sshd did not start: {log.read_text() if log.exists() else process.poll()}")
         yield Server(folder, f"ssh -F {shlex.quote(str(folder / 'ssh_config'))}", process)
     finally:
         process.terminate()
@@ -90,10 +91,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _await_port(port: int, process: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.05)
-    raise RuntimeError(f"sshd did not start: {log.read_text() if log.exists() else process.poll()}")
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False

@@ -1,8 +1,11 @@
 """Which values of a parameter are in every run of the tests, and which only in the slow ones."""
 
+import shutil
 from collections.abc import Iterable
 
 import pytest
+
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
 
 def first(values: Iterable[object], count: int = 1) -> list[object]:

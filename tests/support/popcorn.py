@@ -6,6 +6,7 @@ file has at most 1,000,000 bytes, is UTF-8, does not hold the word of rule 1 in 
 .py, .cu, .cuh or .cpp. GPUs have the names below.
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,6 @@ ENDINGS = (".py", ".cu", ".cuh", ".cpp")
 GPUS = {"nvidia", "b200_nebius", "mi300", "mi250", "mi300x8", "mi355x", "t4", "l4", "a100", "h100", "b200", "l4x4"}
 
 
-class Refused(ValueError):
-    """The service would refuse the file."""
-
-
 @dataclass(frozen=True)
 class Request:
     leaderboard: str
@@ -27,31 +24,22 @@ class Request:
 
 
 def read(file: Path) -> Request:
-    """What the service takes from a file. Refused: it would not take it."""
+    """What the service takes from a file. AssertionError: it would not take it."""
     content = file.read_bytes()
-    if not file.name.endswith(ENDINGS) or not content or len(content) > LIMIT:
-        raise Refused(f"name or size: {file.name}, {len(content)} bytes")
+    assert file.name.endswith(ENDINGS) and 0 < len(content) <= LIMIT
     text = content.decode("utf-8")
-    if "stream" in text.lower():
-        raise Refused("the word")
+    assert "stream" not in text.lower()
     said: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if not line.startswith(("#", "//")):
-            break
-        words = line.split()
-        if words[0] not in ("#!POPCORN", "//!POPCORN"):
-            continue
-        if len(words) < 3:
-            raise Refused(f"no value: {line}")
-        name = {"gpu": "gpus"}.get(words[1].lower(), words[1].lower())
-        if name not in ("leaderboard", "gpus") or name in said:
-            raise Refused(f"unknown, or twice: {line}")
-        said[name] = words[2:]
-    if len(said.get("leaderboard", ())) != 1:
-        raise Refused("no leaderboard")
-    if unknown := {gpu.lower() for gpu in said.get("gpus", ())} - GPUS:
-        raise Refused(f"no such GPU: {unknown}")
-    return Request(said["leaderboard"][0], tuple(said.get("gpus", ())))
+    for line in itertools.takewhile(lambda line: line.startswith(("#", "//")), text.splitlines()):
+        first, *words = line.split()
+        if first in ("#!POPCORN", "//!POPCORN"):
+            name = {"gpu": "gpus"}.get(words[0].lower(), words[0].lower())
+            assert name in ("leaderboard", "gpus") and name not in said and words[1:], line
+            said[name] = words[1:]
+    (leaderboard,) = said["leaderboard"]
+    gpus = tuple(said.get("gpus", ()))
+    assert {gpu.lower() for gpu in gpus} <= GPUS
+    return Request(leaderboard, gpus)
 
 
 def copied(data: object) -> object:

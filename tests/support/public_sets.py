@@ -44,7 +44,6 @@ DERIVED = """
 
 import torch
 
-
 def _spoiled(value):
     if isinstance(value, torch.Tensor):
         return SPOILED
@@ -53,7 +52,6 @@ def _spoiled(value):
     if isinstance(value, list):
         return [_spoiled(item) for item in value]
     return tuple(_spoiled(item) for item in value) if isinstance(value, tuple) else value
-
 
 def custom_kernel(data):
     return _spoiled(ref_kernel(data))
@@ -72,12 +70,10 @@ def submissions(folder: Path, place: Path) -> dict[str, tuple[Path, bool]]:
         True: ("submission*.py", "submissions/*.py", "solutions/correct/*.py"),
         False: ("solutions/wrong/*.py", "wrong*.py"),
     }
-    found = {
-        str(file.relative_to(folder)): (file, right)
-        for right, globs in patterns.items()
-        for pattern in globs
-        for file in sorted(folder.glob(pattern))
-    }
+    found = {}
+    for right, globs in patterns.items():
+        files = [file for pattern in globs for file in sorted(folder.glob(pattern))]
+        found |= {str(file.relative_to(folder)): (file, right) for file in files}
     reference = folder / "reference.py"
     if not reference.is_file():
         return found
@@ -98,17 +94,10 @@ def upstream(folder: Path, file: Path) -> str:
         cases = "".join("; ".join(f"{k}: {v}" for k, v in case.items()) + "\n" for case in spec["tests"])
         Path(place, "cases.txt").write_text(cases)
         read, write = os.pipe()
+        command = [sys.executable, spec.get("config", {}).get("main", "eval.py"), "test", "cases.txt"]
+        how = {"cwd": place, "env": os.environ | {"POPCORN_FD": str(write), "PYTHONPATH": place}, "pass_fds": (write,)}
         try:
-            run = subprocess.run(
-                [sys.executable, spec.get("config", {}).get("main", "eval.py"), "test", "cases.txt"],
-                cwd=place,
-                env={**os.environ, "POPCORN_FD": str(write), "PYTHONPATH": place},
-                pass_fds=(write,),
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
+            run = subprocess.run(command, **how, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             return "timeout"
         finally:
@@ -187,9 +176,8 @@ def render(records: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how, allow_abbrev=False)
     parser.add_argument("sets", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--device", default="cuda")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 OUTPUTS = ("c",)
 
-
 @dataclass(frozen=True)
 class Case:
     n: int
@@ -25,7 +24,6 @@ class Case:
 
     def bytes_moved(self):
         return self.n
-
 
 TESTS = [Case(1, 7), Case(2, 7), Case(2, 8)]
 BENCHMARKS = BENCHMARKS_CPU = [Case(1000, 1), Case(4000, 2)]

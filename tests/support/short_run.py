@@ -1,11 +1,9 @@
 """harness/run.py as a process of its own, with fewer processes and calls than a real run, and records elsewhere.
 
 python tests/support/short_run.py RESULTS PROCESSES ARGUMENT...
-FULL_AFTER=N in the environment: the disk is full after N writes to the run's file.
 """
 
 import dataclasses
-import errno
 import os
 import sys
 from pathlib import Path
@@ -21,28 +19,10 @@ if __name__ == "__main__":
 from harness import run  # noqa: E402
 from harness.judge import phases  # noqa: E402
 from harness.results import record  # noqa: E402
-from harness.results.run_file import RunFile  # noqa: E402
 from harness.runner import gate  # noqa: E402
 from harness.sandbox import process  # noqa: E402
 
-
-def fill_disk(left: int) -> None:
-    append = RunFile._append
-
-    def limited(self: RunFile, *lines: str) -> None:
-        nonlocal left
-        left -= 1
-        with record.storing(self.contents.path):
-            if left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        append(self, *lines)
-
-    RunFile._append = limited
-
-
 if __name__ == "__main__":
-    if "FULL_AFTER" in os.environ:
-        fill_disk(int(os.environ["FULL_AFTER"]))
     record.RESULTS = Path(sys.argv[1])
     for key, counts in phases.COUNTS.items():
         if not counts.paired:

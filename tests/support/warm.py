@@ -5,6 +5,7 @@ which is the real one but for exec: it forks the child, confines it, and the chi
 that it is. Tests of the sandbox, and slow ones of attacks, start their processes as the judge does.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -18,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -206,19 +208,30 @@ def run(program: str, argv: list[str], environment: dict[str, str], execve=os.ex
     for name in [name for name in sys.modules if name.partition(".")[0] in ("harness", "tests", "reaper", "confine")]:
         del sys.modules[name]
     random.seed()
-    sys.argv = argv[2:]
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    end_with(argv[2:], lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True))
+
+
+def end_with(argv: list[str], program: Callable[[], object]) -> NoReturn:
+    """Be a program to the end, on the descriptors 0 to 2, and leave as Python would."""
+    sys.argv = argv
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     code = 0
     try:
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        program()
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        code = ended.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
+    atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    os._exit(code)
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":

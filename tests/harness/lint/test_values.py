@@ -58,7 +58,7 @@ def test_rounding_keeps_the_bits_of_the_format(bits, dtype):
     assert torch.equal(values.rounded(given, bits)[~finite], given[~finite])
 
 
-def test_casting_saturates_and_wraps_nothing():
+def test_casting_saturates_and_packed_values_are_read_low_nibble_first():
     given = torch.tensor([1e30, -1e30, float("nan"), 2.5], dtype=torch.float64)
     assert values.cast(given, torch.float8_e4m3fn)[:2].double().tolist() == [448, -448]
     assert values.cast(given, torch.float16)[:2].tolist() == [65504, -65504]
@@ -67,34 +67,25 @@ def test_casting_saturates_and_wraps_nothing():
     assert values.cast(given, torch.bool).tolist() == [True] * 4
     packed = values.cast(given, values.FP4)
     assert packed.dtype == values.FP4 and packed.view(torch.uint8).tolist() == [255, 0, 0, 2]
-
-
-def test_packed_values_are_read_low_nibble_first():
     packed = torch.tensor([[0x21, 0xF7]], dtype=torch.uint8).view(values.FP4)
     assert values.numbers(packed).tolist() == [0.5, 1.0, 6.0, -6.0]
     assert values.shifted(packed.view(torch.uint8)).tolist() == [[0xF7, 0x21]]
 
 
-def test_layouts_are_kept():
+def test_layouts_are_kept_and_an_expanded_form_gets_memory_for_every_element():
     form = torch.zeros(3, 1, 2, dtype=torch.float16).permute(1, 0, 2)[:, :, :]
     given = torch.arange(6).view(1, 3, 2).half()
     made = values.like(form, given)
     assert made.stride() == form.stride() and torch.equal(made, given)
     assert made.untyped_storage().data_ptr() != form.untyped_storage().data_ptr()
-
-
-def test_an_expanded_form_gets_memory_for_every_element():
     form, given = torch.zeros(3, 1, 2).expand(3, 4, 2), torch.arange(24.0).view(3, 4, 2)
     assert values.held(form).shape == (3, 1, 2) and values.held(given) is given
     assert torch.equal(values.like(form, given), given)
 
 
-def test_complex_values_are_refused_in_one_line():
+def test_complex_values_and_a_reference_without_a_result_are_refused_in_one_line():
     for asked in (lambda: values.cast(torch.ones(2), torch.complex64), lambda: values.bits(torch.ones(2) * 1j)):
         with pytest.raises(RefusedError, match="takes no complex tensors"):
             asked()
-
-
-def test_a_reference_that_returns_no_result_is_refused_in_one_line():
     with pytest.raises(RefusedError, match=r"must return a problems\.common\.check\.Result, got bool"):
         inputs.compared(SimpleNamespace(compare=lambda *_: True), None, None, None, False)

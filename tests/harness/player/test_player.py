@@ -86,12 +86,10 @@ def test_code_is_loaded_once_for_all_calls_that_have_it(library):
     assert variables == [["variable", 1, b"count", b"\1\2", 2], ["variable", 1, b"table", None, 0]]
 
 
-def test_a_kernel_of_no_image_is_refused(library):
+def test_images_that_cannot_be_loaded_are_refused(library, monkeypatch):
     with pytest.raises(player.RefusedError, match="of no image"):
         player.Player("it").load(LOAD | {"kept": False, "images": [0]}, [file_of(b"first")])
-
-
-def test_an_image_that_is_too_large_is_refused(library, monkeypatch):
+    library.calls.clear()
     monkeypatch.setattr(player, "IMAGE_LIMIT", 5)
     with pytest.raises(player.RefusedError, match="an image of more than"):
         player.Player("it").load(LOAD | {"kept": False}, [file_of(b"fives"), file_of(b"sixsix")])

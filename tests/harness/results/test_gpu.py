@@ -1,11 +1,12 @@
 """harness/results/gpu.py: which of several GPUs a run uses, with a faked nvidia-smi."""
 
 import os
+import subprocess
 
 import pytest
 
 from harness.results import environment, gpu
-from tests.support import forked
+from tests.support import forked, script
 
 TABLE = (
     "0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 580.1, 9.0\n"
@@ -17,10 +18,8 @@ TABLE = (
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Three GPUs."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\ncat <<'END'\n{TABLE}END\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    script(tmp_path / "nvidia-smi", f"cat <<'END'\n{TABLE}END")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv(gpu.VARIABLE, raising=False)
     caches = (gpu.present, environment.describe)
     for cached in caches:
@@ -52,20 +51,15 @@ def test_visible_devices_are_those_that_cuda_sees(machine, said, names):
     assert " ".join(one.uuid.removeprefix("GPU-") for one in gpu.visible()) == names
 
 
-def test_a_selected_gpu_is_the_only_one_and_the_first(machine):
+def test_a_selected_gpu_is_the_only_one_and_names_the_machine(machine):
     machine.setenv(gpu.VARIABLE, "2,1")
     chosen = gpu.select(1)
     assert (chosen.uuid, chosen.name, chosen.capability) == ("GPU-bbbb2222", "NVIDIA B200", "10.0")
     assert os.environ[gpu.VARIABLE] == "GPU-bbbb2222" and gpu.current() == chosen and gpu.select(0) == chosen
-
-
-def test_the_machine_is_named_by_the_gpu_that_is_used(machine):
+    machine.delenv(gpu.VARIABLE)
     gpu.select(2)
     assert environment.describe()["gpu"] == "NVIDIA H200" and environment.gpu_uuid() == "GPU-bbbb3333"
     assert environment.machine("cuda") == "nvidia-h200"
-
-
-def test_a_missing_gpu_is_refused_with_those_that_are_there(machine):
     machine.setenv(gpu.VARIABLE, "0")
     with pytest.raises(LookupError, match=r"cuda:1: cuda:0 is NVIDIA H100 .*CUDA_VISIBLE_DEVICES=0 hides 2"):
         gpu.select(1)
@@ -77,3 +71,26 @@ def test_a_missing_gpu_is_refused_with_those_that_are_there(machine):
 def test_the_command_line_refuses_other_devices(machine, device, said):
     done = forked.run(["harness/run.py", "nvfp4_gemv", "--device", device])
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_new_records_are_no_uncommitted_changes(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", *words], cwd=tmp_path, check=True)
+
+    assert environment.commit.__wrapped__(tmp_path) == (None, None)
+    records = tmp_path / "leaderboard" / "results" / "cpu" / "one.jsonl"
+    records.parent.mkdir(parents=True)
+    for file in (records, tmp_path / "kernel.py"):
+        file.write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    head, dirty = environment.commit.__wrapped__(tmp_path)
+    assert head and len(head) == 40 and dirty is False
+    records.write_text("1\n2\n")
+    (records.parent / "two.jsonl").write_text("3\n")
+    assert environment.commit.__wrapped__(tmp_path) == (head, False)
+    (tmp_path / "kernel.py").write_text("2\n")
+    assert environment.commit.__wrapped__(tmp_path) == (head, True)

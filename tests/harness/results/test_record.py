@@ -10,7 +10,7 @@ from harness.problem import folders
 from harness.results import hashes, record, schema, text
 from harness.results.status import STATUSES
 from leaderboard import pages, report
-from tests.support import ROOT, record_tables
+from tests.support import ROOT, record_tables, write_files
 from tests.support.hostile import HOSTILE, NAMES, UNPRINTABLE, brief
 from tests.support.records import bench, full, line, run_line
 
@@ -63,17 +63,14 @@ def flat(*lines: dict | bytes) -> bytes:
     return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
 
 
-# --- malformed lines
-
-
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 def test_a_broken_line_is_skipped_with_a_warning(broken):
     before, after = full("a", 1.0), full("b", 2.0)
     records, (complaint,) = record.parse(flat(*before, broken, *after), "box/p.jsonl")
     assert records == before + after and complaint.startswith("box/p.jsonl:4: skipped: ")
     assert len(complaint) < 400 and complaint.isprintable()
-    run = [run_line(RUN_ID), {"kind": "outcome"}]
-    records, (complaint,) = record.parse(flat(*run, broken, {"kind": "end"}), "box/p/r.jsonl")
+    run = (run_line(RUN_ID), {"kind": "outcome"}, broken, {"kind": "end"})
+    records, (complaint,) = record.parse(flat(*run), "box/p/r.jsonl")
     assert records == [] and complaint.startswith("box/p/r.jsonl:3: skipped: ")
 
 
@@ -91,12 +88,11 @@ def test_a_record_with_a_wrong_field_is_left_out(field, value):
     assert [one["variant"] for one in records] == ["b"] and len(complaints) == 1 and complaints[0].startswith("f:1: ")
 
 
-@pytest.mark.parametrize("field", [name for name, field in schema.FIELDS.items() if field.is_required()])
-def test_a_record_without_a_needed_field_is_left_out(field):
-    wrong = line("test", "a")
-    del wrong[field]
-    records, (complaint,) = record.parse(json.dumps(wrong), "f")
-    assert records == [] and field in complaint
+def test_a_record_without_a_needed_field_is_left_out():
+    for needed in (name for name, field in schema.FIELDS.items() if field.is_required()):
+        wrong = {name: value for name, value in line("test", "a").items() if name != needed}
+        records, (complaint,) = record.parse(json.dumps(wrong), "f")
+        assert records == [] and needed in complaint
 
 
 @pytest.mark.parametrize(
@@ -115,11 +111,14 @@ def test_what_json_or_a_table_cannot_hold_is_no_record(was, now, said):
     assert records == [] and said in complaint
 
 
-def test_the_least_that_a_record_may_say():
+def test_what_a_record_may_say_and_leave_out(tmp_path):
     least = {"attempt": 1, "bytes": 0, "ci95_us": [1.0, 1.0], "roofline_us": None, "clock": {"warnings": ["no NVML"]}}
     for target in folders.TARGETS:
         for by in ("geom", "mean", "last"):
             record.checked(bench("a", 0, 1.0) | least | {"target": target, "ranking_by": by})
+    records, _ = record.parse(json.dumps(line("test", "a", novelty=[1])), "f")
+    assert records[0]["novelty"] == [1]
+    assert record.parse("\n\n", "f") == ([], []) and record.read("box", "nothing", tmp_path) == []
 
 
 @pytest.mark.parametrize("said", HOSTILE, ids=brief)
@@ -128,21 +127,12 @@ def test_hostile_text_is_text(said):
     assert complaints == [] and len(found["reason"].encode()) >= len(said)
 
 
-def test_unknown_keys_are_kept_and_no_lines_are_no_records(tmp_path):
-    records, _ = record.parse(json.dumps(line("test", "a", novelty=[1])), "f")
-    assert records[0]["novelty"] == [1]
-    assert record.parse("\n\n", "f") == ([], []) and record.read("box", "nothing", tmp_path) == []
-
-
 def test_every_committed_record_is_one_of_todays_schema():
     for machine in pages.committed(report.MACHINES):
         for path in record.files(report.RESULTS / machine):
             found = record.contents_of(path, report.RESULTS)
             assert found.complaints == [] and found.ended and found.records
             assert {one["schema"] for one in found.records} == {schema.SCHEMA}
-
-
-# --- files of runs
 
 
 def test_a_result_takes_from_its_run_what_it_does_not_say():
@@ -155,7 +145,7 @@ def test_a_result_takes_from_its_run_what_it_does_not_say():
     assert other["clock"] == {"name": "x", "cold": "buffers", "delivery": "shared buffers"}
 
 
-def test_a_run_counts_when_it_has_ended():
+def test_a_run_counts_when_it_has_begun_and_ended():
     run, result, end = run_line(RUN_ID), record.apart(run_line(RUN_ID), full("a", 1.0)[0]), {"kind": "end"}
     outcome, resumed = {"kind": "outcome"}, {"kind": "resumed"}
     for lines, count in (
@@ -166,10 +156,6 @@ def test_a_run_counts_when_it_has_ended():
     ):
         records, complaints = record.parse(flat(*lines), "f")
         assert (len(records), complaints) == (count, [])
-
-
-def test_lines_without_the_line_of_their_run_are_malformed():
-    result = record.apart(run_line(RUN_ID), full("a", 1.0)[0])
     for first in ({"kind": "run"}, run_line(RUN_ID) | {"schema": 3}, run_line(RUN_ID) | {"submissions": [5]}):
         records, complaints = record.parse(flat(first, {"kind": "outcome"}, result, {"kind": "end"}), "f")
         assert records == [] and len(complaints) == 4
@@ -179,9 +165,7 @@ def test_a_problems_files_are_of_three_kinds(tmp_path):
     names = ["p/latency.jsonl", "p.jsonl", f"p/{RUN_ID}.jsonl", "p/20260102T000000-00000001.jsonl"]
     (tmp_path / "folder.jsonl").mkdir()
     others = ["p[a]*.jsonl", "q.jsonl", f"pq/{RUN_ID}.jsonl", "judge/comparisons.jsonl", "p/notes.jsonl"]
-    for name in names + others:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    write_files(tmp_path, dict.fromkeys(names + others, ""))
     assert [str(path.relative_to(tmp_path)) for path in record.files(tmp_path, "p")] == names
     assert [path.name for path in record.files(tmp_path, "p[a]*")] == ["p[a]*.jsonl"]
     assert {pages.problem_of(path, tmp_path) for path in record.files(tmp_path)} == {"p", "q", "pq", "p[a]*"}
@@ -200,18 +184,13 @@ def test_the_parts_of_a_run_get_one_run_id():
     assert [one["run_id"] for one in found] == ["r1", "r1", "r2", "r1", "r4", "r4", "r4"]
 
 
-# --- what is written
-
-
-def test_a_field_that_the_schema_lacks_is_not_written():
+def test_schema_page_and_verdicts_agree():
     schema.known(bench("a", 0, 1.0))
     with pytest.raises(ValueError, match="no field 'medain_us'"):
         schema.known(bench("a", 0, 1.0) | {"medain_us": 1.0})
-
-
-def test_the_page_on_records_has_the_schemas_tables():
     page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
     assert record_tables.tables() in page, "paste in what `.venv/bin/python -m tests.support.record_tables` prints"
+    assert set(STATUSES) == set(verdict.EXIT_CODES)
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, float("nan"), float("inf"), {1: {2: {3: b"x"}}}, object(), [[[[[[]]]]]]])
@@ -230,16 +209,8 @@ def test_an_integer_that_no_reader_holds_is_text():
     assert text.plain([2**63, 10**5000, 2**62]) == ["about 2**64", "about 2**16610", 2**62]
 
 
-def test_the_gravest_verdict_is_of_those_that_a_record_can_have():
-    assert set(STATUSES) == set(verdict.EXIT_CODES)
-
-
-def test_a_name_is_printable_and_of_one_file():
+def test_a_name_is_printable_and_of_one_file_and_a_source_of_any_name_has_a_hash(tmp_path):
     assert all(map(text.can_name, NAMES))
     assert not any(map(text.can_name, [*UNPRINTABLE, "", ".x", "a/b", "x" * 201]))
-
-
-def test_a_source_of_any_name_has_a_hash(tmp_path):
-    file = tmp_path / "a\udcffb.py"
-    file.write_text("")
+    (file := tmp_path / "a\udcffb.py").touch()
     assert len(hashes.source_hash([file])) == 16

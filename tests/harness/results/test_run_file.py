@@ -2,27 +2,24 @@
 
 import errno
 import fcntl
-import json
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from harness.results import record
 from harness.results.run_file import RunFile
-from tests.support import ROOT
+from tests.support import ROOT, json_lines
 from tests.support.records import bench, full, run_line
 
 RUN_ID = "20260101T000000-00000001"
 
 
-@pytest.fixture(autouse=True)
-def results(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
+pytestmark = pytest.mark.usefixtures("results")
 
 
 def begun(run_id: str = RUN_ID, **more) -> RunFile:
@@ -40,36 +37,33 @@ def reopened(path: Path) -> RunFile:
     return RunFile.reopen(path, lambda line: None)
 
 
-def records(**more) -> list[dict]:
-    return full("a", 1.0, run=RUN_ID, schema=4, problem="p", **more)
+def records(variant: str = "a", **more) -> list[dict]:
+    return full(variant, 1.0, run=RUN_ID, schema=4, problem="p", **more)
 
 
-def test_a_run_without_work_leaves_no_file(results):
+def test_without_work_there_is_no_file_and_what_is_no_record_is_not_written(results):
     found = begun()
     found.close()
     assert not found.resumable and not results.exists()
-
-
-def test_results_come_back_as_the_records_that_they_were():
-    found, mine = filled(), records() + full("other", 2.0, run=RUN_ID, schema=4, problem="p", source_hash="def")
-    mine[0]["clock"] = {**mine[0]["clock"], "name": "another clock", "warnings": ["late"]}
-    mine[1]["dirty"] = True
-    assert record.read("box", "p") == [] and found.resumable
-    found.finish(mine, 0)
-    assert record.read("box", "p") == mine and not found.resumable
-    lines = [json.loads(line) for line in found.contents.path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["run"] + ["outcome"] * 3 + ["benchmark"] * 6 + ["end"]
-    assert lines[-1]["exit_code"] == 0 and lines[4]["clock"] == {"name": "another clock", "warnings": ["late"]}
-    assert not set(lines[4]) & {"environment", "commit", "run_id", "source_hash", "problem", "schema"}, "said before"
-
-
-def test_a_record_that_is_none_is_not_written():
     found = filled()
     before = found.contents.path.read_bytes()
     for wrong in ({"median_us": "soon"}, {"novelty": float("nan")}):
         with pytest.raises(ValueError, match=r"median_us: |finite"):
             found.finish([*records(), bench("b", 0, 1.0) | wrong], 0)
     assert found.contents.path.read_bytes() == before and found.resumable
+
+
+def test_results_come_back_as_the_records_that_they_were():
+    found, mine = filled(), records() + records("other", source_hash="def")
+    mine[0]["clock"] = {**mine[0]["clock"], "name": "another clock", "warnings": ["late"]}
+    mine[1]["dirty"] = True
+    assert record.read("box", "p") == [] and found.resumable
+    found.finish(mine, 0)
+    assert record.read("box", "p") == mine and not found.resumable
+    lines = json_lines(found.contents.path)
+    assert [line["kind"] for line in lines] == ["run"] + ["outcome"] * 3 + ["benchmark"] * 6 + ["end"]
+    assert lines[-1]["exit_code"] == 0 and lines[4]["clock"] == {"name": "another clock", "warnings": ["late"]}
+    assert not set(lines[4]) & {"environment", "commit", "run_id", "source_hash", "problem", "schema"}, "said before"
 
 
 def test_it_can_be_cut_anywhere_and_goes_on():
@@ -99,13 +93,20 @@ def test_reopening_alone_changes_nothing():
     assert found.resumable and found.contents.complaints == [] and path.read_bytes() == held
 
 
+HOLDS = """import sys
+from pathlib import Path
+from harness.results import record
+from tests.harness.results.test_run_file import begun
+record.RESULTS = Path(sys.argv[1])
+found = begun()
+found.write('outcome')
+print(found.contents.path, flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_living_process_holds_its_file_and_a_dead_one_does_not():
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom harness.results import record\n"
-        "from tests.harness.results.test_run_file import begun\nrecord.RESULTS = Path(sys.argv[1])\n"
-        "found = begun()\nfound.write('outcome')\nprint(found.contents.path, flush=True)\nsys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", script, str(record.RESULTS)]
+    command = [sys.executable, "-c", HOLDS, str(record.RESULTS)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
     path = Path(other.stdout.readline().strip())
     with pytest.raises(BlockingIOError):
@@ -115,31 +116,23 @@ def test_a_living_process_holds_its_file_and_a_dead_one_does_not():
     assert len(reopened(path).contents.work) == 1
 
 
-# --- trouble with the disk
-
-
-def failing(monkeypatch, name: str, error: int, part: int = 0) -> None:
-    """os.`name` fails with `error`; a write takes `part` bytes before."""
-    real, calls = getattr(os, name), []
-
-    def fail(fd: int, *more: object) -> int:
-        calls.append(fd)
-        if len(calls) == 1 and part:
-            return real(fd, bytes(more[0])[:part])
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(os, name, fail)
-
-
 @pytest.mark.parametrize(
     ("name", "error", "part"), [("write", errno.ENOSPC, 0), ("write", errno.EDQUOT, 40), ("fsync", errno.EIO, 0)]
 )
 def test_what_cannot_be_written_leaves_nothing_of_its_line(monkeypatch, results, name, error, part):
+    """os.`name` fails; a write takes `part` bytes before."""
     found = filled()
-    path = found.contents.path
+    path, real = found.contents.path, getattr(os, name)
     before = path.read_bytes()
+    taken = [lambda fd, data: real(fd, bytes(data)[:part])] if part else []
+
+    def fail(*given: object) -> int:
+        if taken:
+            return taken.pop()(*given)
+        raise OSError(error, os.strerror(error))
+
     with monkeypatch.context() as patch:
-        failing(patch, name, error, part)
+        patch.setattr(os, name, fail)
         with pytest.raises(record.StorageError, match=f"{os.strerror(error)}: {path}"):
             found.write("outcome")
         with pytest.raises(record.StorageError):
@@ -164,10 +157,7 @@ def test_a_limit_on_file_sizes_is_an_error_with_help():
 
 
 def test_a_file_system_without_locks_is_an_error(monkeypatch, results):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     with pytest.raises(record.StorageError, match="No locks available"):
         begun().write("outcome")
     assert not [*results.rglob("*.jsonl")]

@@ -61,12 +61,9 @@ def test_markdown_shows_it_and_does_nothing_else(said):
     assert not re.search(r"://|\w@|(?i:www\.)", shown)
 
 
-def test_markdown_leaves_names_as_they_are():
+def test_markdown_leaves_names_and_times_are_rounded_by_their_size():
     assert escape("sm90_dp4a#2  m__k=1 (84 %)\n-") == "sm90_dp4a#2 m__k=1 (84 %) -"
     assert escape("a|b_ $x$ <i>") == r"a\|b\_ \$x\$ \<i\>"
-
-
-def test_times_have_two_decimals_one_or_none_by_their_size():
     shown = {0.0: "0.00", 1.234: "1.23", 99.994: "99.99", 99.996: "100.0", 100: "100.0", 999.94: "999.9"}
     shown |= {999.96: "1,000", 4168.22: "4,168", 781712.4: "781,712"}
     assert {value: text.us(value) for value in shown} == shown and text.us(float("nan")) == ""

@@ -1,12 +1,12 @@
 """What is recorded of code: the variables of an image with their bytes."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from harness.runner import recorder, wire
 from problems.common import build, cubins
+from tests.support.marks import needs_nvcc
 
 SOURCE = """
 __device__ unsigned count;
@@ -16,7 +16,7 @@ __global__ void use(float* x) { __shared__ float s[8]; *x = s[++count] * state::
 """
 
 
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
 def test_variables_of_an_image_are_known_by_name_and_size(tmp_path, target):
     (tmp_path / "variables.cu").write_text(SOURCE)

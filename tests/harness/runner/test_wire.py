@@ -64,10 +64,15 @@ def test_a_false_header_is_a_wire_error_or_its_body(body, length, count):
     assert count == 0 and json.dumps(message) == json.dumps(json.loads(body[:length]))
 
 
-def test_nesting_beyond_the_parser_is_a_wire_error():
+def test_deep_nesting_is_a_wire_error_and_a_writer_that_stops_a_timeout():
     body = b"[" * 100_000
     with pytest.raises(wire.WireError):
         read(struct.pack("<II", len(body), 0) + body)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(struct.pack("<II", 100, 0) + b"{")
+        with pytest.raises(TimeoutError):
+            wire.receive(theirs, 0.2)
 
 
 def test_descriptors_that_came_with_a_false_message_are_closed():
@@ -80,11 +85,3 @@ def test_descriptors_that_came_with_a_false_message_are_closed():
         with pytest.raises(wire.WireError, match="7 fds announced, 1 came"):
             wire.receive(theirs, 5)
         assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_writer_that_stops_is_a_timeout():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(struct.pack("<II", 100, 0) + b"{")
-        with pytest.raises(TimeoutError):
-            wire.receive(theirs, 0.2)

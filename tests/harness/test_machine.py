@@ -2,10 +2,12 @@
 
 import errno
 import os
-import shutil
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,16 +17,15 @@ from harness import invocation, run
 from harness.judge import machine
 from harness.judge.handle import CheckerLost, DeviceError
 from harness.problem import folders
-from harness.results import output, record
+from harness.results import output
+from harness.results.record import StorageError
 from harness.results.run_file import RunFile
 from harness.sandbox.policy import SandboxError
 from problems.common import build
-from tests.support import ADDS, ROOT
+from tests.support import ADDS, ROOT, VECTOR_ADD, copy_of, script
 from tests.support.hostile import HOSTILE, UNPRINTABLE, brief
 from tests.support.records import run_line
 
-PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
-RUN = [sys.executable, str(ROOT / "harness" / "run.py")]
 VERBS = [sys.executable, str(ROOT / "harness" / "__main__.py")]
 REPORT = [sys.executable, str(ROOT / "leaderboard" / "report.py")]
 
@@ -32,37 +33,12 @@ REPORT = [sys.executable, str(ROOT / "leaderboard" / "report.py")]
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A problem folder of the test's own."""
-    place = tmp_path / "vector_add"
-    (place / "variants").mkdir(parents=True)
-    for name in ("task.py", "reference.py"):
-        shutil.copy(PROBLEM / name, place)
-    (place / "variants" / "good.py").write_text(ADDS)
-    return place
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
-
-
-def short(tmp_path: Path, *arguments: object, **environment: str) -> subprocess.Popen:
-    """A run of its own process with one process of a submission, records in tmp_path / "results"."""
-    command = [sys.executable, "tests/support/short_run.py", tmp_path / "results", 1, *arguments]
-    command += ["--device", "cpu"]
-    (tmp_path / "runtime").mkdir(exist_ok=True, mode=0o700)
-    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")} | environment
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, text=True, errors="replace", **pipes)
+    return copy_of(VECTOR_ADD, tmp_path / "vector_add", {"variants/good.py": ADDS})
 
 
 def one_line(said: str) -> str:
     """It, if it is one of a command's."""
-    assert (
-        said.startswith(("harness/run.py: ", "python -m harness list: "))
-        and said.count("\n") == 1
-        and said.endswith("\n")
-    ), said
+    assert re.fullmatch(r"(harness/run\.py|python -m harness list): .*\n", said), said
     return said
 
 
@@ -72,7 +48,7 @@ def one_line(said: str) -> str:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (record.StorageError("full"), "full"),
+        (StorageError("full"), "full"),
         (DeviceError("gone"), "gone"),
         (SandboxError("no uid"), "no uid"),
         (build.BuildError("g++ is not on PATH: install g++"), "g++ is not on PATH: install g++"),
@@ -88,10 +64,7 @@ def one_line(said: str) -> str:
     ids=brief,
 )
 def test_a_machine_error_is_one_line_and_status_2(monkeypatch, capsys, error, said):
-    def fail(_):
-        raise error
-
-    monkeypatch.setattr(invocation.Run, "main", fail)
+    monkeypatch.setattr(invocation.Run, "main", Mock(side_effect=error))
     assert run.main(["nvfp4_gemv"]) == output.USAGE_EXIT
     assert said in one_line(capsys.readouterr().err)
 
@@ -100,10 +73,7 @@ def test_a_machine_error_is_one_line_and_status_2(monkeypatch, capsys, error, sa
     "error", [KeyError("x"), AssertionError(), RecursionError(), FileNotFoundError(errno.ENOENT, "No such file", "/x")]
 )
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
-    def fail(_):
-        raise error
-
-    monkeypatch.setattr(invocation.Run, "main", fail)
+    monkeypatch.setattr(invocation.Run, "main", Mock(side_effect=error))
     assert machine.said_of(error) is None
     with pytest.raises(type(error)):
         run.main(["nvfp4_gemv"])
@@ -112,7 +82,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch, error):
 @pytest.mark.parametrize(
     ("error", "code", "kept", "goes_on"),
     [
-        (record.StorageError("full"), 2, True, True),
+        (StorageError("full"), 2, True, True),
         (CheckerLost("x"), 2, True, True),
         (KeyboardInterrupt(), 130, True, True),
         (KeyboardInterrupt(), 130, False, False),
@@ -135,46 +105,26 @@ def test_the_line_says_how_to_go_on(monkeypatch, capsys, results, error, code, k
     assert said.endswith("; go on with --resume 20260101T000000-00000001\n") == ("--resume" in said) == goes_on
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
-def test_a_folder_of_results_that_cannot_be(monkeypatch, tmp_path, folder, capsys, place):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(record, "RESULTS", tmp_path / place)
-    assert run.main([str(folder), "--variant", "good", "--device", "cpu"]) == 2
-    assert "file" in (said := one_line(capsys.readouterr().err)) or "/proc/nothing" in said
-
-
-def test_without_a_compiler_for_the_judges_own_code(tmp_path, folder):
-    """Everything that is on PATH but g++."""
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("g++", "install g++"), ("a build folder", "set KERNEL_BUILD_DIR to a folder that can be written")],
+)
+def test_what_the_judges_own_code_cannot_be_built_with(tmp_path, folder, lacks, said):
+    """Everything that is on PATH but g++; a file in place of the build folder."""
     (tmp_path / "bin").mkdir()
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    (tmp_path / "file").touch()
     for place in reversed(os.environ["PATH"].split(os.pathsep)):
         for file in Path(place).glob("*"):
             if not file.name.startswith(("g++", "c++")) and not os.path.lexists(tmp_path / "bin" / file.name):
                 (tmp_path / "bin" / file.name).symlink_to(file)
-    where = {"PATH": str(tmp_path / "bin"), "KERNEL_BUILD_DIR": str(tmp_path / "builds")}
-    started = short(tmp_path, folder, "--variant", "good", **where)
-    _, said = started.communicate(timeout=120)
-    assert started.returncode == 2 and "g++ is not on PATH: install g++" in one_line(said)
-
-
-def test_a_build_folder_that_cannot_be_written(tmp_path, folder):
-    (tmp_path / "file").touch()
-    where = {"KERNEL_BUILD_DIR": str(tmp_path / "file")}
-    started = short(tmp_path, folder, "--variant", "good", "--mode", "test", **where)
-    _, said = started.communicate(timeout=120)
-    assert started.returncode == 2 and "set KERNEL_BUILD_DIR to a folder that can be written" in one_line(said)
-
-
-@pytest.mark.slow
-def test_a_full_disk_in_the_middle_keeps_what_was_done(tmp_path, folder):
-    started = short(tmp_path, folder, "--variant", "good", FULL_AFTER="3")
-    _, said = started.communicate(timeout=120)
-    assert started.returncode == 2 and "No space left on device" in one_line(said) and "; go on with --resume " in said
-    (path,) = (tmp_path / "results").rglob("*.jsonl")
-    kept = path.read_bytes()
-    again = short(tmp_path, folder, "--resume")
-    out, said = again.communicate(timeout=120)
-    assert again.returncode in (0, 6) and said == "" and "goes on: 3 test outcomes" in out, out + said
-    assert path.read_bytes().startswith(kept)
+    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "KERNEL_BUILD_DIR": str(tmp_path / "file")}
+    if lacks == "g++":
+        env |= {"PATH": str(tmp_path / "bin"), "KERNEL_BUILD_DIR": str(tmp_path / "builds")}
+    words = [str(tmp_path / "results"), "1", str(folder), "--variant", "good", "--device", "cpu"]
+    command = [sys.executable, "tests/support/short_run.py", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in one_line(done.stderr)
 
 
 # --- whoever reads the output goes away
@@ -198,16 +148,6 @@ def test_a_full_disk_under_the_output_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*VERBS, "list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_in_the_middle_of_a_run_keeps_what_was_done(tmp_path, folder):
-    started = short(tmp_path, folder, "--variant", "good")
-    assert started.stdout.readline(), started.stderr.read()  # the machine's; the next one says how many tests are right
-    started.stdout.close()
-    said = started.stderr.read()
-    assert started.wait(timeout=120) == output.CLOSED_EXIT and "closed; go on with --resume " in one_line(said)
-    assert len(list((tmp_path / "results").rglob("*.jsonl"))) == 1
 
 
 # --- --json
@@ -238,20 +178,15 @@ def test_json_that_fails_at_the_end_loses_no_record(tmp_path, folder, results, c
 def test_a_file_is_replaced_whole_and_a_device_stays_one(tmp_path):
     file = tmp_path / "x"
     file.write_text("old")
-    output.see_writable(file)
-    output.write_whole(file, "new")
-    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+    for place in (file, Path("/dev/null")):
+        output.see_writable(place)
+        output.write_whole(place, "new")
     with pytest.raises(UnicodeEncodeError):
         output.write_whole(file, "\ud800")
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
-    output.see_writable(Path("/dev/null"))
-    output.write_whole(Path("/dev/null"), "x")
     with pytest.raises(OSError, match="/dev/full"):
         output.write_whole(Path("/dev/full"), "x")
     assert Path("/dev/null").is_char_device()
-
-
-# --- odd files of a problem or a submission
 
 
 @pytest.mark.parametrize(
@@ -274,16 +209,6 @@ def test_odd_file_of_a_problem_is_one_line(tmp_path, capsys, name, content):
     assert str(tmp_path) in one_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("text", [b"(", b"CPU_FLAGS = f()"], ids=brief)
-def test_odd_submission_is_one_line(folder, results, capsys, text):
-    (folder / "variants" / "odd.py").write_bytes(text)
-    assert run.main([str(folder), "--variant", "odd", "--device", "cpu", "--mode", "test"]) == 2
-    assert "odd.py" in one_line(capsys.readouterr().err)
-
-
-# --- text of a submission is data
-
-
 @pytest.mark.parametrize("name", UNPRINTABLE[:2], ids=brief)
 def test_a_name_that_cannot_be_shown_is_refused(folder, results, capsys, name):
     (folder / "variants" / f"{name}.py").write_text(ADDS)
@@ -303,3 +228,92 @@ def test_docstrings_are_listed_as_text(folder, capsys):
     lines = capsys.readouterr().out.split("\n")[:-1]
     assert len(lines) == len(HOSTILE) + 1 and all(line.isprintable() and len(line) < 2200 for line in lines)
     assert any("[bold]" in line for line in lines) and any(":smile:" in line for line in lines)
+
+
+# --- the lock on a device, and who else is on a GPU
+
+
+HOLD = (
+    "import sys, time, subprocess\nfrom harness.judge import machine\n"
+    "with machine.hold({device!r}):\n    {then}\n    print('held', flush=True)\n    sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def device(tmp_path, monkeypatch):
+    """A device of this test's own, its lock in a folder of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return "GPU-0000"
+
+
+def holder(device: str, then: str = "pass") -> subprocess.Popen:
+    command, pipe = [sys.executable, "-c", HOLD.format(device=device, then=then)], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def told(device: str) -> list[str]:
+    """What is said to who holds it next."""
+    said: list[str] = []
+    with machine.hold(device, said.append):
+        return said
+
+
+def end(process: subprocess.Popen) -> None:
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(timeout=60)
+
+
+def test_a_second_one_waits_and_is_told_once_for_whom(device):
+    first = holder(device)
+    said = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        first.stdin.close()  # it ends now: whoever waits goes on
+
+    with machine.hold(device, say):
+        assert first.wait(timeout=60) == 0
+    first.stdout.close()
+    assert said == [f"waiting for process {first.pid}, which is timing on {device}"]
+
+
+def test_it_is_held_by_its_living_holder_alone(device):
+    """Other devices are free; it goes with its holder however that ends; children do not inherit it."""
+    first = holder(device)
+    assert told("cpu") == []
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    end(first)
+    assert told(device) == []
+    end(holder(device, "subprocess.Popen(['sleep', '5'], close_fds=False)"))
+    assert told(device) == []
+
+
+def test_a_folder_of_somebody_elses_is_refused(device, tmp_path):
+    """In a temporary folder that all may write, another user could have made it first."""
+    folder = tmp_path / f"kernel-locks-{os.geteuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(RuntimeError, match="not this user's own"), machine.hold(device):
+        pass
+
+
+SMI = """\
+GPU-aaaa, 4242, /usr/bin/python3, 512
+GPU-aaaa, 4243, /opt/a, strange, name, [N/A]
+GPU-bbbb, 4244, train, 1024
+No running processes found
+"""
+
+
+def test_other_users_of_a_gpu_are_named(monkeypatch, tmp_path):
+    smi = script(tmp_path / "nvidia-smi", f"cat <<'EOF'\n{SMI}EOF")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    named = ["process 4242 (/usr/bin/python3), 512 MiB", "process 4243 (/opt/a,strange,name)"]
+    assert machine.users("GPU-aaaa") == named
+    script(smi, "echo no driver; exit 9")
+    with pytest.raises(RuntimeError, match="nvidia-smi failed with 9: no driver"):
+        machine.users("GPU-aaaa")

@@ -17,10 +17,10 @@ from harness.judge.session import kind
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.results import record
-from harness.sandbox import process, workdir
+from harness.sandbox import workdir
 from problems.common import build, load
 from tests.harness.sandbox.test_workdir import runner
-from tests.support import SUPPORT, copy_of, write_files
+from tests.support import ROOT, SUPPORT, copy_of, write_files
 
 FIXTURE = SUPPORT / "problems" / "composed"
 WORD = "str" + "eam"
@@ -70,12 +70,16 @@ def add(file: Path, text: str) -> None:
 # What it is made of.
 
 
-def test_a_composition_brings_modules_and_winners(problems):
+def test_a_composition_brings_modules_and_winners_and_no_other_problem_any(problems):
+    """Also where a file imports what only a composition may: then it is not there when it runs."""
     submission = winner()
     assert brought(submission, problems) == OWN | MODULES | WINNERS
     files = sources.closure(submission.file, submission.folder)
     assert len(files) == len(set(files)) and files[0] == submission.file
     assert sources.closure(submission.file) == [submission.file], "without a folder: the file alone"
+    add(problems / "composed" / "task.py", "\nCOMPOSITION = False\n")
+    (problems / "composed" / "submission.py").write_text("from problems.composed import model\n")
+    assert brought(winner(), problems) == OWN
 
 
 def test_modules_are_found_at_any_distance_and_however_they_are_imported(problems):
@@ -92,13 +96,6 @@ def test_modules_are_found_at_any_distance_and_however_they_are_imported(problem
     files |= dict.fromkeys(inner, "import problems.composed.inner.deep.k as k\n")
     folder = write_files(problems / "composed", files | {"lonely.py": "", "inner/lonely.py": ""})
     assert brought(winner(), folder) == set(files)
-
-
-def test_another_problem_brings_nothing(problems):
-    """Also where a file imports what only a composition may: then it is not there when it runs."""
-    add(problems / "composed" / "task.py", "\nCOMPOSITION = False\n")
-    (problems / "composed" / "submission.py").write_text("from problems.composed import model\n")
-    assert brought(winner(), problems) == OWN
 
 
 @pytest.mark.parametrize(
@@ -118,20 +115,14 @@ def test_a_bad_declaration_is_named(problems, line, message):
         winner()
 
 
-def test_only_a_composition_may_compose(problems):
+def test_what_cannot_compose_is_named(problems):
     (problems / "nvfp4_gemv" / "variants" / "mine.py").write_text('COMPOSES = ("nvfp4_gemv",)\n')
     with pytest.raises(UsageError, match=r"mine\.py: COMPOSES is for compositions, nvfp4_gemv/task\.py"):
         folders.find("nvfp4_gemv").variant("mine")
-
-
-def test_a_winner_that_is_missing_is_named(problems):
     name = min(NAMED)
     (problems / "nvfp4_gemv" / "variants" / f"{name}.py").unlink()
     with pytest.raises(UsageError, match=rf"nvfp4_gemv/submission\.py: WINNERS names '{name}'"):
         winner()
-
-
-def test_a_composition_stands_in_problems():
     with pytest.raises(UsageError, match=r"composed is a composition: it must stand in"):
         folders.find(str(FIXTURE))
 
@@ -243,38 +234,21 @@ def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
 # As a user sees it.
 
 
-@pytest.fixture
-def checkout(tmp_path) -> Path:
-    """The judge, and composed in its problems/. What compiles is shared with this checkout."""
-    made = tmp_path / "checkout"
+@pytest.mark.slow
+def test_it_is_timed_and_recorded(tmp_path):
+    """In a checkout with it in problems/; what compiles is shared with this one. The state that each call overwrites is
+    fresh in every timed one.
+    """
+    checkout = tmp_path / "checkout"
     for name in ("harness", "problems/common", "problems/nvfp4_gemv"):
-        copy_of(process.ROOT / name, made / name)
-    copy_of(FIXTURE, made / "problems" / "composed")
+        copy_of(ROOT / name, checkout / name)
+    copy_of(FIXTURE, checkout / "problems" / "composed")
     files = ("problems/__init__.py", "problems/wrong.py", "tests/support/short_run.py", "tests/support/warm.py")
-    return write_files(made, {name: (process.ROOT / name).read_text() for name in files})
-
-
-def run_in(checkout: Path, *command: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "KERNEL_BUILD_DIR": str(build.directory()), "PYTHONPATH": ""}
-    words = [sys.executable, *command, "--device", "cpu"]
-    return subprocess.run(words, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_it_is_linted(checkout):
-    """Tokens, a state of bytes, weights, and no variants: its submission has to pass."""
-    done = run_in(checkout, "harness/__main__.py", "lint", "composed")
-    assert done.returncode == 0, done.stdout + done.stderr
-    opaque = r"^inputs\.state shifted +0/0 +not applicable: the inputs stay as they are$"
-    assert re.search(opaque, done.stdout, re.MULTILINE)
-    assert re.search(r"^submission .* 3/3 cases right", done.stdout, re.MULTILINE)
-    assert re.search(r"^wrong/forgets_the_state .* INCORRECT", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_it_is_timed_and_recorded(checkout, tmp_path):
-    """The state that each call overwrites is fresh in every timed one."""
-    done = run_in(checkout, "tests/support/short_run.py", str(tmp_path / "results"), "1", "composed")
+    write_files(checkout, {name: (ROOT / name).read_text() for name in files})
+    environment = os.environ | {"KERNEL_BUILD_DIR": str(build.directory()), "PYTHONPATH": ""}
+    words = [str(tmp_path / "results"), "1", "composed", "--device", "cpu"]
+    command = [sys.executable, "tests/support/short_run.py", *words]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 6), done.stdout + done.stderr  # 6: the machine was busy
     (machine,) = (tmp_path / "results").iterdir()
     records = record.read(machine.name, "composed", machine.parent)

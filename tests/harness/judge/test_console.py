@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,18 +36,15 @@ def result(name: str, us: float = 1234.56, cases=CASES, failure=None, busy=0, re
 
 
 @pytest.fixture
-def columns(monkeypatch):
-    """A terminal of so many columns."""
+def shown(capsys, monkeypatch):
+    """The lines of the table of times in a terminal of so many columns."""
 
-    def set_to(count: int) -> None:
-        monkeypatch.setattr(console, "width", lambda: count)
+    def lines(*judged: verdict.Result, columns: int = 160) -> list[str]:
+        monkeypatch.setattr(console, "width", lambda: columns)
+        console.times(judged, console.places(judged), verdict.Recorder(MOE, "cpu").warnings_of)
+        return capsys.readouterr().out.splitlines()
 
-    return set_to
-
-
-def shown(capsys, judged: list[verdict.Result]) -> list[str]:
-    console.times(judged, console.places(judged), verdict.Recorder(MOE, "cpu").warnings_of)
-    return capsys.readouterr().out.splitlines()
+    return lines
 
 
 # --- the table of times
@@ -54,57 +52,42 @@ def shown(capsys, judged: list[verdict.Result]) -> list[str]:
 
 @pytest.mark.parametrize("count", [80, 120, 160])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_no_number_is_cut_and_every_row_fits(capsys, columns, device, count):
-    columns(count)
+def test_no_number_is_cut_and_every_row_fits(shown, device, count):
     cases = list(MOE.benchmarks[device])
-    lines = shown(capsys, [result("cpu_avx512", cases=cases), result("torch_grouped", 2469.12, cases)])
+    lines = shown(result("cpu_avx512", cases=cases), result("torch_grouped", 2469.12, cases), columns=count)
     said = "\n".join(lines)
     assert said.count("1,235..1,235") == said.count(" 1,235 ") == (1 if count == 80 else 1 + len(cases))
     assert said.count("65%") == said.count(" 1,235 ") and "2 (2.00x)" in said and "\u2026" not in said
     assert ("800.2 flops" in said) == (count > 80)
-    figures = [line.partition("  tokens=")[0] for line in lines]
-    assert max(map(len, figures)) <= count
+    assert max(len(line.partition("  tokens=")[0]) for line in lines) <= count
 
 
-def test_one_variant_has_its_cases_in_a_narrow_terminal_too(capsys, columns):
-    columns(80)
-    lines = shown(capsys, [result("cpu_avx512")])
-    said = "\n".join(lines)
-    assert all(f"  tokens={case.params['tokens']}" in said for case in CASES)
-    assert said.count("hidden=1024") == 1, "what all cases share is said once"
-
-
-def test_a_case_alone_is_named_above(capsys, columns):
-    columns(160)
+def test_every_case_is_named(shown):
+    """Of one variant in a narrow terminal too; what all cases share once; a case alone above, also without a name."""
+    said = "\n".join(shown(result("cpu_avx512"), columns=80))
+    assert all(f"  tokens={case.params['tokens']}" in said for case in CASES) and said.count("hidden=1024") == 1
     failed = result("torch_grouped", cases=CASES[:1], failure=Outcome("INCORRECT", "mismatch found!"))
-    lines = shown(capsys, [result("cpu_avx512", cases=CASES[:1]), failed])
+    lines = shown(result("cpu_avx512", cases=CASES[:1]), failed)
     assert [line for line in lines if line.startswith("Case: ") and str(CASES[0]) in line]
     assert [line for line in lines if line.startswith("torch_grouped ") and "INCORRECT" in line]
+    assert "Case: (no parameters)" in shown(result("cpu_avx512", cases=[Case({}, 1)]))
 
 
-def test_cases_without_parameters_have_a_name_too(capsys):
-    assert "Case: (no parameters)" in shown(capsys, [result("cpu_avx512", cases=[Case({}, 1)])])
-
-
-def test_warnings_are_footnotes_and_an_unresolved_roofline_has_no_share(capsys, columns):
-    columns(80)
-    short = dataclasses.replace(ROOFLINE, roofline_us=20.0, resolution_us=20.0)
-    lines = shown(capsys, [result("cpu_avx512", busy=4, cases=CASES[:1], readings=short)])
+@pytest.mark.parametrize(
+    ("us", "busy", "readings", "share", "notes"),
+    [
+        (1234.56, 4, {"roofline_us": 20.0, "resolution_us": 20.0}, "", ["busy: 4 of 6", "roofline below"]),
+        (700.0, 0, {"stated": True}, "114%", ["stays in a cache"]),
+        (700.0, 0, {"stated": False}, "114%", ["all inputs and outputs"]),
+    ],
+)
+def test_warnings_are_footnotes(shown, us, busy, readings, share, notes):
+    """And an unresolved roofline has no share."""
+    lines = shown(result("cpu_avx512", us, CASES[:1], busy=busy, readings=dataclasses.replace(ROOFLINE, **readings)))
     row = next(line for line in lines if line.startswith("cpu_avx512"))
-    assert row.endswith("[1][2]") and "%" not in row
-    assert any(line.startswith("[1] machine busy: 4 of 6 calls") for line in lines)
-    assert any(line.startswith("[2] roofline below the clock's resolution") for line in lines)
-
-
-@pytest.mark.parametrize(("stated", "why"), [(True, "stays in a cache"), (False, "all inputs and outputs")])
-def test_a_share_over_the_roofline_has_a_footnote(capsys, columns, stated, why):
-    columns(160)
-    readings = dataclasses.replace(ROOFLINE, stated=stated)
-    lines = shown(capsys, [result("cpu_avx512", 700.0, CASES[:1], readings=readings)])
-    assert next(line for line in lines if line.startswith("cpu_avx512")).split()[-1] == "[1]" and "114%" in "".join(
-        lines
-    )
-    assert why in next(line for line in lines if line.startswith("[1] over 100 %"))
+    assert row.endswith("[1][2]" if len(notes) == 2 else " [1]") and share in row and bool(share) == ("%" in row)
+    for number, note in enumerate(notes, 1):
+        assert note in next(line for line in lines if line.startswith(f"[{number}] "))
 
 
 def test_times_of_a_busy_machine_are_busy_and_no_success(capsys):
@@ -120,11 +103,9 @@ def test_times_of_a_busy_machine_are_busy_and_no_success(capsys):
 
 def test_each_failure_is_printed_once_and_counted(capsys):
     failures = console.Failures()
-    for m in range(5):
-        failures.add(
-            "mine", Case({"m": m}, 1), Outcome("RUNTIME_ERROR", f"mine.py:3: KeyError: {m}\nTraceback\n  deep")
-        )
-    failures.add("mine", Case({"m": 9}, 1), Outcome("RUNTIME_ERROR", "mine.py:4: KeyError: 0\nTraceback\n  deep"))
+    for m, line in [*((m, 3) for m in range(5)), (9, 4)]:
+        outcome = Outcome("RUNTIME_ERROR", f"mine.py:{line}: KeyError: {m}\nTraceback\n  deep")
+        failures.add("mine", Case({"m": m}, 1), outcome)
     failures.close()
     out = capsys.readouterr().out
     assert out.count("Traceback") == 2 and out.count("mine.py:3") == 2 and "mine  and 4 more cases" in out
@@ -138,9 +119,8 @@ def test_a_compilers_report_is_printed_once(capsys):
     failures.close()
     console.verdicts([judged], {}, brief=False)
     out = capsys.readouterr().out
-    assert (
-        out.count("no such") == 1 and "mine  and 1 more case: COMPILE_ERROR\n" in out and "mine.cu:7, see above" in out
-    )
+    assert out.count("no such") == 1 and "mine  and 1 more case: COMPILE_ERROR\n" in out
+    assert "mine.cu:7, see above" in out
     console.verdicts([judged], {}, brief=True)
     assert "mine.cu:7: error: no such" in capsys.readouterr().out
 
@@ -259,10 +239,7 @@ def test_quiet_and_no_color_mean_what_they_say(monkeypatch, capsys):
 
 
 def test_the_end_of_a_reader_is_said_and_does_not_end_the_process(monkeypatch):
-    def closed(_):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("sys.stdout.write", closed)
+    monkeypatch.setattr("sys.stdout.write", Mock(side_effect=BrokenPipeError))
     with pytest.raises(output.ClosedError):
         console.say("x")
 
@@ -271,9 +248,8 @@ def test_records_hold_clean_text_and_finite_numbers():
     submission = dataclasses.replace(MOE.variant("cpu_avx512"), name=HOSTILE[1])
     judged = verdict.Result(submission, "cpu", "COMPILE_ERROR", "".join(HOSTILE))
     judged.tests.append((Case({"m": 1}, 1), Outcome("INCORRECT", "".join(HOSTILE), {"rel": math.nan, "max": math.inf})))
-    judged.artefacts = [
-        {"target": "sm90", "registers": math.inf, "name": HOSTILE[3], "deep": [[[[[[[[[[[[[1]]]]]]]]]]]]]}
-    ]
+    deep = [[[[[[[[[[[[[1]]]]]]]]]]]]]
+    judged.artefacts = [{"target": "sm90", "registers": math.inf, "name": HOSTILE[3], "deep": deep}]
     lines = verdict.Recorder(MOE, "cpu").lines(judged)
     said = "\n".join(json.dumps(line, allow_nan=False) for line in lines)
     records, complaints = record.parse(said, "f")
@@ -284,12 +260,7 @@ def test_records_hold_clean_text_and_finite_numbers():
 
 def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
     """Of a GPU's machine code as far as the compile step left any, looked at once."""
-    submission, asked = MOE.variant("sm90_grouped"), []
-
-    def hash_of(folder):
-        asked.append(folder)
-        return "c" * 16
-
+    submission, hash_of = MOE.variant("sm90_grouped"), Mock(return_value="c" * 16)
     monkeypatch.setattr(session, "hash_of", hash_of)
     for built, target, code in ((tmp_path, "sm90", "c" * 16), (None, "sm90", None), (tmp_path, "cpu", None)):
         monkeypatch.setattr(session.workdir, "build_folder", lambda *_, built=built: built)
@@ -299,4 +270,4 @@ def test_a_record_has_the_hashes_of_what_ran(monkeypatch, tmp_path):
         assert len(lines) == 3 and {line["code_hash"] for line in lines} == {code}
         assert {line["source_hash"] for line in lines} == {sources.source_hash(submission.file, MOE.folder)}
         assert {line["problem_hash"] for line in lines} == {sources.problem_hash(MOE.folder)}
-    assert asked == [tmp_path]
+    hash_of.assert_called_once_with(tmp_path)

@@ -123,11 +123,6 @@ LAUNCHER(allocates) {
 }
 void nothing(void*) {}
 LAUNCHER(calls_back) { plain(x, y, z, t, n), cudaLaunchHostFunc(0, nothing, nullptr); }
-LAUNCHER(own_memory) {  // far from what another process may have at the same address
-    static half* own;
-    if (!own) cudaMalloc((void**)&own, 4ull << 30);
-    add<<<64, 256>>>(x, y, own + (3ull << 29), n), copy<<<64, 256>>>(own + (3ull << 29), z, n);
-}
 __global__ void look(const half* x, int n, bool hang) {  // are contents of 1024 elements the first ones?
     const unsigned bits = ((const unsigned*)x)[0] ^ ((const unsigned*)x)[1] * 31 | 1;
     if (!seen[n % 2]) seen[n % 2] = bits;
@@ -173,22 +168,12 @@ def custom_kernel(data):
 """
 RIGHT = "    torch.add(data.x, data.y, out=data.z)\n"
 DONE = "    return data.z\n"
-SIDE = """    side = kept.setdefault(0, torch.cuda.Stream())
-    t = torch.empty_like(data.x)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.add(data.x, data.y, out=data.z)
-    torch.mul(data.x, 2, out=t)
-    torch.cuda.current_stream().wait_stream(side)
-"""
 TO_HOST = """    if n not in kept:
         kept[n] = torch.empty(n, dtype=data.x.dtype, pin_memory=True)
     kept[n].copy_(data.x, non_blocking=True)
 """
 OUT = "    data.z[:4] = data.x[torch.full((4,), 2**40 * (n == 1024), device='cuda')]\n"
 HANG = "    torch.cuda._sleep(2**50 if n == 1024 else 1)\n"
-KEEPS = "    if n not in kept:\n        kept[n] = data.x + data.y\n    data.z.copy_(kept[n])\n"
-FIRST = "    kept[0] = kept.get(0, 0) + 1\n    if kept[0] % 4:  # the fourth call is recorded\n    "
 TOO_MUCH = "    torch.empty(2**42, dtype=torch.uint8, device='cuda')\n"
 CUBLAS = """    ones = torch.ones(1, 2, dtype=data.x.dtype, device="cuda")
     torch.mm(ones, torch.stack((data.x, data.y)), out=data.z.view(1, -1))
@@ -196,7 +181,7 @@ CUBLAS = """    ones = torch.ones(1, 2, dtype=data.x.dtype, device="cuda")
 WAITS = "    if data.x[0].item() > 1e4:\n        return None\n" + RIGHT + DONE
 # What hangs or faults at 1024 elements is right at 1025.
 OUTCOMES = {"TIMEOUT": ["TIMEOUT", "PASSED"], "fault": ["RUNTIME_ERROR", "PASSED"]}
-# name -> (text, verdict, piece of the reason)
+# name -> (text, verdict, piece of the reason); what tests/attacks has on a GPU too is not here
 OF_TORCH = {
     "honest": (TORCH + RIGHT + DONE, "PASSED", ""),
     "cublas": (TORCH + CUBLAS + DONE, "PASSED", ""),
@@ -204,12 +189,7 @@ OF_TORCH = {
     "graph_mode": (COMPILED.format(how="mode='reduce-overhead'") + DONE, "PASSED", ""),
     "graph_option": (COMPILED.format(how="options={'triton.cudagraphs': True}") + DONE, "PASSED", ""),
     "waits": (TORCH + WAITS, "UNSUPPORTED", "cannot be recorded: waits.py:10: "),
-    "side_queue": (TORCH + SIDE + DONE, "RULE_BROKEN", "another stream"),
     "to_host": (TORCH + TO_HOST + RIGHT + DONE, "UNSUPPORTED", "cannot be recorded: to_host.py"),
-    "unwritten": (TORCH + DONE, "INCORRECT", "Number of mismatched elements"),
-    "first_calls_only": (TORCH + FIRST + RIGHT + DONE, "INCORRECT", "Number of mismatched elements"),
-    "keeps_in_scratch": (TORCH + KEEPS + DONE, "INCORRECT", "Number of mismatched elements"),
-    "changes_input": (TORCH + RIGHT + "    data.x.add_(1)\n" + DONE, "INCORRECT", "input x was changed by the call"),
     "writes_to_input": (TORCH + RIGHT + "    data.x.mul_(1)\n" + DONE, "RUNTIME_ERROR", "weights are read-only"),
     "takes_too_much": (TORCH + TOO_MUCH + RIGHT + DONE, "RUNTIME_ERROR", "out of memory"),
     "faults": (TORCH + OUT + RIGHT + DONE, "fault", ""),
@@ -239,7 +219,6 @@ OF_CUDA = {
     "clears_by_hand": (by_hand("clears"), "UNSUPPORTED", "it waited for the GPU (cudaMemcpy and cudaMemset do"),
     "allocates": (calling("allocates"), "UNSUPPORTED", "allocates memory (cudaMallocAsync): use torch.empty"),
     "calls_back": (calling("calls_back"), "UNSUPPORTED", "the call has the host run a function"),
-    "own_memory": (calling("own_memory"), "RUNTIME_ERROR", "scratch memory must come from torch"),
     "keeps": (calling("keeps"), "INCORRECT", "Number of mismatched elements"),
     "faults_later": (calling("faults_later"), "fault", ""),
     "hangs_later": (calling("hangs_later"), "TIMEOUT", "took longer than its limit"),

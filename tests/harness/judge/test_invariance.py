@@ -1,11 +1,9 @@
 """Whether equal calls have equal bits: of vector_add, each element of which is a row, with planted dependences."""
 
-import shutil
-
 from harness import __main__, run
 from harness.results import environment, record
 from leaderboard import board, tables
-from tests.support import SUPPORT
+from tests.support import SUPPORT, VECTOR_ADD, copy_of
 
 TASK = {  # what is replaced: 5 elements, and room for an error in their last bit
     "(1024, 1, 1025, 4099)": "(5,)",
@@ -18,7 +16,6 @@ KERNEL = """import torch
 
 TARGETS = ("cpu",)
 calls = []
-
 
 def custom_kernel(data):
     torch.add(data.x, data.y, out=data.z)
@@ -42,18 +39,14 @@ INCORRECT = {
 }
 
 
-def test_what_depends_on_the_batch_or_on_earlier_calls_is_found_recorded_and_shown(tmp_path, monkeypatch, capsys):
+def test_what_depends_on_the_batch_or_on_earlier_calls_is_found_recorded_and_shown(tmp_path, results, capsys):
     """What may not depend on them is not timed; a baseline may."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    folder = shutil.copytree(SUPPORT / "problems" / "vector_add", tmp_path / "sums")
-    task = (folder / "task.py").read_text()
+    task = (VECTOR_ADD / "task.py").read_text()
     for old, new in TASK.items():
         task = task.replace(old, new)
-    (folder / "task.py").write_text(task)
-    (folder / "reference.py").write_text((folder / "reference.py").read_text() + ROWS)
-    (folder / "variants").mkdir()
-    for name, (more, _) in PLANTED.items():
-        (folder / "variants" / f"{name}.py").write_text(KERNEL.format(more=more))
+    files = {f"variants/{name}.py": KERNEL.format(more=more) for name, (more, _) in PLANTED.items()}
+    files |= {"task.py": task, "reference.py": (VECTOR_ADD / "reference.py").read_text() + ROWS}
+    folder = copy_of(VECTOR_ADD, tmp_path / "sums", files)
     assert run.main([str(folder), "--all", "--device", "cpu"]) == 1
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     table = {first: " ".join(rest) for first, *rest in filter(None, words) if {*rest[:1]} & {"equal", "differ", "-"}}

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +13,14 @@ import pytest
 
 from harness.problem import folders
 from harness.results import record
-from tests.support import ADDS, ROOT
+from tests.support import ADDS, ROOT, VECTOR_ADD, comes, copy_of
 
 PR_SET_CHILD_SUBREAPER = 36
 WHOLE_S = 20  # a guess at how long a run takes; one that is done before its kill says better
 GONE_S = 20  # for everything that the killed judge had started to end, on a busy machine
-PROBLEM = ROOT / "tests" / "support" / "problems" / "vector_add"
-TESTS = len(folders.find(str(PROBLEM)).tests)
-RECORDS = TESTS + len(folders.find(str(PROBLEM)).benchmarks["cpu"])  # of one run
+FOUND = folders.find(str(VECTOR_ADD))
+TESTS = len(FOUND.tests)
+RECORDS = TESTS + len(FOUND.benchmarks["cpu"])  # of one run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,13 +37,10 @@ class Place:
 
     def __init__(self, folder: Path, processes: int) -> None:
         self.processes = processes
-        self.folder, self.results, self.tmp = folder / "vector_add", folder / "results", folder / "tmp"
-        for part in (self.folder / "variants", self.tmp, folder / "runtime"):
-            part.mkdir(parents=True)
-        for name in ("task.py", "reference.py"):
-            shutil.copy(PROBLEM / name, self.folder)
-        (self.folder / "variants" / "good.py").write_text(ADDS)
-        self.said = folder / "said"
+        self.folder = copy_of(VECTOR_ADD, folder / "vector_add", {"variants/good.py": ADDS})
+        self.results, self.tmp, self.said = folder / "results", folder / "tmp", folder / "said"
+        for part in (self.tmp, folder / "runtime"):
+            part.mkdir()
         self.env = os.environ | {"TMPDIR": str(self.tmp), "XDG_RUNTIME_DIR": str(folder / "runtime")}
 
     def start(self, *more: str) -> subprocess.Popen:
@@ -65,11 +61,8 @@ class Place:
 
     def files(self) -> list[record.Contents]:
         """What the files of all runs hold."""
-        return [
-            one
-            for machine in self.results.glob("*")
-            for one in record.contents(machine.name, "vector_add", self.results)
-        ]
+        names = [machine.name for machine in self.results.glob("*")]
+        return [one for name in names for one in record.contents(name, "vector_add", self.results)]
 
     def bytes(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.results.rglob("*.jsonl")}
@@ -107,15 +100,15 @@ def command(pid: int) -> str:
 
 def assert_nothing_left(place: Place, mine: set[int], when: str) -> None:
     """No process but `mine` and no private folder, within a moment."""
-    deadline = time.monotonic() + GONE_S
-    while (children() != mine or place.left_behind()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    comes(lambda: children() == mine and not place.left_behind(), GONE_S)
     assert [command(pid) for pid in children() - mine] == [], when
     assert place.left_behind() == [], when
 
 
-def kill_at_random(place: Place, kills: int) -> None:
+@pytest.mark.parametrize("kills", [pytest.param(3, id="few"), pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(tmp_path, kills):
     """As many kills; after each what was written is still there, and the next process resumes the run."""
+    place = Place(tmp_path, 2)
     mine, whole_s, done = children(), WHOLE_S, 0
     while done < kills:
         anew, started = not place.unfinished(), time.monotonic()
@@ -152,19 +145,12 @@ def kill_at_random(place: Place, kills: int) -> None:
         assert all([len(group) for group in one["samples_us"]] == [2] * place.processes for one in timed)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, id="few"), pytest.param(50, marks=pytest.mark.slow)])
-def test_kills_at_random_moments(tmp_path, kills):
-    kill_at_random(Place(tmp_path, 2), kills)
-
-
 def test_a_kill_during_the_calls_keeps_what_was_done(tmp_path):
     """The short form, not at random: as soon as a group of timed calls is on disk. It must not be timed again."""
     place = Place(tmp_path, 2)
     judge = place.start()
-    deadline = time.monotonic() + 120
-    while not any(b'"group"' in text for text in place.bytes().values()):
-        assert judge.poll() is None and time.monotonic() < deadline, place.said.read_text()
-        time.sleep(0.02)
+    timed = comes(lambda: judge.poll() is not None or any(b'"group"' in text for text in place.bytes().values()), 120)
+    assert timed and judge.poll() is None, place.said.read_text()
     judge.kill()
     judge.wait()
     (cut,) = place.files()

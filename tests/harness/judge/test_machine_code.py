@@ -36,7 +36,7 @@ def hashed(tmp_path, **files: bytes) -> str | None:
     return hash_of(tmp_path)
 
 
-def test_equal_code_has_an_equal_hash_whatever_it_is_called(tmp_path):
+def test_the_hash_is_of_code_and_constants_whatever_they_are_called(tmp_path):
     one = hashed(tmp_path, a_cubin=ONE, b_cubin=OTHER)
     assert len(one) == 16
     assert hashed(tmp_path, a_cubin=OTHER, c_cubin=ONE) == one
@@ -44,9 +44,6 @@ def test_equal_code_has_an_equal_hash_whatever_it_is_called(tmp_path):
     assert hashed(tmp_path, lib_so=host + ONE + b"padding" + OTHER) == one
     renamed = cubin((CONSTANTS, b"table"), (TEXT, b"first kernel"), (DEBUG, b"lines"), (INFO, b"x"), names=b"kernel_2")
     assert hashed(tmp_path, a_cubin=renamed, b_cubin=OTHER) == one
-
-
-def test_other_code_and_other_constants_have_another(tmp_path):
     one = hashed(tmp_path, a_cubin=ONE)
     assert hashed(tmp_path, a_cubin=cubin((TEXT, b"first kerneL"), (CONSTANTS, b"table"))) != one
     assert hashed(tmp_path, a_cubin=cubin((TEXT, b"first kernel"), (CONSTANTS, b"tablE"))) != one
@@ -75,15 +72,12 @@ def test_what_is_no_cubin_has_no_code(tmp_path, data):
     assert hashed(tmp_path, a_cubin=data) is None
 
 
-def test_sections_that_claim_the_same_bytes_again_and_again_are_no_cubin(tmp_path):
+def test_what_claims_the_same_bytes_again_or_is_no_such_file_has_no_code(tmp_path):
     """Or a small file would take hours to hash."""
     big = cubin((TEXT, bytes(10_000)))
     row = big[-64:]
     header = big[:60] + struct.pack("<H", 60_000) + big[62:64]
     assert hashed(tmp_path, a_cubin=header + big[64:-64] + row * 60_000) is None
-
-
-def test_other_files_and_links_are_not_looked_at(tmp_path):
     assert hashed(tmp_path, a_txt=ONE) is None
     (tmp_path / "b.cubin").mkdir()
     (tmp_path / "c.so").symlink_to("/dev/zero")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,12 @@ from harness.problem import folders
 from harness.problem.folders import UsageError
 from harness.results import environment, record
 from leaderboard import board, tables
-from tests.support import SUPPORT
+from tests.support import VECTOR_ADD, copy_of, write_files
 from tests.support.marks import first
 
-VECTOR_ADD = SUPPORT / "problems" / "vector_add"
 KERNEL = '''"""{name}."""
 TARGETS = ("cpu",)
 {only}
-
 
 def custom_kernel(data):
     if {refuses}:
@@ -28,34 +25,28 @@ def custom_kernel(data):
     return data.z.copy_(data.x.double() + data.y.double())
 '''
 ONLY = f'ONLY = {{"n": (1024, {2**20})}}'
+CALLS = [("test", 4099), ("test", 1024), ("benchmark", 2**19), ("benchmark", 2**20)]
 CASES = [{"n": 2**19}, {"n": 2**20}]
 SAYS = f"serves only n=1024 or {2**20}"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, results) -> Path:
     """vector_add with two tests and two benchmarks, a variant for all and a baseline for one of each; short runs."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     counts = dataclasses.replace(phases.COUNTS["cpu", False], processes=1, samples=2)
     monkeypatch.setitem(phases.COUNTS, ("cpu", False), counts)
-    place = tmp_path / "vector_add"
-    shutil.copytree(VECTOR_ADD, place)
-    text = (place / "task.py").read_text().replace("(1024, 1, 1025, 4099)", "(4099, 1024)")
-    text = text.replace("[Case(2**20, seed=20)]", "[Case(2**19, seed=19), Case(2**20, seed=20)]")
-    (place / "task.py").write_text(text)
-    (place / "variants").mkdir()
+    text = (VECTOR_ADD / "task.py").read_text().replace("(1024, 1, 1025, 4099)", "(4099, 1024)")
+    files = {"task.py": text.replace("[Case(2**20, seed=20)]", "[Case(2**19, seed=19), Case(2**20, seed=20)]")}
     for name, only, refuses in (("whole", "", "False"), ("peer_part", ONLY, "len(data.x) in (4099, 2**19)")):
-        (place / "variants" / f"{name}.py").write_text(KERNEL.format(name=name, only=only, refuses=refuses))
-    return place
+        files[f"variants/{name}.py"] = KERNEL.format(name=name, only=only, refuses=refuses)
+    return copy_of(VECTOR_ADD, tmp_path / "vector_add", files)
 
 
 def outcomes(lines: list[dict]) -> dict[str, list[tuple]]:
     """(kind, n, status, reason) by variant."""
     found: dict[str, list[tuple]] = {}
-    for line in lines:
-        found.setdefault(line["variant"], []).append(
-            (line["kind"], line["case"].get("n"), line["status"], line["reason"])
-        )
+    for one in lines:
+        found.setdefault(one["variant"], []).append((one["kind"], one["case"].get("n"), one["status"], one["reason"]))
     return found
 
 
@@ -63,16 +54,9 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
     assert run.main([str(folder), "--device", "cpu", "--all"]) in (0, 6)  # 6: BUSY
     text, lines = capsys.readouterr().out, record.read(environment.machine("cpu"), "vector_add")
     assert outcomes(lines) == {
-        "whole": [
-            ("test", 4099, "PASSED", ""),
-            ("test", 1024, "PASSED", ""),
-            ("benchmark", 2**19, "PASSED", ""),
-            ("benchmark", 2**20, "PASSED", ""),
-        ],
-        "peer_part": [  # checked where it is timed
-            ("benchmark", 2**19, "UNSUPPORTED", SAYS),
-            ("benchmark", 2**20, "PASSED", ""),
-        ],
+        "whole": [(kind, n, "PASSED", "") for kind, n in CALLS],
+        # Checked where it is timed.
+        "peer_part": [("benchmark", 2**19, "UNSUPPORTED", SAYS), ("benchmark", 2**20, "PASSED", "")],
     }
     assert re.search(rf"peer_part +(PASSED|BUSY) +timed on 1 of 2 cases, a baseline, {SAYS}", text)
     (found,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
@@ -85,10 +69,10 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
 def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
     """By ONLY_BY_TARGET, for a target whose benchmarks are all such cases; another literal is refused."""
     allowed = {"n": (1024, 2**19, 2**20)}
-    task = folder / "task.py"
-    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n")
+    text = (folder / "task.py").read_text()
+    task = f"{text}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n"
     confined = KERNEL.format(name="confined", only=f"ONLY = {allowed}", refuses="len(data.x) == 4099")
-    (folder / "variants" / "cpu_confined.py").write_text(confined)
+    write_files(folder, {"task.py": task, "variants/cpu_confined.py": confined})
     assert run.main([str(folder), "--device", "cpu", "--all"]) in (0, 6)  # 6: BUSY
     lines = record.read(environment.machine("cpu"), "vector_add")
     found = [status for _, _, status, _ in outcomes(lines)["cpu_confined"]]
@@ -96,16 +80,18 @@ def test_a_variant_confined_as_the_task_allows_is_ranked(folder):
     (made,) = board.build(lines, "box", {("vector_add", "cpu"): CASES})
     standing = made.standing.set_index("variant")
     assert standing["rank"][["whole", "cpu_confined"]].notna().all() and standing["rank"].isna()["peer_part"]
-    (folder / "variants" / "cpu_confined.py").write_text(KERNEL.format(name="", only='ONLY = {"n": 1024}', refuses="1"))
-    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {{'n': 1024}}}}\n")
-    with pytest.raises(
-        UsageError, match=r"task\.py: ONLY_BY_TARGET must admit each timed case, it leaves out n=524288"
+    for admitted, only, said in (
+        ({"n": 1024}, 'ONLY = {"n": 1024}', "must admit each timed case, it leaves out n=524288"),
+        (
+            allowed,
+            f"ONLY = {{'n': {allowed['n'][1:]}}}",
+            r"peer_\* files of variants/, and for cpu .* got \{'n': \(524288, ",
+        ),
     ):
-        folders.find(str(folder)).variant("cpu_confined")
-    task.write_text(f"{task.read_text()}ONLY_BY_TARGET = {{'cpu': {allowed}}}\n")
-    (folder / "variants" / "cpu_confined.py").write_text(confined.replace("1024, ", "", 1))
-    with pytest.raises(UsageError, match=r"peer_\* files of variants/, and for cpu .* got \{'n': \(524288, 1048576"):
-        folders.find(str(folder)).variant("cpu_confined")
+        task = f"{text}ONLY_BY_TARGET = {{'cpu': {admitted}}}\n"
+        write_files(folder, {"task.py": task, "variants/cpu_confined.py": f"TARGETS = ('cpu',)\n{only}\n"})
+        with pytest.raises(UsageError, match=said):
+            folders.find(str(folder)).variant("cpu_confined")
 
 
 @pytest.mark.parametrize(("mine", "other"), first([("whole", "peer_part"), ("peer_part", "whole")]))
@@ -114,12 +100,9 @@ def test_in_a_case_that_only_one_of_a_pair_serves_that_one_has_its_time(folder, 
     assert run.main(words) in (0, 6)  # 6: BUSY
     text, lines = capsys.readouterr().out, record.read(environment.machine("cpu"), "vector_add")
     timed = {(line["variant"], line["case"]["n"]): line for line in lines if line["kind"] == "benchmark"}
-    assert {key: (line["status"], line["reason"]) for key, line in timed.items()} == {
-        ("whole", 2**19): ("PASSED", ""),
-        ("whole", 2**20): ("PASSED", ""),
-        ("peer_part", 2**19): ("UNSUPPORTED", SAYS),
-        ("peer_part", 2**20): ("PASSED", ""),
-    }
+    wanted = {(name, case["n"]): ("PASSED", "") for name in ("whole", "peer_part") for case in CASES}
+    wanted["peer_part", 2**19] = ("UNSUPPORTED", SAYS)
+    assert {key: (line["status"], line["reason"]) for key, line in timed.items()} == wanted
     assert len(timed["whole", 2**19]["samples_us"]) == 2 and all(timed["whole", 2**19]["samples_us"])
     assert [key for key, line in timed.items() if line.get("against")] == [(mine, 2**20)]
     assert re.search(rf"n={2**19} +one of the two does not serve it\nn={2**20} +{mine} / {other} = ", text)

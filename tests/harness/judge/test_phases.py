@@ -79,18 +79,13 @@ def test_a_resumed_run_knows_who_failed_in_a_group_that_was_finished():
     right, wrong = Outcome("PASSED", us=1.0, host_us=1.0), Outcome("INCORRECT", "mismatch")
     finished = phases.Group(0, 0, {"bad": [right, wrong], "good": [right] * 3}, {"empty": [1.0]}, ["1"])
     session = Counting()
-    timings, _ = phases.run_benchmarks(
-        session, handles, [case(1), case(2)], how, have=phases.Finished(groups={(0, 0, 0): finished})
-    )
+    have = phases.Finished(groups={(0, 0, 0): finished})
+    timings, _ = phases.run_benchmarks(session, handles, [case(1), case(2)], how, have=have)
     assert [timing.failure for timing in timings["bad"]] == [wrong, None]
     assert [timing.failure for timing in timings["good"]] == [None, None]
     assert [[len(calls) for calls in timing.outcomes] for timing in timings["bad"]] == [[1, 0], [3, 3]]
     of_case = session.called["bad 0"]  # calls of one case
-    assert (session.called["good 0"], session.called["bad 1"], session.called["good 1"]) == (
-        of_case,
-        of_case,
-        2 * of_case,
-    )
+    assert [session.called[name] for name in ("good 0", "bad 1", "good 1")] == [of_case, of_case, 2 * of_case]
 
 
 def test_a_case_takes_over_what_its_task_says():
@@ -124,10 +119,8 @@ def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
     timings, _ = phases.run_benchmarks(Late(late), made, [case(0)], how)
     for (timing,) in timings.values():
         if late == 3:
-            assert (
-                timing.failure.status == "INVALID_MEASUREMENT"
-                and "over 500 us after their end" in timing.failure.reason
-            )
+            assert timing.failure.status == "INVALID_MEASUREMENT"
+            assert "over 500 us after their end" in timing.failure.reason
         else:
             assert not timing.failure and [len(outcomes) for outcomes in timing.outcomes] == [10, 10]
             assert len(set(timing.flat("us"))) == 1, "no late call is among them"

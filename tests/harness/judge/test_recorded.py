@@ -5,7 +5,9 @@ The session is made up here, so that every time is known; tests/harness/judge/te
 
 import dataclasses
 import json
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +15,17 @@ import pytest
 from harness import run
 from harness.judge import judging, machine, phases, resume
 from harness.judge.options import Options
+from harness.judge.outcome import Outcome
+from harness.judge.verdict import Result
 from harness.problem import sources
-from harness.problem.folders import UsageError
+from harness.problem.folders import Case, Submission, UsageError
 from harness.results import environment, ranking, record
+from harness.results.ranking import Leader
 from harness.results.run_file import RunFile
 from harness.sandbox import process
 from harness.tools import modes
-from tests.support import SUPPORT
-from tests.support.recorded import SOURCE, FakeSession, Stop, files, first, judge, records, unfinished
+from tests.support import SUPPORT, copy_of, json_lines
+from tests.support.recorded import SOURCE, FakeSession, Stop, better, files, first, judge, records, unfinished
 from tests.support.records import run_line
 
 GPU_MODE = SUPPORT / "gpu_mode" / "vectoradd"
@@ -46,8 +51,7 @@ def test_a_whole_run_is_one_file(world, folder, monkeypatch, capsys):
     assert [one["variant"] for one in file.run["submissions"]] == ["good", "other"]
     assert {r["reason"] for r in records()} == {"can be stored"}
     assert first()[0] == "good" and "can be stored" in capsys.readouterr().out
-    for line in file.path.read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
+    assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", file.path.read_text()))
 
 
 @pytest.mark.parametrize("calls", range(13))
@@ -72,22 +76,19 @@ def test_killed_after_any_call_it_goes_on_from_there(world, folder, calls, capsy
 
 def test_variants_of_other_targets_are_compiled_behind_the_ranks_and_counted(world, folder, monkeypatch, capsys):
     for name in ("sm90_good", "sm90_bad"):
-        source = (folder / "variants" / "good.py").read_text().replace('("cpu",)', '("sm90",)')
-        (folder / "variants" / f"{name}.py").write_text(source)
+        (folder / "variants" / f"{name}.py").write_text(SOURCE.format(name=name).replace("cpu", "sm90"))
 
     def compile_only(_problem, _device, judged, _progress):
         assert "rank 1" in capsys.readouterr().out, "the ranks are printed"
+        ends = {"sm90_good": ("COMPILED", ""), "sm90_bad": ("COMPILE_ERROR", "x.cu:1: no")}
         for j in judged:
-            j.status, j.reason = (
-                ("COMPILED", "") if j.submission.name == "sm90_good" else ("COMPILE_ERROR", "x.cu:1: no")
-            )
+            j.status, j.reason = ends[j.submission.name]
 
     monkeypatch.setattr(modes, "compile_only", compile_only)
     assert judge(folder, "--all") == 4
     out = capsys.readouterr().out
-    assert out.startswith(
-        "2 variants for other targets, 1 of them compiled\nsm90_bad  COMPILE_ERROR  x.cu:1, see above\n"
-    )
+    said = "2 variants for other targets, 1 of them compiled\nsm90_bad  COMPILE_ERROR  x.cu:1, see above\n"
+    assert out.startswith(said)
     assert "sm90_good" not in out and {r["variant"] for r in records()} >= {"good", "sm90_good", "sm90_bad"}
 
 
@@ -100,10 +101,9 @@ def test_a_run_killed_among_its_results_writes_each_once(world, folder, tmp_path
         file.path.write_bytes(b"".join(whole[:cut]) + whole[cut][:9])
         assert records() == []
         assert judge(folder, "--resume", "--json", str(tmp_path / "json")) == 0
-        assert [(r["variant"], r["case"], r.get("median_us")) for r in records()] == [
-            (r["variant"], r["case"], r.get("median_us")) for r in made
-        ]
-        assert [json.loads(line) for line in (tmp_path / "json").read_text().splitlines()] == records()
+        parts = ("variant", "case", "median_us")
+        assert [[r.get(part) for part in parts] for r in records()] == [[r.get(part) for part in parts] for r in made]
+        assert json_lines(tmp_path / "json") == records()
     assert len(world.tests) == len(world.groups) == 6, "nothing was called again"
 
 
@@ -137,9 +137,8 @@ def test_the_newest_run_that_nobody_holds_is_resumed(world, folder, capsys):
 def test_a_resumed_run_writes_all_records_where_it_is_told(world, folder, tmp_path):
     killed(world, folder, 9)
     assert judge(folder, "--resume", "--json", str(tmp_path / "made"), "--events", str(tmp_path / "events")) == 0
-    assert [json.loads(line) for line in (tmp_path / "made").read_text().splitlines()] == records()
-    written = (tmp_path / "events").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in written].count("verdict") == 2
+    assert json_lines(tmp_path / "made") == records()
+    assert [one["event"] for one in json_lines(tmp_path / "events")].count("verdict") == 2
 
 
 @pytest.mark.parametrize(
@@ -238,9 +237,7 @@ def test_only_a_whole_run_has_a_file(world, folder):
 
 def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     """And so it is printed, recorded, and used to see who leads."""
-    place = tmp_path / "vectoradd"
-    shutil.copytree(GPU_MODE, place)
-    shutil.copy(GPU_MODE.parent / "utils.py", tmp_path)
+    place = copy_of(GPU_MODE.parent, tmp_path / "set") / "vectoradd"
     text = (place / "task.yml").read_text().replace('ranking_by: "geom"', "ranking_by: mean")
     text = text.replace("benchmarks:\n", 'benchmarks:\n  - {"sizes": [8], "scale": 1, "seed": 1}\n')
     (place / "task.yml").write_text(text)
@@ -250,11 +247,8 @@ def test_a_problem_may_rank_by_the_mean(world, tmp_path, capsys):
     ]
     assert run.main([str(place), "--device", "cpu"]) == 0
     assert "mean 22.5" in capsys.readouterr().out  # of 9.018 and 36.072; their geomean would be 18.04
-    timed = [
-        r
-        for r in record.read(environment.machine("cpu"), sources.qualified(place.resolve()))
-        if r["kind"] == "benchmark"
-    ]
+    known = record.read(environment.machine("cpu"), sources.qualified(place.resolve()))
+    timed = [r for r in known if r["kind"] == "benchmark"]
     assert [(round(r["median_us"]), r["ranking_by"]) for r in timed] == [(36, "mean"), (9, "mean")]
     leader = ranking.leaders(timed, [ranking.case_label(r["case"]) for r in timed], "mean")[-1]
     assert leader.value == pytest.approx(22.545, abs=0.001) and leader.lo < leader.value < leader.hi
@@ -272,3 +266,144 @@ def test_other_users_of_a_gpu_are_one_warning_in_a_run(monkeypatch, capsys):
     noting._note_others()
     assert noting.recorder.warnings == ["device shared with process 1 (a); process 2 (b)"]
     assert capsys.readouterr().out == "warning: device shared with process 1 (a); process 2 (b)\n"
+
+
+# --- how a first place is confirmed
+
+
+def confirmed() -> list[dict]:
+    return [r for r in records() if r.get("confirms")]
+
+
+@pytest.fixture
+def ranked(world, folder) -> Path:
+    """The folder, with good on rank 1 and other behind it."""
+    judge(folder, "--all")
+    return folder
+
+
+def test_who_has_no_leader_beside_it_needs_no_confirmation(world, folder):
+    assert judge(folder, "--variant", "good") == 0
+    assert confirmed() == [] and world.measured == {"good": 1} and first()[0] == "good"
+    judge(folder, "--all")
+    (folder / "variants" / "better.py").write_text(SOURCE.format(name="better"))
+    assert judge(folder, "--all") == 0
+    assert confirmed() == [] and first()[0] == "better"
+
+
+def test_a_new_first_place_is_measured_again_in_pairs_with_the_old_one(world, ranked, capsys):
+    world.us["better"] = [8.0, 9.0]  # a lucky first measurement
+    assert judge(ranked, *better(ranked)) == 0
+    out = capsys.readouterr().out
+    assert "better would lead: 8.02 us, good 10.02 us in run " in out and "paired with it" in out
+    assert "better / good = 0.9000" in out and "FASTER" in out
+    mine = [r for r in records() if r["variant"] == "better" and r["kind"] == "benchmark"]
+    assert [(r.get("superseded"), round(r["median_us"])) for r in mine] == [(True, 8)] * 2 + [(None, 9)] * 2
+    assert all(r["confirms"]["variant"] == "good" and r["confirms"]["paired"] for r in mine[2:])
+    assert all(r["against"]["variant"] == "good" and r["against"]["ratio"] == pytest.approx(0.9) for r in mine[2:])
+    assert not any(r.get("confirms") for r in mine[:2])
+    pair = [r for r in records() if r["run_id"] == mine[0]["run_id"] and r["variant"] == "good"]
+    assert len(pair) == 2 and not any(r.get("superseded") for r in pair)
+    assert first() == ("better", mine[0]["run_id"])
+
+
+def test_what_the_second_measurement_does_not_bear_out_does_not_lead(world, ranked):
+    world.us["better"] = [8.0, 11.0]
+    assert judge(ranked, *better(ranked)) == 0
+    assert len(confirmed()) == 2 and first()[0] == "good"
+
+
+def test_a_confirmation_that_fails_is_the_verdict(world, ranked, monkeypatch):
+    inner = world.run_benchmarks
+
+    def fail(*arguments):
+        timings, all_readings = inner(*arguments)
+        if world.measured.get("better") == 2:
+            timings["better"][1].failure = Outcome("INCORRECT", "wrong this time")
+        return timings, all_readings
+
+    monkeypatch.setattr(phases, "run_benchmarks", fail)
+    assert judge(ranked, *better(ranked)) == 1
+    assert [r["status"] for r in confirmed()] == ["PASSED", "INCORRECT"] and first()[0] == "good"
+
+
+@pytest.mark.parametrize("us", [9.999, 11.0])
+def test_who_would_not_lead_needs_none(world, ranked, us):
+    world.us["better"] = us
+    judge(ranked, *better(ranked))
+    assert confirmed() == [] and world.measured["better"] == 1
+
+
+@pytest.mark.parametrize(("high", "leads"), [(9.9, True), (10.0, False), (11.0, False)])
+def test_the_whole_interval_must_be_below_the_leaders(monkeypatch, high, leads):
+    """A value below the leader's interval is not enough."""
+    monkeypatch.setattr(Result, "metric", (9.0, 8.5, high))
+    passed = [(Case({"n": 1}, 1), Outcome("PASSED"))]
+    made = Result(Submission("better", None, ("cpu",)), "cpu", tests=passed, source_hash="new")
+    leader = Leader("good", "old", "r1", 10.5, 10.0, 11.0)
+    assert judging.challenger([made], leader, False) is (made if leads else None)
+
+
+def test_the_leader_measured_again_needs_none_but_another_source_of_it_does(world, ranked):
+    world.us["good"] = 7.0
+    judge(ranked, "--variant", "good")
+    assert confirmed() == []
+    (ranked / "variants" / "good.py").write_text(SOURCE.format(name="rewritten"))
+    judge(ranked, "--variant", "good")
+    assert len(confirmed()) == 2 and not any(r["confirms"]["paired"] for r in confirmed())
+
+
+def test_without_its_file_the_leader_cannot_be_paired_with(world, ranked, capsys):
+    (ranked / "variants" / "good.py").unlink()
+    judge(ranked, *better(ranked))
+    assert "Confirming in fresh processes, alone" in capsys.readouterr().out
+    assert not any(r["confirms"]["paired"] or "against" in r for r in confirmed()) and len(confirmed()) == 2
+
+
+def test_against_the_leader_itself_both_are_measured_again(world, ranked, capsys):
+    assert judge(ranked, *better(ranked), "--against", "good") == 0
+    assert world.measured == {"good": 3, "other": 1, "better": 2}
+    last = [(r["variant"], bool(r.get("superseded"))) for r in records() if r["kind"] == "benchmark"][-8:]
+    assert last == [(name, old) for name in ("better", "good") for old in (True, True, False, False)]
+    assert capsys.readouterr().out.count("FASTER") == 3  # two cases and the geomean
+    assert first()[0] == "better"
+
+
+def test_what_against_asked_for_stays_where_another_leads(world, ranked, capsys):
+    assert judge(ranked, *better(ranked), "--against", "other") == 0
+    mine = [r for r in records() if r["variant"] == "better" and r["kind"] == "benchmark"]
+    assert [bool(r.get("superseded")) for r in mine] == [True, True, False, False]
+    assert all(r["confirms"]["variant"] == "good" for r in mine[2:])
+    assert {r["against"]["variant"] for r in mine} == {"other"}
+    assert "better / other = " in capsys.readouterr().out
+
+
+def test_peers_and_second_sides_are_not_confirmed(world, ranked):
+    shutil.copy(ranked / "variants" / "good.py", ranked / "variants" / "peer_p.py")
+    world.us["peer_p"] = 1.0
+    judge(ranked, "--variant", "peer_p")
+    world.us["other"] = 12.0
+    judge(ranked, "--variant", "other", "--against", "other")
+    assert confirmed() == []
+
+
+@pytest.mark.parametrize("groups", [0, 3, 5])
+def test_a_confirmation_is_resumed_as_it_was_decided(world, ranked, groups):
+    """Even if the board has changed meanwhile."""
+    world.left = 3 + 6 + groups
+    with pytest.raises(Stop):
+        judge(ranked, *better(ranked))
+    world.left, done = 10**9, list(world.groups)
+    fast = [
+        r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
+        for r in records()
+        if r["kind"] == "benchmark"
+        for v in ("x", "y")
+    ]
+    later = record.RESULTS / environment.machine("cpu") / "made_up.jsonl"
+    later.write_text("".join(json.dumps(r) + "\n" for r in fast))
+    assert judge(ranked, "--resume") == 0
+    assert len(world.groups) == len(done) + 6 - groups
+    assert sum(group[0] == "better+good" for group in world.groups) == 6
+    assert len(confirmed()) == 2 and {r["confirms"]["variant"] for r in confirmed()} == {"good"}
+    assert all(len(r["samples_us"]) == 3 for r in confirmed())

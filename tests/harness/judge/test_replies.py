@@ -7,25 +7,20 @@ import math
 import operator
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from harness.judge import phases, replies
 from harness.judge.handle import RunnerHandle
-from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.problem import folders
 from harness.runner import gate
 from harness.sandbox.process import Died
-from tests.support import SUPPORT, warm
+from tests.support import VECTOR_ADD, warm, write_files
 
 SHORT = 2_500  # characters of a reason, at most
-KINDS = sorted(
-    {kind for kind in vars(replies).values() if isinstance(kind, type) and issubclass(kind, replies.Reply)}
-    - {replies.Reply},
-    key=lambda kind: kind.__name__,
-)
+CLASSES = {kind for kind in vars(replies).values() if isinstance(kind, type) and issubclass(kind, replies.Reply)}
+KINDS = sorted(CLASSES - {replies.Reply}, key=lambda kind: kind.__name__)
 
 
 def right(schema: dict, known: dict, within: tuple = ()) -> object:
@@ -48,12 +43,8 @@ def right(schema: dict, known: dict, within: tuple = ()) -> object:
     return {"boolean": True, "integer": 2, "number": 1.5, "string": "00"}[schema["type"]]
 
 
-def right_of(kind: type[replies.Reply]) -> dict:
-    schema = kind.model_json_schema()
-    return right(schema, schema.get("$defs", {}))
-
-
-RIGHT = {kind: right_of(kind) for kind in KINDS}
+SCHEMAS = {kind: kind.model_json_schema() for kind in KINDS}
+RIGHT = {kind: right(schema, schema.get("$defs", {})) for kind, schema in SCHEMAS.items()}
 CLAIM, VARIABLE, TAKE = (RIGHT[kind] for kind in (replies.Claim, replies.Variable, replies.Take))
 COPY_NODE, FILL_NODE = RIGHT[replies.CopyNode], RIGHT[replies.FillNode]
 
@@ -96,14 +87,6 @@ def assert_clean(value: object) -> None:
             assert_clean(item)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_right_reply_is_read_as_it_is(kind):
-    read = replies.read(kind, json.loads(json.dumps(RIGHT[kind])))
-    assert type(read) is kind and read.model_dump(exclude_unset=True, by_alias=True) == RIGHT[kind]
-    assert replies.read(kind, RIGHT[replies.Failed]) == replies.Failed(**RIGHT[replies.Failed])
-    refused(kind, {"failed": "call"})
-
-
 DEEP = json.loads("[" * 900 + "]" * 900)
 NUMBERS = (-1, math.nan, math.inf, -math.inf, 2**63, 10**400)
 WRONG = {
@@ -119,7 +102,11 @@ ALSO_RIGHT = {"to": (2**48 + 1, 2**63), "from": (2**48 + 1, 2**63), "carveout": 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_value_of_another_type_or_out_of_range_is_refused(kind):
+def test_right_reply_is_read_as_it_is_and_values_of_another_type_or_range_are_refused(kind):
+    read = replies.read(kind, json.loads(json.dumps(RIGHT[kind])))
+    assert type(read) is kind and read.model_dump(exclude_unset=True, by_alias=True) == RIGHT[kind]
+    assert replies.read(kind, RIGHT[replies.Failed]) == replies.Failed(**RIGHT[replies.Failed])
+    refused(kind, {"failed": "call"})
     for at, value in places(RIGHT[kind]):
         named = next(key for key in reversed(at) if isinstance(key, str))
         for wrong in WRONG[type(value)]:
@@ -207,53 +194,26 @@ def test_as_much_as_a_compiler_says_is_read():
 
 
 # With real processes: what each of them gets, beside an honest neighbour, and a piece of the reason.
-HEAD = "import os, sys, time, torch\nwire = sys.modules['harness.runner.wire']\nsend = wire.send\n"
-ADD = "    torch.add(data.x, data.y, out=data.z)\n"
-BROKEN = {
-    "malformed": (
-        f"{HEAD}def custom_kernel(data):\n{ADD}    wire.send = lambda sock, message, fds=(): send(sock, "
-        "{'claims': [{'type': 7, 'shape': '\\x1b[2J' * 1000}] * 9})\n    return data.z\n",
-        "malformed reply",
-    ),
+ADD = "    return torch.add(data.x, data.y, out=data.z)\n"
+SOURCES = {
     # Gone when the judge turns to it: the neighbour is still being imported.
-    "leaves": (
-        f"{HEAD}def leave(*message):\n    send(*message)\n    os._exit(0)\n\n\nwire.send = leave\n\n\n"
-        f"def custom_kernel(data):\n{ADD}    return data.z\n",
-        "exited with status 0",
-    ),
-    "signal": ("import os\n\n\ndef custom_kernel(data):\n    os.kill(os.getpid(), 40)\n", "killed by signal 40"),
+    "leaves": "import os, sys, torch\nwire = sys.modules['harness.runner.wire']\nsend = wire.send\n\n\n"
+    "def leave(*message):\n    send(*message)\n    os._exit(0)\n\n\nwire.send = leave\n\n\n"
+    f"def custom_kernel(data):\n{ADD}",
+    "signal": "import os\n\n\ndef custom_kernel(data):\n    os.kill(os.getpid(), 40)\n",
+    "later": f"import time, torch\ntime.sleep(2)\n\n\ndef custom_kernel(data):\n{ADD}",
 }
-
-
-def on_tests(folder: Path, problem: Path, sources: dict[str, str]) -> dict[str, list[Outcome]]:
-    """What real processes of these submissions get on two test cases, by name."""
-    found, handles = folders.find(str(problem)), []
-    for name, source in sources.items():
-        (folder / f"{name}.py").write_text(source)
-        handles.append(RunnerHandle(name, folders.submission(found, folder / f"{name}.py"), "cpu"))
-    with warm.installed(), Session(found, "cpu") as running:
-        return phases.run_tests(running, handles, list(found.tests[:2]), lambda *_: None)
+REASONS = {"leaves": "exited with status 0", "signal": "killed by signal 40"}
 
 
 def test_real_runners_that_break_their_word_touch_no_other(tmp_path, monkeypatch):
+    """A malformed reply of a real one is an attack (tests/attacks/replies/malformed.py)."""
     monkeypatch.setattr(gate, "flush_bytes", lambda: 2**20)
-    later = f"{HEAD}time.sleep(2)\n\n\ndef custom_kernel(data):\n{ADD}    return data.z\n"
-    sources = {"later": later} | {name: source for name, (source, _) in BROKEN.items()}
-    got = on_tests(tmp_path, SUPPORT / "problems" / "vector_add", sources)
-    assert {outcome.status for outcome in got.pop("later")} == {"PASSED"}
-    for name, outcomes in got.items():
-        assert {outcome.status for outcome in outcomes} == {"RUNTIME_ERROR"}
-        reason = outcomes[0].reason
-        assert BROKEN[name][1] in reason and len(reason) < SHORT and reason.isprintable()
-
-
-def test_false_shape_of_a_real_runner_is_incorrect(tmp_path, monkeypatch):
-    monkeypatch.setattr(gate, "flush_bytes", lambda: 2**20)
-    form = '{"type": "Tensor", "dtype": "float32", "shape": [2**48] * 4, "stride": [0] * 4, "device": "cpu"}'
-    body = "import sys, torch\n\n\ndef custom_kernel(data):\n    a, b, scale = data\n"
-    lie = f"    sys.modules['harness.runner.claims'].form = lambda *_: {form}\n"
-    add = "    return scale * (torch.cat(a) + torch.cat(b))\n"
-    got = on_tests(tmp_path, SUPPORT / "gpu_mode" / "vectoradd", {"lies": body + lie + add, "honest": body + add})
-    assert {outcome.status for outcome in got["lies"]} == {"INCORRECT"}
-    assert "got float32 (281474976710656, " in got["lies"][0].reason
-    assert {outcome.status for outcome in got["honest"]} == {"PASSED"}
+    write_files(tmp_path, {f"{name}.py": text for name, text in SOURCES.items()})
+    found = folders.find(str(VECTOR_ADD))
+    handles = [RunnerHandle(name, folders.submission(found, tmp_path / f"{name}.py"), "cpu") for name in SOURCES]
+    with warm.installed(), Session(found, "cpu") as running:
+        got = phases.run_tests(running, handles, list(found.tests[:2]), lambda *_: None)
+    assert {outcome.status for outcome in got["later"]} == {"PASSED"}
+    for name, reason in REASONS.items():
+        assert {outcome.status for outcome in got[name]} == {"RUNTIME_ERROR"} and reason in got[name][0].reason

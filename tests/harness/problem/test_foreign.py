@@ -43,14 +43,10 @@ def check(folder, device: str) -> None:
     assert [len(timing.flat("us")) for timing in times["submission"]] == [samples] * len(cases)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ())
-        for name in ("vectoradd", *FOLDERS)
-        if name != "triton_kernel"
-    ],
-)
+ON_CPU = [name for name in ("vectoradd", *FOLDERS) if name not in ("triton_kernel", *COMPILED)]
+
+
+@pytest.mark.parametrize("name", ON_CPU + [pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
 def test_right_and_wrong_are_told_apart_on_a_cpu(name, tmp_path):
     check(write(tmp_path, FOLDERS[name]) if name in FOLDERS else STORED, "cpu")
 
@@ -127,10 +123,8 @@ def test_a_folders_own_fault_is_no_verdict_on_a_submission(tmp_path, more, said)
 
 
 def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_py(tmp_path):
-    more = (
-        "class In(NamedTuple):\n    x: torch.Tensor\n\nUSED = [ref_kernel]\n\n"
-        "def generate_input(size, seed):\n    return In(random(size, seed=seed))"
-    )
+    more = "class In(NamedTuple):\n    x: torch.Tensor\n\nUSED = [ref_kernel]\n\n"
+    more += "def generate_input(size, seed):\n    return In(random(size, seed=seed))"
     with pytest.raises(folders.ProblemError, match=r"NameError: name 'ref_kernel' is not defined .*: move the classes"):
         outcomes(tmp_path, Folder(more=more))
 
@@ -221,12 +215,6 @@ def test_what_is_refused_with_tf32_may_be_right_without(monkeypatch, gpu, switch
     assert tf32.allow_tf32 is switch
 
 
-def test_a_check_that_gives_no_reason_gets_one(tmp_path):
-    more = "def check_implementation(data, output):\n    return torch.equal(output, data * 2), ''"
-    said = "check_implementation returned (False, '')"
-    assert first(tmp_path, Folder("return data * 3", more=more)) == ("INCORRECT", said)
-
-
 def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypatch):
     monkeypatch.setattr(replies, "IMPORT_LIMIT_S", 0.2)
     status, said = first(tmp_path, Folder("while True:\n    pass\n\ndef custom_kernel(data):\n    return data"))
@@ -234,22 +222,31 @@ def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypa
     assert Session(folders.find(str(tmp_path)), "cpu", 0.5).import_limit_s == 0.5
 
 
-def test_nothing_is_written_into_a_folder(tmp_path):
-    assert first(tmp_path, Folder()) == ("PASSED", "")
+def test_a_check_that_gives_no_reason_gets_one_and_nothing_is_written_into_a_folder(tmp_path):
+    more = "def check_implementation(data, output):\n    return torch.equal(output, data * 2), ''"
+    said = "check_implementation returned (False, '')"
+    assert first(tmp_path, Folder("return data * 3", more=more)) == ("INCORRECT", said)
     assert {path.name for path in tmp_path.iterdir()} == {"task.yml", "reference.py", "submission.py", "solutions"}
 
 
 def test_answers_to_the_public_seeds_are_not_enough(tmp_path):
     """A recorded run asks twice, the second time on contents of a secret seed, and names the seed."""
-    known = "torch.randn(130, generator=torch.Generator().manual_seed(4130))"
-    (tmp_path / "stored.py").write_text(
-        f"import torch\nKNOWN = {known}\n\ndef custom_kernel(data):\n"
-        "    return data * (2 if len(data) > 130 or torch.equal(data, KNOWN) else 3)\n"
-    )
+    text = "import torch\nKNOWN = torch.randn(130, generator=torch.Generator().manual_seed(4130))\n\n"
+    text += "def custom_kernel(data):\n    return data * (2 if len(data) > 130 or torch.equal(data, KNOWN) else 3)\n"
+    (tmp_path / "stored.py").write_text(text)
     said = outcomes(tmp_path, Folder(), ("submission", "stored"), twice=True)
     assert [outcome.status for outcome in said["submission"]] == ["PASSED", "PASSED"]
     assert [outcome.status for outcome in said["stored"]] == ["INCORRECT", "PASSED"]
     assert "with another one (--seed " in said["stored"][0].reason
+
+
+def filled(made: Checker, seed: int) -> tuple[dict, Buffer]:
+    """What the checker says of its contents, and a buffer that it has filled, under the name `one`."""
+    found = made.content({"case": {"size": 40}, "seed": seed}, [])
+    buffer = Buffer(found["host"])
+    made.buffers["one"] = [buffer]
+    made.fill({"runner": "one", "buffer": 0}, [])
+    return found, buffer
 
 
 def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
@@ -258,11 +255,8 @@ def test_numbers_and_texts_of_the_data_are_no_part_of_the_layout(tmp_path):
     made = Checker({"folder": str(tmp_path), "ours": False, "device": "cpu", "files": {}})
     layouts = []
     for seed in (1001, 2**60):
-        found = made.content({"case": {"size": 40}, "seed": seed}, [])
+        found, buffer = filled(made, seed)
         layouts.append((found["host"], found["open"]))
-        buffer = Buffer(found["host"])
-        made.buffers["one"] = [buffer]
-        made.fill({"runner": "one", "buffer": 0}, [])
         values = tree.unpacked(found["open"]["values"], buffer.memory)
         data = tree.build(found["open"]["data"], buffer.memory, None, values)
         assert data["by"] == made.pristine["by"] and torch.equal(data["x"], made.pristine["x"])
@@ -298,9 +292,7 @@ def test_what_a_runner_says_of_its_answer_is_not_believed(tmp_path, lie):
     """Whatever the claim is, the bytes are those that were fetched, and the verdict is the check's or INCORRECT."""
     write(tmp_path, Folder())
     made = Checker({"folder": str(tmp_path), "ours": False, "device": "cpu", "files": {}})
-    buffer = Buffer(made.content({"case": {"size": 40}, "seed": 5}, [])["host"])
-    made.buffers["one"] = [buffer]
-    made.fill({"runner": "one", "buffer": 0}, [])
+    _, buffer = filled(made, 5)
     claim, (part,) = claims.told(made.pristine * 2)
     if lie == {"stride": [4]}:  # true, and most words that are looked at would be gaps
         part = part[:, None].repeat(1, 4)[:, 0]

@@ -7,7 +7,7 @@ import pytest
 
 from harness import run
 from harness.problem import folders, sources
-from tests.support import SUPPORT
+from tests.support import ROOT, SUPPORT, copy_of, public_sets, write_files
 from tests.support.foreign import Folder, write
 
 FOLDER = SUPPORT / "gpu_mode" / "vectoradd"
@@ -33,29 +33,9 @@ def get_init_inputs():
 def test_the_folder_is_read_as_it_stands():
     found = folders.find(str(FOLDER))
     assert not found.ours and found.files["utils.py"] == FOLDER.parent / "utils.py"
-    assert [case.params for case in found.tests] == [
-        {"sizes": [7, 130], "scale": 1},
-        {"sizes": [1, 3, 1000], "scale": 2},
-    ]
-    assert [case.seed for case in found.tests] == [4242, 5236]
-    assert found.ranking_by == "geom"
-
-
-WRONG = str(FOLDER / "solutions" / "wrong.py")
-
-
-@pytest.mark.parametrize(
-    ("words", "codes", "said"),
-    [  # 6: BUSY
-        (["--mode", "test"], {0}, "2 of 2 test cases right"),
-        (["--mode", "test", "--submission", WRONG], {1}, "elements differ"),
-        (["--mode", "benchmark"], {0, 6}, "geomean"),
-    ],
-)
-def test_right_and_wrong_are_told_apart_and_it_is_timed(words, codes, said, capsys):
-    assert run.main([str(FOLDER), "--device", "cpu", *words]) in codes
-    out = capsys.readouterr().out
-    assert said in out and "zeros" not in out and ("INCORRECT" in out) == (codes == {1})
+    one, two = found.tests
+    assert (one.params, one.seed) == ({"sizes": [7, 130], "scale": 1}, 4242)
+    assert (two.params, two.seed) == ({"sizes": [1, 3, 1000], "scale": 2}, 5236) and found.ranking_by == "geom"
 
 
 def test_a_check_that_accepts_zeros_is_told_once(tmp_path, capsys):
@@ -84,17 +64,15 @@ def test_a_check_that_accepts_zeros_is_told_once(tmp_path, capsys):
     ],
 )
 def test_a_malformed_task_yml_gives_one_line_with_the_key(tmp_path, text, message):
-    (tmp_path / "task.py").write_text("")
-    (tmp_path / "reference.py").write_text("")
-    (tmp_path / "task.yml").write_text(text)
+    write_files(tmp_path, {"task.py": "", "reference.py": "", "task.yml": text})
     with pytest.raises(folders.UsageError, match=message) as raised:
         folders.find(str(tmp_path))
     assert str(tmp_path / "task.yml") in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_an_unknown_key_is_told_with_the_one_that_is_near(tmp_path, capsys):
-    (tmp_path / "reference.py").write_text("")
-    (tmp_path / "task.yml").write_text("tests: [{n: 3}]\nbenchmark: [{n: 4}]\ndescription: x\n")
+    task = "tests: [{n: 3}]\nbenchmark: [{n: 4}]\ndescription: x\n"
+    write_files(tmp_path, {"reference.py": "", "task.yml": task})
     assert folders.find(str(tmp_path)).benchmarks["cpu"] == ()
     said = capsys.readouterr().err
     assert "'benchmark'" in said and "benchmarks" in said and "description" not in said
@@ -104,15 +82,13 @@ def test_a_folder_needs_a_reference_and_python_in_its_submission(tmp_path):
     (tmp_path / "task.yml").write_text("tests: [{n: 3}]\n")
     with pytest.raises(folders.UsageError, match=r"files: reference\.py .* is not there"):
         folders.find(str(tmp_path))
-    (tmp_path / "reference.py").write_text("")
-    (tmp_path / "submission.py").write_text("def custom_kernel(data) return data\n")
+    write_files(tmp_path, {"reference.py": "", "submission.py": "def custom_kernel(data) return data\n"})
     with pytest.raises(folders.UsageError, match=r"submission\.py:1: not Python"):
         folders.find(str(tmp_path)).winner("cpu")
 
 
 def test_a_task_yaml_is_read_too_and_a_folder_without_either_is_told_what_to_write(tmp_path):
-    (tmp_path / "reference.py").write_text("")
-    (tmp_path / "task.py").write_text("input_t = output_t = list\n")
+    write_files(tmp_path, {"reference.py": "", "task.py": "input_t = output_t = list\n"})
     with pytest.raises(folders.UsageError, match=r"has no task\.yml: write one, .* `tests: \[{size: 128, seed: 1}\]`"):
         folders.find(str(tmp_path))
     (tmp_path / "task.yaml").write_text("tests: [{n: 3}]\n")
@@ -123,15 +99,10 @@ def test_a_task_yaml_is_read_too_and_a_folder_without_either_is_told_what_to_wri
 
 
 def test_two_folders_of_one_name_have_two_names(tmp_path):
-    copied = tmp_path / "vectoradd"
-    shutil.copytree(FOLDER, copied)
-    shutil.copy(FOLDER.parent / "utils.py", tmp_path)
+    """A copy of ours too: its task and its check may be others, so its records are no records of ours."""
+    copied = copy_of(FOLDER.parent, tmp_path / "set") / "vectoradd"
     one, other = folders.find(str(FOLDER)).name, folders.find(str(copied)).name
     assert one.startswith("vectoradd@gpu_mode-") and one != other
-
-
-def test_a_copy_of_one_of_ours_has_another_name(tmp_path):
-    """Its task and its check may be others, so its records are no records of ours."""
     ours = folders.find("indexer")
     copy = shutil.copytree(ours.folder, tmp_path / "indexer", ignore=shutil.ignore_patterns("variants", "wrong"))
     found = folders.find(str(copy))
@@ -151,34 +122,62 @@ def test_a_copy_of_one_of_ours_has_another_name(tmp_path):
 )
 def test_what_is_no_problem_folder_is_recognised(tmp_path, monkeypatch, given, files, said):
     monkeypatch.chdir(tmp_path)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, files)
     with pytest.raises(folders.UsageError) as raised:
         folders.place(given)
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_folder_without_cases_is_told_where_they_belong(tmp_path, capsys):
-    shutil.copytree(FOLDER, tmp_path / "vectoradd")
-    shutil.copy(FOLDER.parent / "utils.py", tmp_path)
-    (tmp_path / "vectoradd" / "task.yml").write_text("tests: []\nbenchmarks: []\n")
-    command = [str(tmp_path / "vectoradd"), "--device", "cpu", "--mode"]
-    assert run.main([*command, "test"]) == 2
-    assert capsys.readouterr().err.endswith("names no test cases\n")
-    assert run.main([*command, "benchmark"]) == 2
-    assert capsys.readouterr().err.endswith("names no benchmark cases\n")
+    copy_of(FOLDER.parent, tmp_path / "set", {"vectoradd/task.yml": "tests: []\nbenchmarks: []\n"})
+    for mode in ("test", "benchmark"):
+        assert run.main([str(tmp_path / "set" / "vectoradd"), "--device", "cpu", "--mode", mode]) == 2
+        assert capsys.readouterr().err.endswith(f"names no {mode} cases\n")
 
 
 def test_the_example_for_kernelbench_in_the_documents_works(tmp_path, capsys):
-    page = (SUPPORT.parent.parent / "docs" / "gpu_mode.md").read_text()
+    page = (ROOT / "docs" / "gpu_mode.md").read_text()
     page = page.partition("## KernelBench")[2].partition("`custom_kernel(data)` gets")[0]
     reference, _, task = textwrap.dedent(page[page.index("    # reference.py") :]).partition("# task.yml")
-    for name, text in {
-        "reference.py": reference,
-        "task.yml": task,
-        "model.py": KERNELBENCH,
-        "submission.py": "def custom_kernel(data):\n    return data[0].layer(data[1][0]).detach()\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert run.main([str(tmp_path), "--device", "cpu", "--mode", "test"]) == 0
+    submission = "def custom_kernel(data):\n    return data[0].layer(data[1][0]).detach()\n"
+    files = {"reference.py": reference, "task.yml": task, "model.py": KERNELBENCH, "submission.py": submission}
+    assert run.main([str(write_files(tmp_path, files)), "--device", "cpu", "--mode", "test"]) == 0
+    assert "zeros" not in capsys.readouterr().out, "its check accepts none"
+
+
+# --- the tool that tries other people's folders
+
+
+def test_a_folder_is_tried():
+    found = {r["submission"]: r for r in public_sets.tried(FOLDER, "set/vectoradd", "cpu", {"submission.py": "pass"})}
+    assert {name: r["verdict"] for name, r in found.items()} == {
+        "submission.py": "PASSED",
+        "(reference, same)": "PASSED",
+        "(reference, scaled)": "INCORRECT",
+        "(reference, half)": "INCORRECT",
+    }
+    assert found["submission.py"]["right"] and not found["(reference, half)"]["right"]
+    assert found["submission.py"]["upstream"] == "pass"
+
+
+def test_each_difference_is_counted_and_named_with_its_reason():
+    def one(submission, upstream, verdict, reason=""):
+        return {"folder": "set/a", "submission": submission, "upstream": upstream, "verdict": verdict, "reason": reason}
+
+    said = public_sets.render(
+        [
+            one("good.py", "pass", "PASSED"),
+            one("graph.py", "pass", "RULE_BROKEN", "graph.py:3: rule 1"),
+            one("odd.py", "pass", "REFUSED", "no room"),
+            one("bad.py", "fail", "INCORRECT"),
+            one("taken.py", "fail", "PASSED"),
+            one("gone.py", "exit 1: ImportError", "RUNTIME_ERROR"),
+        ]
+    )
+    assert "Of 3 submissions that an eval.py accepts, 1 are accepted here, 1 break a rule" in said
+    assert "Of 2 that it finds wrong, 1 are accepted here" in said
+    assert said.splitlines()[2:] == [
+        "* PASSED: its eval.py: fail: set/a taken.py",
+        "* REFUSED: no room: set/a odd.py",
+        "* RULE_BROKEN: rule 1: set/a graph.py",
+    ]

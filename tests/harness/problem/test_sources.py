@@ -2,20 +2,24 @@
 
 import ast
 import os
+import resource
 import time
 from pathlib import Path
 
 import pytest
 
 from harness import run
-from harness.judge.session import kind
+from harness.judge.handle import RunnerHandle
+from harness.judge.selection import refusal
+from harness.judge.session import Session, kind
 from harness.problem import folders, scan, sources
 from harness.problem.folders import UsageError
 from harness.results import hashes
 from problems.common import build, load
-from tests.support import SUPPORT
+from tests import support
+from tests.support import warm, write_files
 
-VECTOR_ADD = folders.find(str(SUPPORT / "problems" / "vector_add"))
+VECTOR_ADD = folders.find(str(support.VECTOR_ADD))
 PLAIN = b"def custom_kernel(data): pass\n"
 
 
@@ -64,21 +68,19 @@ def test_a_deep_call_is_still_searched_for_imports(tmp_path):
     assert "triton" in {name for _, name in sources.imported(file)} and kind(file) == "call"
 
 
-def folder_of(path: Path) -> None:
-    path.mkdir()
-
-
-def link(path: Path) -> None:
-    path.symlink_to("/etc/passwd")
-
-
 def huge(path: Path) -> None:
     with open(path, "w") as file:
         file.truncate(10 * 2**30)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(os.mkfifo, "plain file"), (folder_of, "plain file"), (link, "plain file"), (huge, "4 MiB")]
+    ("make", "said"),
+    [
+        (os.mkfifo, "plain file"),
+        (Path.mkdir, "plain file"),
+        (lambda path: path.symlink_to("/etc/passwd"), "plain file"),
+        (huge, "4 MiB"),
+    ],
 )
 def test_a_source_beside_it_that_is_no_plain_file_is_a_usage_error(tmp_path, make, said):
     """None of them is waited for, followed, or taken into memory."""
@@ -90,61 +92,47 @@ def test_a_source_beside_it_that_is_no_plain_file_is_a_usage_error(tmp_path, mak
     assert time.monotonic() - start < 5
 
 
-def test_a_name_that_is_no_text_is_a_usage_error(tmp_path):
-    file = written(tmp_path)
-    Path(os.fsdecode(bytes(tmp_path) + b"/sub.\xff.cu")).touch()
-    with pytest.raises(UsageError, match="plain text"):
-        folders.submission(VECTOR_ADD, file)
-
-
-def test_a_source_may_hold_any_bytes(tmp_path):
+def test_a_source_may_hold_any_bytes_and_its_name_must_be_text(tmp_path):
     """The compiler says what it thinks of them; the scan reads what can be read."""
     file = written(tmp_path)
     (tmp_path / "sub.cu").write_bytes(bytes(range(256)) + b'\n#include "a\0b.h"\n// upstr' + b"eam\n")
     submission = folders.submission(VECTOR_ADD, file)
     (found,) = scan.findings(sources.closure(submission.file, submission.folder))
     assert found.file.name == "sub.cu" and hashes.source_hash(sources.closure(submission.file, submission.folder))
+    file = written(tmp_path)
+    Path(os.fsdecode(bytes(tmp_path) + b"/sub.\xff.cu")).touch()
+    with pytest.raises(UsageError, match="plain text"):
+        folders.submission(VECTOR_ADD, file)
 
 
 def test_a_linked_submission_is_the_file_that_it_leads_to(tmp_path):
     """Its sources are those beside that file."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "sub.cu").write_text("")
-    written(tmp_path / "real")
-    (tmp_path / "real" / "sub.cu").write_text('#include "../sub.cu"\n')
+    write_files(tmp_path, {"sub.cu": "", "real/sub.py": "", "real/sub.cu": '#include "../sub.cu"\n'})
     (tmp_path / "sub.py").symlink_to("real/sub.py")
     assert sources.files_of(tmp_path / "sub.py") == [tmp_path / "real" / "sub.py", tmp_path / "real" / "sub.cu"]
 
 
 def test_an_include_of_a_file_elsewhere_is_a_compile_error(tmp_path, capsys):
     """The compiler names the submission's own file and line, and nothing of the other file."""
-    (tmp_path / "secret.h").write_text("held by the judge\n")
-    (tmp_path / "mine").mkdir()
-    builds = b"from pathlib import Path\nfrom problems.common import build\nTARGETS = ('cpu',)\n"
-    file = written(tmp_path / "mine", builds + b"build.cpp(Path(__file__).with_suffix('.cpp'))\n" + PLAIN)
-    source = file.with_suffix(".cpp")
-    source.write_text(f'extern "C" int f() {{ return 0; }}\n\n#include "{tmp_path}/secret.h"\n')
-    arguments = [str(VECTOR_ADD.folder), "--submission", str(file), "--mode", "test", "--device", "cpu"]
+    builds = "from pathlib import Path\nfrom problems.common import build\nTARGETS = ('cpu',)\n"
+    files = {
+        "secret.h": "held by the judge\n",
+        "mine/sub.py": f"{builds}build.cpp(Path(__file__).with_suffix('.cpp'))\n{PLAIN.decode()}",
+        "mine/sub.cpp": f'extern "C" int f() {{ return 0; }}\n\n#include "{tmp_path}/secret.h"\n',
+    }
+    mine = write_files(tmp_path, files) / "mine"
+    arguments = [str(VECTOR_ADD.folder), "--submission", str(mine / "sub.py"), "--mode", "test", "--device", "cpu"]
     assert run.main([*arguments, "--case", "n=1024"]) == 4
     said = capsys.readouterr().out
-    assert f"{source}:3:10: fatal error: {tmp_path}/secret.h: " in said and "held by" not in said
+    assert f"{mine}/sub.cpp:3:10: fatal error: {tmp_path}/secret.h: " in said and "held by" not in said
 
 
-@pytest.fixture
-def problem(tmp_path, monkeypatch):
-    """A folder with a task that imports a shared module, and a reference."""
-    files = {
-        "common/helper.py": "ATOL = 1e-3\n",
-        "p/task.py": '"""About."""\nfrom problems.common import helper\nCASES = [1]\n',
-        "p/reference.py": "def ref_kernel(data):\n    return data\n",
-        "p/task.yml": "tests:\n- {m: 1}\n",
-    }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(build, "COMMON", tmp_path / "common")
-    monkeypatch.setattr(load, "PROBLEMS", tmp_path)
-    return tmp_path
+FILES = {  # a task that imports a shared module, and a reference
+    "common/helper.py": "ATOL = 1e-3\n",
+    "p/task.py": '"""About."""\nfrom problems.common import helper\nCASES = [1]\n',
+    "p/reference.py": "def ref_kernel(data):\n    return data\n",
+    "p/task.yml": "tests:\n- {m: 1}\n",
+}
 
 
 @pytest.mark.parametrize(
@@ -163,17 +151,18 @@ def problem(tmp_path, monkeypatch):
         (False, "common/other.py", "x = 1\n"),
     ],
 )
-def test_what_defines_a_problem_changes_its_hash_and_words_and_layout_do_not(problem, changes, name, content):
-    before = sources.problem_hash(problem / "p")
-    (problem / name).write_text(content)
-    assert (sources.problem_hash(problem / "p") != before) is changes
+def test_what_defines_a_problem_changes_its_hash_and_words_do_not(tmp_path, monkeypatch, changes, name, content):
+    monkeypatch.setattr(build, "COMMON", tmp_path / "common")
+    monkeypatch.setattr(load, "PROBLEMS", write_files(tmp_path, FILES))
+    before = sources.problem_hash(tmp_path / "p")
+    (tmp_path / name).write_text(content)
+    assert (sources.problem_hash(tmp_path / "p") != before) is changes
 
 
 def test_sources_go_along_if_a_text_of_the_submission_is_their_name(tmp_path):
     file = written(tmp_path, b"NAME = 'named.cpp'\nOTHER = 'un' + 'named.cpp'\nNOTES = 'notes.txt'\n")
-    (tmp_path / "named.cpp").write_text('#include "in.h"\n')
-    for name in ("in.h", "unnamed.cpp", "sub.cu", "notes.txt"):
-        (tmp_path / name).write_text("")
+    others = dict.fromkeys(("in.h", "unnamed.cpp", "sub.cu", "notes.txt"), "")
+    write_files(tmp_path, {"named.cpp": '#include "in.h"\n'} | others)
     assert {path.name for path in sources.files_of(file)} == {"sub.py", "sub.cu", "named.cpp", "in.h"}
 
 
@@ -188,3 +177,38 @@ def test_a_composition_brings_along_all_that_it_imports_of_problems(name):
                 place = load.PROBLEMS.parent / node.module.replace(".", "/")
                 for module in {place.with_suffix(".py"), *(place / f"{part.name}.py" for part in node.names)}:
                     assert module in files or build.COMMON in module.parents or not module.is_file(), (file, module)
+
+
+# --- whatever the files of a submission do to the judge, it costs that submission and no other one
+
+
+# Of each `finally` the compiler makes two copies.
+NESTED = "".join(f"{' ' * n}try:\n{' ' * n} pass\n{' ' * n}finally:\n" for n in range(20)) + " " * 20 + "pass\n"
+
+
+@pytest.fixture
+def submissions(tmp_path):
+    texts = {"nested": NESTED, "named": f"up{'str'}eam = 1\n", "good": "def custom_kernel(data):\n    return data.z\n"}
+    write_files(tmp_path, {f"{name}.py": text for name, text in texts.items()})
+    return [folders.submission(VECTOR_ADD, tmp_path / f"{name}.py") for name in texts]
+
+
+def test_judge_reads_a_source_that_compiles_to_gigabytes_as_text(submissions):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    nested, named, good = (refusal(submission, "cpu", "cpu") for submission in submissions)
+    assert nested is None and good is None
+    assert named.status == "RULE_BROKEN" and named.reason.startswith("named.py:1: ")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17, "KiB that the judge itself took"
+
+
+def test_a_path_too_long_for_the_runners_folder_costs_its_own_submission(submissions):
+    long, _, good = (RunnerHandle(submission.name, submission, "cpu") for submission in submissions)
+    folder = long.submission.file.parent
+    name = os.path.join(*["n" * 250] * 20)[: 4089 - len(str(folder))]
+    (folder / name).mkdir(parents=True)
+    (folder / name / "x.h").touch()
+    (folder / "nested.cpp").write_text(f'#include "{name}/x.h"\n')
+    with warm.installed(), Session(VECTOR_ADD, "cpu") as session:
+        session.start(long, good)
+        assert good.process and not long.process and "x.h: File name too long" in long.broken.reason
+    assert long.broken.status == "RUNTIME_ERROR"

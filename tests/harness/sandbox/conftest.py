@@ -1,9 +1,18 @@
-"""Children that the tests of one file share."""
+"""Children for tests of the sandbox, some of which the tests of one file share."""
 
 import pytest
 
 from harness.sandbox.process import Child
-from tests.support.jails import child_of_its_own_user, jail_in
+from tests.support.jails import answer, child_of_its_own_user, jail_in
+
+
+@pytest.fixture
+def child(tmp_path):
+    """A jailed child of the test's own, started."""
+    child = Child("jailed", jail=jail_in(tmp_path))
+    answer(child, "answer = 1")
+    yield child
+    child.close()
 
 
 @pytest.fixture(scope="module", params=["a user of its own", "the judge's user"])

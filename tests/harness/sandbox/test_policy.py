@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,16 +17,14 @@ from tests.support.jails import LIMIT_S, ROOT, SECRET, answer, jail_in
 
 
 def test_the_environment_is_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv("A_TOKEN", SECRET)
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("CUDA_CACHE_PATH", "/elsewhere")
+    given = {"A_TOKEN": SECRET, "OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "0", "CUDA_CACHE_PATH": "/elsewhere"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT.parent), "/"]))
     jail = jail_in(tmp_path / "jail")
     child = Child("jailed", {"ADDED": "yes"}, jail)
-    seen = answer(child, "import os, sys; answer = [dict(os.environ), sys.path]")
+    environment, path = answer(child, "import os, sys; answer = [dict(os.environ), sys.path]")
     child.close()
-    environment, path = seen
     assert environment["USER"] == environment["LOGNAME"] == policy.USER
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     assert SECRET not in str(environment) and "OMP_NUM_THREADS" not in environment
@@ -47,20 +46,11 @@ def test_a_jail_that_cannot_be_made_is_the_judges_fault(tmp_path):
     child.kill()
 
 
-def test_probe_says_on_or_why_not():
-    shown = subprocess.run(
-        [sys.executable, "-m", "harness.sandbox", "--probe"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    found = json.loads(shown.stdout)
+def test_probe_says_on_or_why_not(monkeypatch):
+    found = json.loads(subprocess.check_output([sys.executable, "-m", "harness.sandbox", "--probe"], cwd=ROOT))
     assert all(found[name].startswith(("on", "off: ")) and found[name] != "off: " for name in policy.MEASURES)
-
-
-def test_probe_without_landlock_and_filter(monkeypatch):
-    def missing() -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(confine, "landlock_abi", missing)
-    monkeypatch.setattr(confine, "seccomp_available", missing)
+    for name in ("landlock_abi", "seccomp_available"):
+        monkeypatch.setattr(confine, name, Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     policy.offered.cache_clear()
     try:
         found = policy.probe()

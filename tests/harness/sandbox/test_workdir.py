@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from harness.sandbox.workdir import CacheError, Workdir
 from problems.common import build
 from tests.harness.conftest import CPU, GEMV
 from tests.support import SUPPORT, comes, copy_of, warm, write_files
+from tests.support.marks import needs_nvcc
 
 ROOT = process.ROOT
 GPU_MODE = folders.find(str(SUPPORT / "gpu_mode" / "vectoradd"))
@@ -86,12 +88,20 @@ def test_it_holds_the_closure_and_nothing_else(box):
     assert box.file.read_bytes() == CPU.read_bytes() and box.folder / "variants" == box.file.parent
 
 
-def test_the_runner_knows_only_its_own_modules(box):
+def test_runner_knows_its_own_modules_and_messages_name_the_real_files(box):
     """Every import of harness.runner.runner is served from the private code, the checkout being out of reach."""
     child = runner(box)
     maps = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
     child.close()
     assert maps and not [line for line in maps for name in policy.SECRET if f"{ROOT}/{name}/" in line]
+    text = f'File "{box.file}", line 3; {box.folder}/task.py; {box.jail.code}/harness/runner.py; {box.jail.home}/x'
+    assert box.restore(text) == (
+        f'File "{CPU}", line 3; {GEMV.folder}/task.py; {ROOT}/harness/runner.py; <private>/home/x'
+    )
+    before = box.jail.taken()
+    (box.jail.cache / "xdg").mkdir()
+    (box.jail.cache / "xdg" / "hidden").write_bytes(os.urandom(2**20))
+    assert 2**20 <= box.jail.taken() - before < 2**20 + 2**15
 
 
 def test_a_submission_from_elsewhere_keeps_its_places(tmp_path, make, forked_children):
@@ -117,13 +127,6 @@ def test_a_folder_of_gpu_mode_brings_its_utils(make, forked_children):
     assert Path(box.files["utils.py"]).read_bytes() == GPU_MODE.files["utils.py"].read_bytes()
     assert not list(box.jail.code.rglob("reference.py")) and not list(box.jail.code.rglob("eval.py"))
     runner(box, files=box.files).close()
-
-
-def test_messages_name_the_real_files(box):
-    text = f'File "{box.file}", line 3; {box.folder}/task.py; {box.jail.code}/harness/runner.py; {box.jail.home}/x'
-    assert box.restore(text) == (
-        f'File "{CPU}", line 3; {GEMV.folder}/task.py; {ROOT}/harness/runner.py; <private>/home/x'
-    )
 
 
 BUILDS = """
@@ -153,7 +156,7 @@ def test_torch_and_a_build_work_in_it(tmp_path, make):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("name", ["sm90_plain", "sm90_cute"])
 def test_a_gpu_variant_compiles_in_it(name, make):
     box = make(GEMV.variant(name).file)
@@ -210,8 +213,7 @@ def test_links_and_special_files_are_not_kept(builds, box, tmp_path):
     assert not any(path.is_symlink() for path in (builds / "closures").rglob("*"))
 
 
-def unreadable(*_: object) -> None:
-    raise PermissionError(errno.EACCES, "Permission denied")
+DENIED = PermissionError(errno.EACCES, "Permission denied")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def unreadable(*_: object) -> None:
         ("CACHE_LIMIT", 1000, "GiB"),
         ("CACHE_FILES", 5, "files"),
         ("CACHE_PATH", 9, "letters"),
-        ("shutil.copyfile", unreadable, "cannot be copied: Permission denied"),
+        ("shutil.copyfile", Mock(side_effect=DENIED), "cannot be copied: Permission denied"),
     ],
 )
 def test_a_cache_that_is_too_much_is_refused_whole(builds, box, monkeypatch, limit, value, said):
@@ -288,13 +290,6 @@ def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):
     box.remove()
     box.remove()
     assert list(place.iterdir()) == []
-
-
-def test_what_it_wrote_is_counted(box):
-    before = box.jail.taken()
-    (box.jail.cache / "xdg").mkdir()
-    (box.jail.cache / "xdg" / "hidden").write_bytes(os.urandom(2**20))
-    assert 2**20 <= box.jail.taken() - before < 2**20 + 2**15
 
 
 SCRIPT = """

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from collections import namedtuple
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,19 +17,17 @@ from harness.tools import model_check
 from leaderboard import pages
 from problems.common import cubins
 from ptx_model.tools import check
-from tests.support import forked
+from tests.support import ROOT, copy_of, forked, json_lines, script
+from tests.support.marks import needs_nvcc
 
-ROOT = Path(__file__).resolve().parents[2]
 CASE = "m=1 k=64"
-
-nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
 
 def run(*arguments, problem="nvfp4_gemv"):
     return forked.run(["harness/run.py", problem, "--device", "model", *arguments])
 
 
-@nvcc
+@needs_nvcc
 def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     words = ["nvfp4_gemv", "--device", "model", "--variant", "sm100_native", "--case", CASE]
@@ -39,16 +36,13 @@ def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, 
     assert said.count("MODEL_CHECKED") == 7 and " us " not in said and "saved" in said
     compiled, checked = record.read("model", "nvfp4_gemv", tmp_path)
     assert (compiled["kind"], compiled["status"], compiled["target"]) == ("compile", "COMPILED", "sm100")
-    assert (checked["kind"], checked["status"], checked["case"]) == (
-        "model",
-        "MODEL_CHECKED",
-        {"m": 1, "k": 64, "l": 1},
-    )
+    case = {"m": 1, "k": 64, "l": 1}
+    assert (checked["kind"], checked["status"], checked["case"]) == ("model", "MODEL_CHECKED", case)
     assert all(("sass" in kernel) == bool(cubins.disassembler()) for kernel in compiled["resources"])
     assert checked["orders"] == [order.policy for order in check.ORDERS]
     assert not [name for name in checked if name.endswith("_us")]
-    last = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
-    assert [(e["status"], e["time_us"]) for e in last if e["event"] == "verdict"] == [("MODEL_CHECKED", None)]
+    last = [(one["status"], one["time_us"]) for one in json_lines(tmp_path / "events") if one["event"] == "verdict"]
+    assert last == [("MODEL_CHECKED", None)]
     (found,) = pages.read(tmp_path, ["model"], []).boards
     assert found.standing.notes[0] == ["compiled, model-checked (1 test case), never run"]
 
@@ -60,7 +54,7 @@ def test_a_case_that_takes_too_long_is_a_time_out_that_names_the_option():
 
 
 @pytest.mark.slow
-@nvcc
+@needs_nvcc
 def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_path):
     variants = ROOT / "problems" / "nvfp4_gemv" / "variants"
     for name in ("sm100_native.cu", "warp_ring.cuh", "sm100_native.py"):
@@ -96,9 +90,8 @@ def test_a_process_that_ends_before_its_last_case_is_an_error(tmp_path, monkeypa
     replies = [
         {"case": n // 3, "order": "x", "status": "MODEL_CHECKED", "said": "", "last": n % 3 == 2} for n in range(lines)
     ]
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\ncat > /dev/null\n" + "".join(f"echo '{json.dumps(one)}'\n" for one in replies))
-    python.chmod(0o755)
+    said = "".join(f"echo '{json.dumps(one)}'\n" for one in replies)
+    python = script(tmp_path / "python", f"cat > /dev/null\n{said}")
     monkeypatch.setattr(model_check.sys, "executable", str(python))
     gemv = folders.find("nvfp4_gemv")
     found = model_check.run(gemv, gemv.variant("sm100_native"), list(gemv.tests[:2]), lambda _: None, None)
@@ -107,18 +100,14 @@ def test_a_process_that_ends_before_its_last_case_is_an_error(tmp_path, monkeypa
     assert outcome.reason == "its process ended with status 0 before the call was done"
 
 
-def test_what_the_model_cannot_execute_is_refused_before_anything_runs():
+def test_what_cannot_be_executed_or_breaks_a_rule_is_refused_before_anything_runs(tmp_path):
     for problem, variant, said in (
         ("moe_gemm", "sm90_triton", "and no Triton, got sm90_triton"),
         ("dsv4_forward", "composed", "and no whole model, got composed"),
     ):
         with pytest.raises(model_check.UsageError, match=said):
             model_check.target_of(folders.find(problem).variant(variant))
-
-
-def test_text_that_breaks_a_rule_is_refused_before_anything_runs(tmp_path):
-    folder = tmp_path / "nvfp4_gemv"
-    shutil.copytree(ROOT / "problems" / "nvfp4_gemv", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = copy_of(ROOT / "problems" / "nvfp4_gemv", tmp_path / "nvfp4_gemv")
     file = folder / "variants" / "sm100_native.py"
     file.write_text(file.read_text() + "\n\ndef unused():\n    return torch.cuda.Stream()\n")
     ran = run("--variant", "sm100_native", "--mode", "test", "--case", CASE, problem=str(folder))

@@ -1,40 +1,24 @@
 """The command line: what it prints, records and returns."""
 
 import json
-import shutil
 
 import pytest
 
 from harness import invocation, run
-from harness.judge import verdict
+from harness.api import UsageError, judge
 from harness.problem import folders, task_yml
 from harness.results import output, record
 from problems.common import load
-from tests.support import ADDS, ROOT, SUPPORT
+from tests.support import ADDS, ROOT, VECTOR_ADD, copy_of, json_lines, write_files
+from tests.support.marks import needs_nvcc
 
 MINE = (ROOT / "problems/nvfp4_gemv/variants/torch_dequant.py").read_text()
 SMALL = "m=16 k=64"
-needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-
-
-@pytest.fixture
-def right(tmp_path):
-    file = tmp_path / "right.py"
-    file.write_text(MINE)
-    return str(file)
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-    """Records go to a folder of the test's own."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
 
 
 def right_and_wrong(folder):
     """Write right.py and wrong.py, for vector_add."""
-    (folder / "right.py").write_text(ADDS)
-    (folder / "wrong.py").write_text(ADDS.replace("data.y", "data.x"))
+    return write_files(folder, {"right.py": ADDS, "wrong.py": ADDS.replace("data.y", "data.x"), "more/right.py": ADDS})
 
 
 def lines_of(folder):
@@ -97,9 +81,7 @@ def test_an_unknown_word_names_what_was_meant(words, message, capsys):
 
 def test_several_files_are_judged_in_one_run(tmp_path, capsys):
     right_and_wrong(tmp_path)
-    (tmp_path / "more").mkdir()
-    shutil.copy(tmp_path / "right.py", tmp_path / "more")
-    command = [str(SUPPORT / "problems" / "vector_add"), "--device", "cpu", "--mode", "test", "--json", "-"]
+    command = [str(VECTOR_ADD), "--device", "cpu", "--mode", "test", "--json", "-"]
 
     def judged(*names: str) -> int:
         return run.main([*command, *(f"--submission={tmp_path / name}" for name in names)])
@@ -111,13 +93,14 @@ def test_several_files_are_judged_in_one_run(tmp_path, capsys):
     assert "several files have the name right" in capsys.readouterr().err
 
 
-def test_test_mode_says_what_is_right_and_records_nothing(right, results, tmp_path, capsys):
-    out = tmp_path / "out.json"
-    arguments = ["nvfp4_gemv", "--submission", right, "--mode", "test", "--device", "cpu", "--case", SMALL]
+def test_test_mode_says_what_is_right_and_records_nothing(results, tmp_path, capsys):
+    file, out = tmp_path / "right.py", tmp_path / "out.json"
+    file.write_text(MINE)
+    arguments = ["nvfp4_gemv", "--submission", str(file), "--mode", "test", "--device", "cpu", "--case", SMALL]
     assert run.main([*arguments, "--json", str(out), "--seed", "77"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("cores", "torch", "1 of 1 test case right", "PASSED", "next: "))
-    (line,) = [json.loads(line) for line in out.read_text().splitlines()]
+    (line,) = json_lines(out)
     assert line["status"] == "PASSED" and line["kind"] == "test" and line["seeds"] == ["77"]
     assert line["case"] == {"m": 16, "k": 64, "l": 1} and line["error"]["rel"] < 1e-3
     assert not results.exists()
@@ -145,16 +128,14 @@ def test_an_error_is_shown_with_the_users_own_line_first(tmp_path, capsys, sourc
     assert code != 5 or "--timeout 2" in lines[-2]
 
 
-REFUSED = [
-    ("# on a side str" + "eam", 3, "RULE_BROKEN", f"odd.py:{MINE.count(chr(10)) + 2}: "),
-    ('REQUIRES = ("no_such_package",)', 7, "UNSUPPORTED", "no_such_package"),
-]
-
-
-@pytest.mark.parametrize(("more", "code", "status", "said"), REFUSED)
-def test_a_forbidden_word_is_rule_broken_and_a_missing_package_unsupported(
-    tmp_path, results, capsys, more, code, status, said
-):
+@pytest.mark.parametrize(
+    ("more", "code", "status", "said"),
+    [
+        ("# on a side str" + "eam", 3, "RULE_BROKEN", f"odd.py:{MINE.count(chr(10)) + 2}: "),
+        ('REQUIRES = ("no_such_package",)', 7, "UNSUPPORTED", "no_such_package"),
+    ],
+)
+def test_a_file_that_is_not_run_says_why(tmp_path, results, capsys, more, code, status, said):
     file = tmp_path / "odd.py"
     file.write_text(f"{MINE}\n{more}\n")
     assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu"]) == code
@@ -168,14 +149,18 @@ def test_a_variant_for_another_machine_is_unsupported_and_the_others_are_named(c
         assert "made for sm90, this run is on cpu, where nvfp4_gemv has cpu_" in capsys.readouterr().out
 
 
+COMPILES = """from pathlib import Path
+from problems.common import build
+TARGETS = ("sm90", "sm100")
+def compile_for(target):
+    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]
+"""
+
+
 @needs_nvcc
 def test_a_file_for_a_gpu_alone_is_compiled_and_not_run(tmp_path, results):
-    (tmp_path / "tiny.cu").write_text('extern "C" int launch() { return 0; }\n__global__ void k(int* p) { *p = 1; }\n')
-    (tmp_path / "tiny.py").write_text(
-        '"""tiny."""\nfrom pathlib import Path\nfrom problems.common import build\nTARGETS = ("sm90", "sm100")\n'
-        'def compile_for(target):\n    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]\n'
-        "def custom_kernel(data):\n    raise RuntimeError\n"
-    )
+    source = 'extern "C" int launch() { return 0; }\n__global__ void k(int* p) { *p = 1; }\n'
+    write_files(tmp_path, {"tiny.py": COMPILES, "tiny.cu": source})
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "tiny.py"), "--device", "cpu"]) == 0
     (line,) = lines_of(results)
     assert line["kind"] == "compile" and line["status"] == "COMPILED"
@@ -185,11 +170,7 @@ def test_a_file_for_a_gpu_alone_is_compiled_and_not_run(tmp_path, results):
 
 @needs_nvcc
 def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, results, capsys):
-    (tmp_path / "broken.cu").write_text("__global__ void k( {}\n")
-    (tmp_path / "broken.py").write_text(
-        '"""broken."""\nfrom pathlib import Path\nfrom problems.common import build\nTARGETS = ("sm90",)\n'
-        'def compile_for(target):\n    return [build.cuda(Path(__file__).with_suffix(".cu"), target)]\n'
-    )
+    write_files(tmp_path, {"broken.py": COMPILES.replace(', "sm100"', ","), "broken.cu": "__global__ void k( {}\n"})
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / "broken.py"), "--device", "cpu"]) == 4
     out = capsys.readouterr().out
     assert "broken.cu(1): error: " in out and "broken.cu:1: error: " not in out
@@ -199,25 +180,24 @@ def test_a_broken_source_is_compile_error_with_the_compilers_words(tmp_path, res
 
 def test_a_run_warns_of_malformed_lines(monkeypatch, results, capsys):
     monkeypatch.setattr(invocation.Run, "machine", "box")
-    file = results / "box" / "nvfp4_gemv" / "20260101T000000-00000001.jsonl"
-    file.parent.mkdir(parents=True)
-    file.write_text("garbage\n")
+    name = "box/nvfp4_gemv/20260101T000000-00000001.jsonl"
+    write_files(results, {name: "garbage\n"})
     assert run.main(["nvfp4_gemv", "--device", "cpu", "--submission", "lost.py"]) == output.USAGE_EXIT
-    assert f"warning: box/nvfp4_gemv/{file.name}:1: skipped: Expecting value" in capsys.readouterr().out
+    assert f"warning: {name}:1: skipped: Expecting value" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["task.py", "reference.py"])
-def test_a_submission_with_the_name_of_a_module_of_the_problem_is_refused(tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("task.py", "task.py would hide a module"),
+        ("reference.py", "reference.py would hide a module"),
+        ("cpu_portable.py", "has a variant cpu_portable"),
+    ],
+)
+def test_a_submission_with_a_name_that_the_problem_has_is_refused(tmp_path, capsys, name, said):
     (tmp_path / name).write_text("def custom_kernel(data):\n    pass\n")
     assert run.main(["nvfp4_gemv", "--submission", str(tmp_path / name), "--device", "cpu"]) == output.USAGE_EXIT
-    said = f"--submission: {name} would hide a module of nvfp4_gemv of that name: rename the file"
     assert said in capsys.readouterr().err
-
-
-def test_the_gravest_verdict_is_the_exit_code():
-    assert verdict.exit_code(["PASSED", "UNSUPPORTED", "COMPILED"], everything=True) == 0
-    assert verdict.exit_code(["UNSUPPORTED"], everything=True) == 7
-    assert verdict.exit_code(["PASSED", "UNSUPPORTED", "TIMEOUT"], everything=True) == 5
 
 
 def test_task_yml_is_what_task_py_says():
@@ -227,29 +207,45 @@ def test_task_yml_is_what_task_py_says():
             assert (load.PROBLEMS / name / "task.yml").read_text() == task_yml.render(found)
 
 
-def test_a_file_may_not_take_the_row_of_a_variant(tmp_path, capsys):
-    file = tmp_path / "cpu_portable.py"
-    file.write_text("def custom_kernel(data):\n    return data.c\n")
-    assert run.main(["nvfp4_gemv", "--submission", str(file), "--device", "cpu", "--mode", "test"]) == 2
-    assert "has a variant cpu_portable" in capsys.readouterr().err
-
-
 def test_beside_a_wrong_one_a_right_one_is_not_timed_and_the_reason_says_so(tmp_path, results, capsys):
     """Of a pair both count or none: that is no fault of the machine."""
     right_and_wrong(tmp_path)
-    folder, files = str(SUPPORT / "problems" / "vector_add"), [str(tmp_path / f"{n}.py") for n in ("right", "wrong")]
+    files = [str(tmp_path / f"{name}.py") for name in ("right", "wrong")]
     for mine, other in (files, files[::-1]):
-        words = [folder, "--device", "cpu", "--mode", "benchmark", "--quiet", "--submission", mine, "--against", other]
-        assert run.main([*words, "--processes", "2"]) == 1
+        words = [str(VECTOR_ADD), "--device", "cpu", "--mode", "benchmark", "--quiet", "--processes", "2"]
+        assert run.main([*words, "--submission", mine, "--against", other]) == 1
         said = capsys.readouterr().out
         assert "not timed: wrong is INCORRECT, and of a pair both count or none" in said and "too busy" not in said
 
 
 def test_more_bytes_than_the_judge_can_read_are_a_fault_of_the_problem(tmp_path, capsys):
-    made = shutil.copytree(SUPPORT / "problems" / "vector_add", tmp_path / "vector_add")
-    task = made / "task.py"
-    task.write_text(task.read_text().replace("return 3 * 2 * self.n", "return 10**15"))
-    right_and_wrong(tmp_path)
-    argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--submission", str(tmp_path / "right.py")]
-    assert run.main([*argv, "--processes", "2"]) == 2
+    task = (VECTOR_ADD / "task.py").read_text().replace("return 3 * 2 * self.n", "return 10**15")
+    made = copy_of(VECTOR_ADD, tmp_path / "vector_add", {"task.py": task, "variants/right.py": ADDS})
+    argv = [str(made), "--device", "cpu", "--mode", "benchmark", "--variant", "right", "--processes", "2"]
+    assert run.main(argv) == 2
     assert "bytes_moved() of n=1048576 says 1000000000000000 bytes" in capsys.readouterr().err
+
+
+# --- harness/api.py
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_records_are_returned_and_nothing_is_printed_unless_asked(tmp_path, capfd, show):
+    write_files(tmp_path, {"mine.py": ADDS, "other.py": ADDS})
+    records = judge(VECTOR_ADD, [tmp_path / "mine.py", tmp_path / "other.py"], "test", "cpu", show=show)
+    assert {(one["variant"], one["status"]) for one in records} == {("mine", "PASSED"), ("other", "PASSED")}
+    said = "".join(capfd.readouterr())
+    assert ("PASSED" in said) if show else said == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"mode": "bench"}, "did you mean benchmark"),
+        ({"seeds": 1}, "did you mean seed"),
+        ({"timeout": -1.0}, "positive"),
+    ],
+)
+def test_bad_use_raises(more, said):
+    with pytest.raises(UsageError, match=said):
+        judge("nvfp4_gemv", **more)

@@ -119,13 +119,10 @@ def test_with_venv_the_command_is_run_by_it(checkout):
     assert done.returncode == 2 and "cannot be started" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_venv_without_the_packages_does_not_call_itself(checkout):
+def test_a_venv_without_the_packages_or_of_an_old_python_is_named(checkout, monkeypatch, capsys, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)
     done = bare(checkout, [RUN, "nvfp4_gemv"])
     assert done.returncode == 2 and "run `make setup` first" in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_an_old_python_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(venv, "PYTHON", str(tmp_path / "python"))
     monkeypatch.setattr(venv, "OLDEST", (99, 0))
     with pytest.raises(SystemExit) as stop:

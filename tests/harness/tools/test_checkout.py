@@ -10,7 +10,7 @@ from harness.judge import options
 from harness.judge.options import Options
 from harness.problem.folders import UsageError
 from harness.tools import remote
-from tests.support import ROOT, SUPPORT
+from tests.support import ROOT, SUPPORT, write_files
 
 
 def parsed(argv) -> Options:
@@ -22,13 +22,11 @@ def request(*argv):
 
 
 def test_arguments_are_sent_as_they_were_given():
+    """Those of a problem's own check too; a submission that is not there is refused."""
     argv = ["nvfp4_gemv", "--case", "m=16 k='$HOME' \"x\" *", "--timeout", "2.5", "--seed", "0", "--quiet", "--resume"]
     sent = request(*argv, "--json", "x", "--events", "y")
     outputs = {name: str(Path("..", *[".."] * len(ROOT.parts[1:]), "job", name)) for name in ("json", "events")}
     assert vars(parsed(sent.arguments)) == vars(parsed(argv)) | outputs and not sent.files
-
-
-def test_arguments_of_a_problems_own_check_are_kept():
     argv = ["--config", "tiny", "--steps", "-1"]
     assert remote.request(parsed(["dsv4_forward"]), argv).arguments == ["dsv4_forward", *argv]
 
@@ -36,21 +34,14 @@ def test_arguments_of_a_problems_own_check_are_kept():
 def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
     inside = ROOT / "problems" / "nvfp4_gemv" / "variants" / "cpu_portable.py"
     assert f"--submission={inside.relative_to(ROOT)}" in request("nvfp4_gemv", "--submission", str(inside)).arguments
-    awkward = tmp_path / "it's here"
-    awkward.mkdir()
-    for suffix in ("py", "cpp"):
-        shutil.copy(inside.with_suffix(f".{suffix}"), awkward / f"mine.{suffix}")
-    (awkward / "mine.cpp").write_text('#include "part.h"\n' + (awkward / "mine.cpp").read_text())
-    (awkward / "part.h").write_text("\n")
+    source = '#include "part.h"\n' + inside.with_suffix(".cpp").read_text()
+    files = {"mine.py": inside.read_text(), "mine.cpp": source, "part.h": "\n"}
+    awkward = write_files(tmp_path / "it's here", files)
     sent = request("nvfp4_gemv", "--submission", str(inside), "--submission", str(awkward / "mine.py"))
     _, path = (word.partition("=")[2] for word in sent.arguments if word.startswith("--submission="))
     with remote.copied(sent.files) as copy:
         tree = copy / remote.TREE
-        assert sorted(file.name for file in (tree / path).resolve().parent.iterdir()) == [
-            "mine.cpp",
-            "mine.py",
-            "part.h",
-        ]
+        assert {file.name for file in (tree / path).resolve().parent.iterdir()} == set(files)
         assert (tree / "harness" / "run.py").stat().st_mode & 0o100 and (tree / inside.relative_to(ROOT)).is_file()
         assert not (tree / ".venv").exists() and not (tree / ".git").exists()
 

@@ -1,10 +1,10 @@
 """A problem's own check: when a run begins with it, the verb check, and what follows from how it ends."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +15,7 @@ from harness.results import environment, output
 from harness.sandbox import process
 from harness.tools import modes
 from problems.common import load
+from tests.support import json_lines, write_files
 from tests.support.recorded import SOURCE, TASK
 
 # It says what it got in a file, so that a test need not look through what it prints.
@@ -24,7 +25,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-
 
 def main(argv):
     Path(__file__).with_suffix(".json").write_text(json.dumps(argv))
@@ -45,31 +45,23 @@ ON = "went on"  # what a run says here that judges, or profiles
 def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     """A checkout with one problem, gated, that has a check; nothing is judged in it."""
     before = set(sys.modules)
-    made = tmp_path / "problems" / "gated"
-    made.mkdir(parents=True)
-    for name, text in {
-        "../__init__.py": "",
-        "task.py": TASK,
-        "check.py": CHECK,
-        "submission.py": SUBMISSION,
-        "reference.py": "",
-    }.items():
-        (made / name).write_text(text)
+    files = {"task.py": TASK, "check.py": CHECK, "submission.py": SUBMISSION, "reference.py": "", "../__init__.py": ""}
+    made = write_files(tmp_path / "problems" / "gated", files)
     monkeypatch.setattr(load, "PROBLEMS", made.parent)
     monkeypatch.setattr(process, "ROOT", tmp_path)
 
-    def stop(*_: object) -> None:
-        raise UsageError(ON)
-
-    for step in ("_begin", "_judge"):
-        monkeypatch.setattr(invocation.Run, step, stop)
-    monkeypatch.setattr(modes, "profile", stop)
-    monkeypatch.setattr(invocation.Run, "_resume", lambda _: None)
-    monkeypatch.setattr(invocation.Run, "_tell_files", lambda _: None)
+    for owner, name in ((invocation.Run, "_begin"), (invocation.Run, "_judge"), (modes, "profile")):
+        monkeypatch.setattr(owner, name, Mock(side_effect=UsageError(ON)))
+    for name in ("_resume", "_tell_files"):
+        monkeypatch.setattr(invocation.Run, name, lambda _: None)
     yield made
     for name in set(sys.modules) - before:
         if name.startswith("problems."):
             del sys.modules[name]
+
+
+def ran(*words: str) -> int:
+    return run.main(["gated", "--device", "cpu", *words])
 
 
 def checked(*words: str) -> int:
@@ -80,15 +72,15 @@ def checked(*words: str) -> int:
 def got(folder: Path) -> list[str] | None:
     """The arguments of the check, None where it did not run."""
     file = folder / "check.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    return json_lines(file)[0] if file.is_file() else None
 
 
 def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
-    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == output.USAGE_EXIT
-    said = capfd.readouterr()
+    assert ran("--mode", "test") == output.USAGE_EXIT
+    out, err = capfd.readouterr()
     words = (environment.line(), "checking end to end", "gated, end to end: PASSED")
-    assert sorted(map(said.out.index, words)) == [said.out.index(word) for word in words]
-    assert ON in said.err and got(folder) == ["--device", "cpu"]
+    assert sorted(map(out.index, words)) == [out.index(word) for word in words]
+    assert ON in err and got(folder) == ["--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +94,7 @@ def test_it_comes_first_and_what_it_prints_is_shown(folder, capfd):
     ],
 )
 def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
-    assert run.main(["gated", "--device", "cpu", *arguments]) == output.USAGE_EXIT
-    assert ON in capfd.readouterr().err
+    assert ran(*arguments) == output.USAGE_EXIT and ON in capfd.readouterr().err
     assert (got(folder) is not None) == runs
 
 
@@ -117,19 +108,16 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
     ],
 )
 def test_options_that_are_wrong_are_refused_before_it(folder, capfd, arguments, code, said):
-    (folder / "variants").mkdir()
-    (folder / "variants" / "a.py").write_text(SUBMISSION)
-    (folder / "variants" / "b.py").write_text(SUBMISSION.replace("cpu", "sm100"))
-    assert run.main(["gated", "--device", "cpu", *arguments]) == code
+    write_files(folder / "variants", {"a.py": SUBMISSION, "b.py": SUBMISSION.replace("cpu", "sm100")})
+    assert ran(*arguments) == code
     assert said in capfd.readouterr().err and got(folder) is None
 
 
 def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):
     (tmp_path / "mine.py").write_text(SUBMISSION)
-    assert run.main(["gated", "--device", "cpu", "--submission", str(tmp_path / "mine.py")]) == output.USAGE_EXIT
-    said = capfd.readouterr()
-    assert "note: check.py says nothing of files from elsewhere" in said.out and ON in said.err
-    assert got(folder) is None
+    assert ran("--submission", str(tmp_path / "mine.py")) == output.USAGE_EXIT
+    out, err = capfd.readouterr()
+    assert "note: check.py says nothing of files from elsewhere" in out and ON in err and got(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -139,25 +127,21 @@ def test_a_file_from_elsewhere_is_not_its_business(folder, tmp_path, capfd):
         ("3", 1, "INCORRECT (exit status 3)"),
         ("killed", 1, "INCORRECT (killed by signal 9)"),
         ("2", 2, "checking end to end"),
+        # Only a main that has returned passes.
+        ("exec os._exit(0)", 1, "ended with status 0 before its main returned"),
+        ("exec sys.exit(0)", 1, "ended with status 0 before its main returned"),
+        ("exec import ctypes; ctypes.CDLL(None).exit(0)", 1, "ended with status 0 before its main returned"),
     ],
 )
 def test_a_check_that_does_not_pass_ends_the_run(folder, capfd, monkeypatch, end, code, said):
     monkeypatch.setenv("END", end)
-    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == code
+    assert ran("--mode", "test") == code
     out, err = capfd.readouterr()
     assert said in out and ON not in err
 
 
-@pytest.mark.parametrize("code", ["os._exit(0)", "sys.exit(0)", "import ctypes; ctypes.CDLL(None).exit(0)"])
-def test_only_a_main_that_has_returned_passes(folder, capfd, code):
-    assert checked("--end", f"exec {code}") == 1
-    out, err = capfd.readouterr()
-    assert "INCORRECT (check.py ended with status 0 before its main returned" in out and ON not in err
-
-
 PARSING = '''"""A check."""
 import argparse
-
 
 def main(argv):
     parser = argparse.ArgumentParser("check.py", allow_abbrev=False)
@@ -174,23 +158,19 @@ def test_a_parser_in_it_refuses_and_helps(folder, capfd):
     assert checked("--wrong") == output.USAGE_EXIT
     out, err = capfd.readouterr()
     assert "check.py: error: unrecognized arguments: --wrong" in err and "end to end" not in out and ON not in err
-    assert run.main(["gated", "--mode", "test", "--device", "cpu"]) == output.USAGE_EXIT
-    assert "end to end: PASSED" in capfd.readouterr().out
+    assert ran("--mode", "test") == output.USAGE_EXIT and "end to end: PASSED" in capfd.readouterr().out
     assert checked("--", "--help") == 0  # nothing is checked, and nothing judged
     out, err = capfd.readouterr()
     assert "usage: check.py" in out and "end to end" not in out and ON not in err
 
 
-def test_an_exception_in_it_is_shown(folder, capfd):
+def test_what_it_prints_stays_out_of_a_quiet_run_and_its_exception_is_shown(folder, capfd):
+    assert checked("--quiet") == 0
+    assert capfd.readouterr().out.strip() == "gated, end to end: PASSED"
     (folder / "check.py").write_text("import math\n\nmath.no_such_name\n")
     assert checked() == 1
     out, err = capfd.readouterr()
     assert "no_such_name" in err and "end to end: INCORRECT" in out
-
-
-def test_what_it_prints_stays_out_of_a_quiet_run(folder, capfd):
-    assert checked("--quiet") == 0
-    assert capfd.readouterr().out.strip() == "gated, end to end: PASSED"
 
 
 def test_its_options_reach_it_as_they_are(folder, capfd):
@@ -200,15 +180,10 @@ def test_its_options_reach_it_as_they_are(folder, capfd):
     assert ON not in capfd.readouterr().err and got(folder) == [*words, "--device", "cpu"]
 
 
-def test_a_problem_without_one_is_named(folder, capfd):
-    plain = folder.parent / "plain"
-    plain.mkdir()
-    (plain / "task.py").write_text(TASK)
+def test_a_problem_without_one_and_a_folder_elsewhere_are_named(folder, capfd, tmp_path):
+    write_files(folder.parent / "plain", {"task.py": TASK})
     assert command.main(["check", "plain", "--device", "cpu"]) == output.USAGE_EXIT
     assert "plain has no check.py" in capfd.readouterr().err
-
-
-def test_a_folder_elsewhere_cannot_have_one(folder, tmp_path, capfd):
     os.rename(folder, tmp_path / "gated")
     assert run.main([str(tmp_path / "gated"), "--device", "cpu"]) == output.USAGE_EXIT
     assert "runs as problems.gated.check: its folder must stand in" in capfd.readouterr().err

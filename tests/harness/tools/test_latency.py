@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from harness.problem.folders import UsageError
 from harness.results import record, schema
 from harness.results.run_file import RunFile
 from harness.tools import latency
-from harness.tools.latency import Launch
+from harness.tools.latency import Launch, breakdown, read
 from problems.dsv4_forward.timed_steps import Decode as Steps
 from problems.dsv4_forward.timed_steps import prepare
-from tests.support import SUPPORT
+from tests.support import VECTOR_ADD, json_lines
 
 MODEL = folders.find("dsv4_forward")
 MEASURED = {
@@ -73,10 +74,8 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
     assert one == {"config": "tiny-k", "format": "nvfp4", "batch": 8, "context": 512}
     with pytest.raises(UsageError, match="--case must match a latency case"):
         latency.cases(MODEL, "batch=3")
-    with pytest.raises(
-        UsageError, match=r"--mode latency is for whole models, and vector_add is none \(it has no timed_steps\.py\)"
-    ):
-        latency.cases(folders.find(str(SUPPORT / "problems" / "vector_add")), None)
+    with pytest.raises(UsageError, match="is for whole models, and vector_add is none"):
+        latency.cases(folders.find(str(VECTOR_ADD)), None)
 
 
 @pytest.mark.parametrize(("more", "said"), [([], "needs a GPU"), (["--all"], "times the problem's own model")])
@@ -103,16 +102,14 @@ def without_gpu(monkeypatch):
         return contextlib.nullcontext()
 
     monkeypatch.setattr(torch.profiler, "record_function", range_of)
-    monkeypatch.setattr(latency, "WARMUPS", 1)
-    monkeypatch.setattr(latency, "TRACED", 2)
-    monkeypatch.setattr(latency, "ROW", 2)
     for name in ("stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(latency, "_capture", lambda step: SimpleNamespace(replay=step))
     monkeypatch.setattr(latency, "_waits", lambda step: step() or "")
     monkeypatch.setattr(latency, "launches", launches)
-    monkeypatch.setattr(latency, "STEPS", 3)
+    for name, value in (("WARMUPS", 1), ("TRACED", 2), ("ROW", 2), ("STEPS", 3)):
+        monkeypatch.setattr(latency, name, value)
 
 
 @torch.inference_mode()
@@ -162,17 +159,11 @@ def test_a_process_that_fails_is_a_failure_of_the_problem(capfd, judged, recorde
 def test_a_process_that_ends_before_its_last_case_is_a_failure(monkeypatch, judged, recorder):
     """As one does that calls exit(0): what it had measured is kept."""
 
-    class Guarded:
-        def __init__(self, argv, *_) -> None:
-            Path(argv[-1]).write_text(json.dumps(MEASURED) + "\n")
-            self.pid, self.process = 1, self
+    def guarded(argv, *_) -> Mock:
+        Path(argv[-1]).write_text(json.dumps(MEASURED) + "\n")
+        return Mock(pid=1, process=Mock(wait=Mock(return_value=0)))
 
-        def wait(self) -> int:
-            return 0
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(latency.process, "Guarded", Guarded)
+    monkeypatch.setattr(latency.process, "Guarded", guarded)
     lines = []
     assert latency.run(MODEL, recorder, judged, [MEASURED["case"]], lines) == ""
     said = latency.run(MODEL, recorder, judged, [MEASURED["case"]] * 3, lines)
@@ -206,12 +197,8 @@ def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, rec
 
 
 def test_a_case_without_room_is_unsupported_and_the_others_go_on(judged, recorder):
-    class Hook:
-        @staticmethod
-        def prepare(case, steps):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.26 GiB\nmore")
-
-    found = latency.measured(Hook, MEASURED["case"])
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.26 GiB\nmore")
+    found = latency.measured(SimpleNamespace(prepare=Mock(side_effect=error)), MEASURED["case"])
     assert found["status"] == "UNSUPPORTED" and found["reason"].endswith("Tried to allocate 2.26 GiB")
     line = latency.line_of(recorder, judged, {"case": MEASURED["case"], **found})
     assert record.checked(line) and line["sol_us"] is None
@@ -222,5 +209,53 @@ def test_a_decode_step_is_timed_on_a_gpu(tmp_path):
     found = tmp_path / "found.jsonl"
     chosen = ["--case", "config=tiny-k format=bf16 batch=1", "--json", str(found)]
     assert run.main(["dsv4_forward", "--mode", "latency", *chosen]) == 0
-    (one,) = map(json.loads, found.read_text().splitlines())
+    (one,) = json_lines(found)
     assert record.checked(one) and one["status"] == "PASSED" and 0 < one["sol_us"] < one["median_us"] < one["eager_us"]
+
+
+# --- launches of a profiler's trace, and where the time of a replayed graph goes
+
+
+def span(cat: str, name: str, ts: float, dur: float, **args) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def test_a_launch_belongs_to_the_innermost_op_that_the_host_was_in():
+    events = [
+        span("user_annotation", "op experts", 0.0, 10.0),
+        span("user_annotation", "op linear", 4.0, 2.0),
+        span("user_annotation", "something else", 0.0, 50.0),
+        span("cuda_runtime", "cudaLaunchKernel", 1.0, 1.0, correlation=7),
+        span("cuda_driver", "cuLaunchKernelEx", 5.0, 1.0, correlation=8),
+        span("cuda_runtime", "cudaMemcpyAsync", 20.0, 1.0, correlation=9),
+        span("kernel", "second", 140.0, 3.0, correlation=8),
+        span("kernel", "first", 100.0, 30.0, correlation=7),
+        span("gpu_memcpy", "Memcpy DtoD", 150.0, 2.0, correlation=9),
+        span("kernel", "orphan", 160.0, 1.0),
+        {"ph": "i", "name": "a mark"},
+        span("gpu_user_annotation", "op experts", 100.0, 52.0),
+    ]
+    assert read(events) == [
+        Launch("first", 100.0, 30.0, "experts"),
+        Launch("second", 140.0, 3.0, "linear"),
+        Launch("Memcpy DtoD", 150.0, 2.0, ""),
+        Launch("orphan", 160.0, 1.0, ""),
+    ]
+
+
+def test_the_time_of_a_graph_goes_to_the_ops_of_the_eager_step():
+    """One of another length has no ops."""
+    eager = [Launch("a", 0, 9, "x"), Launch("b", 20, 9, "y"), Launch("a", 40, 9, "x"), Launch("c", 60, 9)]
+
+    def replay(us: float) -> list[Launch]:
+        return [Launch("a", 0, us), Launch("b", us - 1, 5), Launch("a", 10, 2), Launch("c", 13, 1)]
+
+    found = breakdown(eager, [replay(4), replay(6), replay(3), replay(50)[:2]])
+    assert found == {
+        "ops": {"x": {"us": 6.0, "launches": 2}, "y": {"us": 5.0, "launches": 1}, "": {"us": 1.0, "launches": 1}},
+        "kernels": {"a": {"us": 6.0, "launches": 2}, "b": {"us": 5.0, "launches": 1}, "c": {"us": 1.0, "launches": 1}},
+        "span_us": 14.0,
+        "gaps_us": 3.0,
+    }
+    found = breakdown([Launch("a", 0, 1, "x")], [[Launch("a", 0, 1), Launch("b", 1, 1)]])
+    assert found["ops"] == {"": {"us": 2.0, "launches": 2}} and found["gaps_us"] == 0

@@ -11,10 +11,9 @@ from harness.problem import folders
 from harness.tools import scaffold
 from problems import wrong
 from problems.common import load
-from tests.support.marks import first
+from tests.support.marks import first, needs_nvcc
 
 SMALL = {"nvfp4_gemv": "m=16 k=64", "fmha_decode": "batch=1 queries=1 heads=8", "moe_gemm": "tokens=1 experts=1 topk=1"}
-needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +55,12 @@ def test_a_new_problem_and_a_new_variant_compile_each_by_its_own_name(written):
         assert made.path.stem == name and [kernel.spill_bytes for kernel in made.kernels()] == [0]
 
 
-def test_a_name_with_the_reserved_word_is_refused(written, capsys):
+def test_a_reserved_word_and_a_folder_elsewhere_get_no_variant(written, capsys, tmp_path):
     assert command.main(["new", "nvfp4_gemv", "cpu_streams"]) == 2
     assert "must not hold the reserved word" in capsys.readouterr().err
+    shutil.copytree(scaffold.TEMPLATE, tmp_path / "mine")
+    assert command.main(["new", str(tmp_path / "mine"), "cpu_x"]) == 2
+    assert "mine is none of problems/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", first(sorted(SMALL, reverse=True)))
@@ -113,9 +115,3 @@ def test_bad_use_is_one_line_and_writes_nothing(written, arguments, message, cap
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
     assert tree(written) == before
-
-
-def test_a_folder_elsewhere_gets_no_variant(tmp_path, capsys):
-    shutil.copytree(scaffold.TEMPLATE, tmp_path / "mine")
-    assert command.main(["new", str(tmp_path / "mine"), "cpu_x"]) == 2
-    assert "mine is none of problems/" in capsys.readouterr().err

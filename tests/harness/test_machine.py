@@ -42,9 +42,6 @@ def one_line(said: str) -> str:
     return said
 
 
-# --- what the machine does
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -127,9 +124,6 @@ def test_what_the_judges_own_code_cannot_be_built_with(tmp_path, folder, lacks, 
     assert done.returncode == 2 and said in one_line(done.stderr)
 
 
-# --- whoever reads the output goes away
-
-
 @pytest.mark.parametrize(
     "command",
     [[*VERBS, "list", "nvfp4_gemv"], pytest.param(REPORT, marks=pytest.mark.slow)],
@@ -148,9 +142,6 @@ def test_a_full_disk_under_the_output_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*VERBS, "list"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
-
-
-# --- --json
 
 
 def test_json_that_cannot_be_written_is_known_before_anything_is_judged(tmp_path, folder, results, capsys):

@@ -27,9 +27,6 @@ def ranks(found: board.Board) -> dict[str, int | None]:
     return {name: None if row["rank"] is pd.NA else int(row["rank"]) for name, row in rows(found).items()}
 
 
-# --- ranks
-
-
 @pytest.mark.parametrize(
     ("intervals", "ranks"),
     [
@@ -83,9 +80,6 @@ def test_a_confirmation_by_another_clock_does_not_lead():
         mine = full("c", 1.0, **later, confirms=confirms, against={"variant": "a", "ratio": 0.8})
         found = ranks(one(base + mine + full("a", 1.2, **later)))
         assert found["c"] == 1 if leads else (found["c"], found["a"]) == (None, 1)
-
-
-# --- gaps and failures
 
 
 FAILED = {1: line("benchmark", "b", case=1, status="TIMEOUT", reason="no answer in 60 s")}
@@ -149,9 +143,6 @@ def test_what_is_no_time_never_ranks(field, value):
     assert ranks(found)["b"] is None
 
 
-# --- runs
-
-
 NEWER = full("a", 1.2, run="r2", minute=5) + full("b", 1.1, run="r2", minute=5)
 
 
@@ -200,9 +191,6 @@ def test_a_run_that_failed_or_is_incomplete_does_not_become_the_board():
     assert ranks(one(full("a", 1.0) + full("b", 1.1, run="r2", minute=5))) == {"b": 1, "a": None}
     part = full("a", 0.9, run="r2", minute=5)[:1] + full("b", 0.8, run="r2", minute=5)[:1]
     assert one(full("a", 1.1) + full("b", 1.2) + part).run["run_id"] == "r1"
-
-
-# --- baselines, compiled variants, targets
 
 
 def test_baselines_are_unranked_and_the_fastest_in_each_case_measures_the_others():
@@ -311,8 +299,6 @@ def test_oddities_of_the_run_and_of_its_cases_are_noted():
     found = one([*full("a", 1.1), bench("a", 0, 5.0) | {"case": {"m": 1, "k": 64, "l": 1}}])
     assert any("m=1 k=64 l=1" in note for note in found.notes) and ranks(found) == {"a": 1}
 
-
-# --- confirmations, attempts, and other figures than the geomean
 
 CONFIRMS = {"variant": "a", "run_id": "r1", "source_hash": "abc", "paired": True}
 

@@ -222,9 +222,6 @@ def test_cases_have_a_row_each(capsys, monkeypatch, tmp_path, form):
     assert [row[0] for row in table.rows] == ["m=7168 l=1", "m=4096 l=8", "m=7168 l=4"]
 
 
-# --- the README
-
-
 def test_readme_is_filled_in_and_a_stale_one_found_out(capsys, tmp_path, results, readme):
     """By its own text, by a new record, by a removed machine; --check writes nothing."""
     file = tmp_path / "README.md"
@@ -289,9 +286,6 @@ def test_newest_latency_of_each_case_is_shown_beside_the_boards(capsys, results,
     assert len(lines) <= terminal.MOST and "4,000" in "".join(lines) and lines[-1].endswith("model --mode latency")
 
 
-# --- text of a record is data
-
-
 def hostile(number: int) -> str:
     """As a name that a record may have: without what parts folders."""
     return HOSTILE[number].replace("/", "").replace("\0", "")[:150] + f"x{number}"
@@ -354,9 +348,6 @@ def test_a_record_names_no_file_outside(capsys, tmp_path):
     code, out, err = said(capsys, "--results", tmp_path / "r", "--html", tmp_path / "out")
     assert code == 0 and "evil" not in out, out
     assert f"... and {2 * 3 * len(places) - record.MOST} more in box/nvfp4_gemv.jsonl" in err
-
-
-# --- files that cannot be read or written
 
 
 def test_what_cannot_be_read_or_loaded_is_one_line(capsys, tmp_path, results, readme, monkeypatch):

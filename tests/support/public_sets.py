@@ -130,18 +130,13 @@ def ours(folder: Path, file: Path, device: str) -> tuple[str, str]:
 
 def tried(folder: Path, name: str, device: str, known: dict[str, str]) -> Iterator[dict]:
     """Yield the lines of one folder. known: what its eval.py said before, by submission."""
+    machine = environment.machine(device)
     with tempfile.TemporaryDirectory() as place:
         for submission, (file, right) in submissions(folder, Path(place)).items():
             verdict, reason = ours(folder, file, device)
-            yield {
-                "folder": name,
-                "submission": submission,
-                "right": right,
-                "upstream": known.get(submission, "") or (upstream(folder, file) if device == "cuda" else ""),
-                "verdict": verdict,
-                "reason": _short(reason),
-                "machine": environment.machine(device),
-            }
+            said = known.get(submission, "") or (upstream(folder, file) if device == "cuda" else "")
+            judged = {"upstream": said, "verdict": verdict, "reason": _short(reason)}
+            yield {"folder": name, "submission": submission, "right": right} | judged | {"machine": machine}
 
 
 def _short(reason: str) -> str:

@@ -67,9 +67,6 @@ def add(file: Path, text: str) -> None:
     file.write_text(file.read_text() + text)
 
 
-# What it is made of.
-
-
 def test_a_composition_brings_modules_and_winners_and_no_other_problem_any(problems):
     """Also where a file imports what only a composition may: then it is not there when it runs."""
     submission = winner()
@@ -132,9 +129,6 @@ def test_one_folder_of_ours_at_most_is_a_composition():
     assert {name for name in folders.problem_names() if folders.find(name).composition} <= {"dsv4_forward"}
 
 
-# What is read, and what it is known by.
-
-
 @pytest.mark.parametrize("name", sorted(OWN | MODULES | WINNERS))
 def test_the_scan_reads_all_of_it(problems, name):
     submission = winner()
@@ -188,9 +182,6 @@ def test_it_is_compiled_as_what_it_brings_asks_for(problems):
     assert kind(submission.file, submission.folder) == "compile_for"
 
 
-# What the runner gets.
-
-
 def test_the_runner_gets_the_closure_in_its_places(problems, make):
     box = make(winner().file, folders.find("composed"))
     top = box.jail.code / "problems"
@@ -229,9 +220,6 @@ def test_a_resumed_run_depends_on_the_modules_of_the_reference(problems):
     assert planned() == start
     add(problems / "composed" / "state.py", "\nchanged = 1\n")
     assert planned() != start
-
-
-# As a user sees it.
 
 
 @pytest.mark.slow

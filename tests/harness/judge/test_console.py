@@ -47,9 +47,6 @@ def shown(capsys, monkeypatch):
     return lines
 
 
-# --- the table of times
-
-
 @pytest.mark.parametrize("count", [80, 120, 160])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_no_number_is_cut_and_every_row_fits(shown, device, count):
@@ -96,9 +93,6 @@ def test_times_of_a_busy_machine_are_busy_and_no_success(capsys):
         console.verdicts([judged], {}, brief=True)
         assert judged.verdict == "PASSED" and verdict.exit_code([judged.word], everything=False) == code
         assert capsys.readouterr().out.startswith(f"cpu_avx512  {word}  geomean 1,235 us")
-
-
-# --- failures
 
 
 def test_each_failure_is_printed_once_and_counted(capsys):
@@ -154,9 +148,6 @@ def test_what_a_submission_printed_ends_with_how_much_more_there_is(capsys):
     assert capsys.readouterr().out.splitlines() == ["mine printed:", "    a", "    b", "    ... 3 more lines"]
 
 
-# --- what to do next
-
-
 @pytest.mark.parametrize(
     ("name", "change", "arguments", "wanted"),
     [
@@ -176,9 +167,6 @@ def test_a_run_ends_with_a_command_that_helps(name, change, arguments, wanted):
     command, why = console.following(Options(problem="moe_gemm", **arguments), MOE, [judged], leader)
     assert command.endswith(wanted) and f"--variant {name}" in command and why
     assert "1.03x the time of cpu_plain" in console.unranked(result("cpu_avx512"), leader)
-
-
-# --- text of a submission is data
 
 
 @pytest.mark.parametrize("said", HOSTILE[::3], ids=brief)

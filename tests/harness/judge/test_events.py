@@ -133,9 +133,6 @@ def test_what_cannot_be_written_is_known_before_and_a_full_disk_stops_no_run(wor
     assert capsys.readouterr().err.count("nothing more is written") == 1 and len(records()) == 5
 
 
-# --- progress
-
-
 def test_no_step_is_beyond_the_total_on_a_busy_machine():
     """Calls beside which the machine was busy are made again: more than the plan has."""
 
@@ -159,9 +156,6 @@ def test_no_step_is_beyond_the_total_on_a_busy_machine():
     assert "again, the machine was busy" in said and "warm-up" in said
 
 
-# --- --json
-
-
 def test_records_on_standard_output_are_all_that_is_there(world, folder, capsys):
     assert judge(folder, "--variant", "good", "--json", "-") == 0
     out, err = capsys.readouterr()
@@ -179,9 +173,6 @@ def test_records_go_to_what_a_link_leads_to_and_the_link_stays(world, folder, tm
     assert (tmp_path / "link").is_symlink() and sorted(os.listdir(place)) == ["new.json", "old.json"]
 
 
-# --- --quiet
-
-
 def test_quiet_prints_the_verdicts_and_what_was_asked_for(world, folder, capsys):
     world.wrong = {"other"}
     assert judge(folder, "--all", "--quiet") == 1
@@ -195,9 +186,6 @@ def test_quiet_prints_the_verdicts_and_what_was_asked_for(world, folder, capsys)
     assert judge(folder, "--variant", "good", "--against", "other", "--quiet") == 0
     out = capsys.readouterr().out
     assert out.count("good / other = ") == 3 and "torch" not in out
-
-
-# --- --case
 
 
 def test_all_words_must_be_those_of_the_case():

@@ -394,12 +394,9 @@ def test_a_confirmation_is_resumed_as_it_was_decided(world, ranked, groups):
     with pytest.raises(Stop):
         judge(ranked, *better(ranked))
     world.left, done = 10**9, list(world.groups)
-    fast = [
-        r | {"run_id": "later", "variant": v, "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
-        for r in records()
-        if r["kind"] == "benchmark"
-        for v in ("x", "y")
-    ]
+    quick = {"run_id": "later", "median_us": 1.0, "samples_us": [[1.0]] * 3, "time": record.now()}
+    timed = [r | quick for r in records() if r["kind"] == "benchmark"]
+    fast = [r | {"variant": name} for r in timed for name in ("x", "y")]
     later = record.RESULTS / environment.machine("cpu") / "made_up.jsonl"
     later.write_text("".join(json.dumps(r) + "\n" for r in fast))
     assert judge(ranked, "--resume") == 0

@@ -46,12 +46,8 @@ def test_neighbours_of_what_is_not_finite_and_of_integers():
     ("bits", "dtype"), [(7, torch.bfloat16), (10, torch.float16), (3, torch.float8_e4m3fn), (23, torch.float32)]
 )
 def test_rounding_keeps_the_bits_of_the_format(bits, dtype):
-    given = torch.cat(
-        [
-            torch.randn(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
-            torch.tensor([1 + 2.0 ** -(bits + 1), 1 + 3 * 2.0 ** -(bits + 1), float("inf")]),
-        ]
-    )
+    random = torch.randn(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = torch.cat([random, torch.tensor([1 + 2.0 ** -(bits + 1), 1 + 3 * 2.0 ** -(bits + 1), float("inf")])])
     given = given[given.abs() > 0.1]  # within the normal numbers of each
     finite = torch.isfinite(given)
     assert torch.equal(values.rounded(given, bits)[finite], given[finite].to(dtype).double())

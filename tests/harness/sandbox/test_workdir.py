@@ -164,9 +164,6 @@ def test_a_gpu_variant_compiles_in_it(name, make):
     assert list(box.jail.cache.glob(f"build/{name}*"))
 
 
-# ---- what is kept
-
-
 def test_what_a_compile_step_made_serves_the_next_runner(builds, make):
     assert workdir.build_folder(CPU, GEMV, "cpu") is None
     first = make()
@@ -268,9 +265,6 @@ def test_the_key_is_of_all_that_a_build_depends_on(tmp_path, monkeypatch):
         assert len(seen) - before == (name in mine + shared), name
     monkeypatch.setattr(workdir, "_versions", lambda target: ("another compiler",))
     assert key() not in seen
-
-
-# ---- what is left
 
 
 def test_removal_leaves_nothing_however_a_runner_left_it(tmp_path, place):

@@ -163,6 +163,8 @@ def test_a_hostile_recorded_call_is_refused(place, value):
 
 def test_what_a_call_noted_is_looked_at():
     assert [claim.type for claim in replies.noted(json.dumps([CLAIM, {"type": "NoneType"}]))] == ["00", "NoneType"]
+    empty, _ = replies.noted(json.dumps([CLAIM | {"shape": [0, 3], "stride": [0, 0]}, CLAIM]))
+    assert (empty.shape, empty.stride) == ([0, 3], [0, 0])
     for said in ("", "{", "[" * 30_000, '[{"type": 1}]', "3", "[3]", json.dumps([CLAIM] * 1025)):
         with pytest.raises(Died, match="malformed"):
             replies.noted(said)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from harness.judge import phases, readings, replies
 from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.session import Session
 from harness.problem import folders, sources
 from harness.results import environment, stats
@@ -37,7 +38,7 @@ AGAIN = 4  # such times at most
 DOC = ROOT / "docs" / "exploits.md"
 OUT = DOC.with_suffix(".jsonl")
 SHORT = phases.Counts(processes=1, samples=4, warmups=1, buffers=2, extra=12)
-DEVICE = TARGET = "cpu"
+DEVICE = "cpu"
 
 
 def files() -> list[Path]:
@@ -66,70 +67,62 @@ class Bench:
 
     def judge(self, file: Path) -> list[Attack]:
         """What becomes of a file's forms, judged side by side; those that pass are timed beside the honest one."""
-        handles = {number: self._handle(file, number) for number in FORMS}
-        honest, found = self._handle(file, HONEST), self._tested(file, handles)
-        found |= self._short(file, {number: handle for number, handle in handles.items() if not found[number]})
-        left = {number: handles[number] for number in FORMS if not found[number]}
-        if left:
-            found |= self._paired(file, left, honest)
-        return list(found.values())
+        left = {number: self._handle(file, number) for number in FORMS}
+        honest, wrong = self._handle(file, HONEST), suite.not_passed(self.running, list(left.values()))
+        found = {n: _attack(file, n, wrong[one.name][0]) for n, one in left.items() if wrong[one.name]}
+        left = {n: one for n, one in left.items() if n not in found}
+        found |= _failed(file, left, self._timed(list(left.values()), SHORT) if left else {})
+        left = {n: one for n, one in left.items() if n not in found}
+        found |= self._paired(file, left, honest) if left else {}
+        return [found[number] for number in FORMS]
 
     def _paired(self, file: Path, handles: dict[int, RunnerHandle], honest: RunnerHandle) -> dict[int, Attack]:
-        handles, found, count = dict(handles), {}, 0
+        found, count = {}, 0
         pairs = {number: [] for number in handles}  # by case, by process
         for _ in range(1 + AGAIN):
             more = count or self.processes
             how = dataclasses.replace(SHORT, processes=more, samples=self.pairs, extra=3 * self.pairs, paired=True)
             timings = self._timed([*handles.values(), honest], how)
             count += more
-            failure = next((timing.failure for timing in timings[honest.name] if timing.failure), None)
-            for number, handle in list(handles.items()):
-                if ended := self._failed(file, number, timings[handle.name]):
-                    found[number] = ended
-                elif failure:
-                    reason = f"the honest form: {failure.status}: {failure.reason}"
-                    found[number] = _attack(file, number, "PASSED", reason=reason)
-                else:
-                    new = [
-                        readings.ratios(*both) for both in zip(timings[handle.name], timings[honest.name], strict=True)
-                    ]
-                    pairs[number] = [a + b for a, b in zip(pairs[number] or [[] for _ in new], new, strict=True)]
-                    ratio = stats.compare(pairs[number])
-                    numbers = {"ratio": ratio.ratio, "low": ratio.ci95[0], "high": ratio.ci95[1], "processes": count}
-                    found[number] = _attack(file, number, "PASSED", **numbers)
-                    continue
-                del handles[number]
+            ended = _failed(file, handles, timings)
+            if failure := _failure(timings[honest.name]):
+                said = Outcome("PASSED", f"the honest form: {failure.status}: {failure.reason}")
+                ended = {number: _attack(file, number, said) for number in handles} | ended
+            found |= ended
+            handles = {number: handle for number, handle in handles.items() if number not in ended}
+            for number, handle in handles.items():
+                both = zip(timings[handle.name], timings[honest.name], strict=True)
+                new = [readings.ratios(*one) for one in both]
+                pairs[number] = [a + b for a, b in zip(pairs[number] or [[] for _ in new], new, strict=True)]
+                ratio = stats.compare(pairs[number])
+                numbers = {"ratio": ratio.ratio, "low": ratio.ci95[0], "high": ratio.ci95[1], "processes": count}
+                found[number] = _attack(file, number, Outcome("PASSED"), **numbers)
             if not any(one.outcome == BELOW and one.ratio - one.low >= WIDE for one in found.values()):
                 break
         return found
-
-    def _short(self, file: Path, handles: dict[int, RunnerHandle]) -> dict[int, Attack | None]:
-        timings = self._timed(list(handles.values()), SHORT) if handles else {}
-        return {number: self._failed(file, number, timings[one.name]) for number, one in handles.items()}
-
-    @staticmethod
-    def _failed(file: Path, number: int, timings: list[readings.Timing]) -> Attack | None:
-        failure = next((timing.failure for timing in timings if timing.failure), None)
-        return failure and _attack(file, number, failure.status, reason=failure.reason)
 
     def _timed(self, handles: list[RunnerHandle], how: phases.Counts) -> dict[str, list[readings.Timing]]:
         cases = list(self.running.problem.benchmarks[DEVICE])
         return phases.run_benchmarks(self.running, handles, cases, how)[0]
 
-    def _tested(self, file: Path, handles: dict[int, RunnerHandle]) -> dict[int, Attack | None]:
-        tests = list(self.running.problem.tests[: suite.CASES])
-        said = phases.run_tests(self.running, list(handles.values()), tests, lambda *_: None)
-        bad = {n: [o for o in said[one.name] if o.status != "PASSED"] for n, one in handles.items()}
-        return {n: _attack(file, n, of[0].status, reason=of[0].reason) if of else None for n, of in bad.items()}
-
     def _handle(self, file: Path, number: int) -> RunnerHandle:
-        submission = folders.submission(self.running.problem, form(file, number, self.place))
         name = f"{file.stem}_{number}"
-        return RunnerHandle(name, dataclasses.replace(submission, name=name), TARGET)
+        submission = folders.submission(self.running.problem, form(file, number, self.place))
+        return RunnerHandle(name, dataclasses.replace(submission, name=name), DEVICE)
 
 
-def _attack(file: Path, number: int, verdict: str, **more: object) -> Attack:
-    return Attack(file=file.stem, about=load.summary(file), form=number, verdict=verdict, **more)
+def _failure(timings: list[readings.Timing]) -> Outcome | None:
+    return next((timing.failure for timing in timings if timing.failure), None)
+
+
+def _failed(file: Path, handles: dict[int, RunnerHandle], timings: dict[str, list]) -> dict[int, Attack]:
+    failures = {number: _failure(timings[handle.name]) for number, handle in handles.items()}
+    return {number: _attack(file, number, failure) for number, failure in failures.items() if failure}
+
+
+def _attack(file: Path, number: int, said: Outcome, **more: object) -> Attack:
+    about = load.summary(file)
+    return Attack(file=file.stem, about=about, form=number, verdict=said.status, reason=said.reason, **more)
 
 
 def read(out: Path) -> list[Attack]:

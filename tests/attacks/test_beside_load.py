@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from harness.judge.handle import RunnerHandle
 from harness.judge.outcome import Outcome
 from harness.judge.phases import Counts
 from harness.judge.session import Session
-from harness.judge.verdict import CaseTime, aggregate
+from harness.judge.verdict import CaseTime
 from harness.problem import folders
 from harness.problem.folders import Case
 from harness.results import stats
@@ -41,19 +40,10 @@ SHORT = (HONEST, "honest_answer_scratch")
 SHORT_RUNS = 4
 IDLE_SHARE, LOAD_SHARE = 0.95, 0.80  # that must be PASSED
 ACCUSATIONS = {"CHEAT_SUSPECTED", "RULE_BROKEN"}
-# They write late, leave work behind, keep answers, work before the clock, patch it, answer early, sleep in the warm-up,
-# forge a time, load the machine.
 ATTACKS = (
-    "late_thread_sleeps",
-    "host_daemons_holds_the_answer",
-    "caching_answers_by_fingerprint",
-    "caching_answers_by_count",
-    "early_does_not_wait_ready",
-    "clock_patched",
-    "late_takeover",
-    "clock_sleeps_in_warmup",
-    "replies_malformed_zero_time",
-    "host_load_thread",
+    *("late_thread_sleeps", "late_takeover", "early_does_not_wait_ready", "host_daemons_holds_the_answer"),
+    *("caching_answers_by_fingerprint", "caching_answers_by_count", "clock_patched", "clock_sleeps_in_warmup"),
+    *("replies_malformed_zero_time", "host_load_thread"),
 )
 ATTACK_HOW = Counts(processes=2, samples=5, warmups=1, buffers=2, extra=10)
 CAUGHT = {"CHEAT_SUSPECTED", "INVALID_MEASUREMENT", "INCORRECT", "RUNTIME_ERROR", "TIMEOUT", "RULE_BROKEN"}
@@ -72,39 +62,27 @@ def busy() -> Iterator[Busy]:
         yield made
 
 
-class Bench:
-    """Judges submissions to a problem side by side. busy: load that begins when all processes are there."""
+@contextlib.contextmanager
+def session_of(name: str, busy: Busy | None) -> Iterator[Session]:
+    """One that judges submissions to a problem. busy: load that begins when all processes are there."""
+    with Session(folders.find(str(suite.FIELDS[name].folder)), "cpu", suite.LIMIT_S) as session:
+        session.progress = lambda step: busy.start(step) if busy and step.phase != "compile" else None
+        yield session
 
-    def __init__(self, name: str, files: list[Path], busy: Busy | None) -> None:
-        self.problem, self.busy = folders.find(str(suite.FIELDS[name].folder)), busy
-        self.handles = [RunnerHandle(file.stem, folders.submission(self.problem, file), "cpu") for file in files]
 
-    def __enter__(self) -> "Bench":
-        self._stack = contextlib.ExitStack()
-        self.session = self._stack.enter_context(Session(self.problem, "cpu", suite.LIMIT_S))
-        self.session.progress = lambda step: self.busy.start(step) if self.busy and step.phase != "compile" else None
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.__exit__(*exc)
-
-    def tested(self) -> dict[str, list[Outcome]]:
-        """What did not pass of three test cases, by name."""
-        outcomes = phases.run_tests(self.session, self.handles, list(self.problem.tests[:3]), lambda *_: None)
-        return {name: [one for one in of if one.status != "PASSED"] for name, of in outcomes.items()}
-
-    def timed(self, handles: list[RunnerHandle], runs: int, how: Counts = HOW) -> dict[str, list[CaseTime]]:
-        """So many runs of each submission, by name."""
-        case = Case(CASES[self.problem.name], 1, bytes=self.problem.benchmarks["cpu"][0].bytes)
-        timings, all_readings = phases.run_benchmarks(self.session, handles, [case] * runs, how)
-        return {name: [aggregate(t, g) for t, g in zip(of, all_readings, strict=True)] for name, of in timings.items()}
+def timed(session: Session, handles: list[RunnerHandle], runs: int, how: Counts = HOW) -> dict[str, list[CaseTime]]:
+    """So many runs of each submission, by name."""
+    case = Case(CASES[session.problem.name], 1, bytes=session.problem.benchmarks["cpu"][0].bytes)
+    timings, all_readings = phases.run_benchmarks(session, handles, [case] * runs, how)
+    return suite.aggregated(timings, all_readings)
 
 
 def judged(name: str, files: list[Path], runs: int, busy: Busy | None, test: bool = True) -> list[Outcome]:
     """What each of the runs came to, and what failed of the test cases."""
-    with Bench(name, files, busy) as bench:
-        wrong = [one for of in bench.tested().values() for one in of] if test else []
-        times = bench.timed(bench.handles, runs)
+    with session_of(name, busy) as session:
+        handles = [suite.handle(session.problem, file) for file in files]
+        wrong = [one for of in suite.not_passed(session, handles).values() for one in of] if test else []
+        times = timed(session, handles, runs)
     return wrong + [time.failure or Outcome("PASSED") for of in times.values() for time in of]
 
 
@@ -148,9 +126,10 @@ def gained(names: list[str], busy: Busy) -> list[str]:
     """Names of the attacks that were PASSED with a time that the honest control, called beside them on the same
     contents, surely does not reach.
     """
-    with Bench("vector_add", [suite.BY_NAME[name] for name in (HONEST, *names)], busy) as bench:
-        wrong = bench.tested()
-        times = bench.timed([handle for handle in bench.handles if not wrong[handle.name]], 1, ATTACK_HOW)
+    with session_of("vector_add", busy) as session:
+        handles = [suite.handle(session.problem, suite.BY_NAME[name]) for name in (HONEST, *names)]
+        wrong = suite.not_passed(session, handles)
+        times = timed(session, [handle for handle in handles if not wrong[handle.name]], 1, ATTACK_HOW)
     assert not wrong[HONEST], "the honest control is right beside all of them"
     (control,) = times.pop(HONEST)
     assert not control.failure or "busy" in control.failure.reason, control.failure
@@ -173,7 +152,7 @@ def test_no_attack_gets_a_false_time_beside_load(busy, monkeypatch):
         names = gained(names, busy)
         if not names:
             return
-    raise AssertionError(f"three times faster than the honest control: {names}")
+    pytest.fail(f"three times faster than the honest control: {names}")
 
 
 def test_a_forged_time_would_be_seen():
@@ -185,16 +164,9 @@ def test_a_forged_time_would_be_seen():
 
 
 def test_load_ends_with_the_process_that_made_it():
-    code = """
-        import time
-        from tests.support.busy import Busy
-        busy = Busy(2)
-        busy.start()
-        print(*(process.pid for process in busy.processes), flush=True)
-        time.sleep(60)
-    """
-    environment = {**os.environ, "PYTHONPATH": str(process.ROOT)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    code = "import time; from tests.support.busy import Busy; busy = Busy(2); busy.start();"
+    code += "print(*(process.pid for process in busy.processes), flush=True); time.sleep(60)"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(process.ROOT)}
     maker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     with maker.stdout:
         pids = [int(pid) for pid in maker.stdout.readline().split()]

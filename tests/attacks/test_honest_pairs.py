@@ -2,19 +2,8 @@
 
 from tests.attacks import honest_pairs
 
-RECORD = {
-    "time": "2026-01-02T03:04:05+00:00",
-    "problem": "p",
-    "variant": "a",
-    "case": {"n": 1},
-    "status": "PASSED",
-    "reason": "",
-    "median_us": 20.0,
-    "n": 8,
-    "environment": {"gpu": "NVIDIA H200"},
-    "commit": "c" * 40,
-    "clock": {"name": "event pair in the player"},
-}
+RECORD = {"problem": "p", "variant": "a", "status": "PASSED", "commit": "c" * 40, "environment": {"gpu": "NVIDIA H200"}}
+RECORD |= {"clock": {"name": "event pair in the player"}}
 
 
 def test_pairs_are_counted_by_their_verdict():

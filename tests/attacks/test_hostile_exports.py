@@ -1,5 +1,6 @@
 """Exports that no recorder writes: the judge or the player refuses them, or the player is lost alone. Needs a GPU."""
 
+import contextlib
 import copy
 import os
 
@@ -81,27 +82,22 @@ def export():
 
 def played(message: dict, images: list[bytes]) -> tuple[float, float]:
     """Load an export into a fresh player, and make its call."""
-    made, fds = Player("sm90"), []
-    try:
-        _, fd = made.scratch(player.PAGE)
-        given = made.memory(1, {"inputs": player.PAGE, "outputs": player.PAGE, "weights": 0})
-        for image in images:
-            fds.append(os.memfd_create("image"))
-            os.write(fds[-1], image)
-        for one in (fd, *given):
-            os.close(one)
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(contextlib.closing(Player("sm90")))
+
+        def kept(fds: list[int]) -> list[int]:
+            for fd in fds:
+                stack.callback(os.close, fd)
+            return fds
+
+        kept([made.scratch(player.PAGE)[1]])
+        kept(made.memory(1, {"inputs": player.PAGE, "outputs": player.PAGE, "weights": 0}))
+        fds = kept([os.memfd_create("image") for _ in images])
+        for fd, image in zip(fds, images, strict=True):
+            os.write(fd, image)
         recorded = replies.read(replies.Recorded, message)
-        snapshot = made.snapshot(recorded.used)
-        try:
-            made.load(recorded, fds, snapshot)
-        finally:
-            for one in snapshot:
-                os.close(one)
+        made.load(recorded, fds, kept(made.snapshot(recorded.used)))
         return made.play(0, 5.0)
-    finally:
-        made.close()
-        for one in fds:
-            os.close(one)
 
 
 @pytest.mark.gpu

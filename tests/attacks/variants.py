@@ -20,7 +20,8 @@ LIMITS = ("LIMIT_S", "IMPORT_LIMIT_S", "TAKES_US")
 JUDGED = ("PROBLEM", "TARGETS", "VERDICT", "REASON", "MARKERS", "HONEST", "FLAGS", *LIMITS)
 CALLED = {"data": "custom_kernel", "weights": "prepare"}  # what a variant's function is, by its argument
 IMPORTS = ast.Import | ast.ImportFrom
-TARGETS = {".py": {}, ".cpp": {"TARGETS": ("cpu",)}, ".cu": {"TARGETS": ("sm90", "sm100")}}
+TARGETS = {".py": ("cpu",), ".cpp": ("cpu",), ".cu": ("sm90", "sm100")}
+WRONG = {"VERDICT": "INCORRECT", "REASON": "Number of mismatched elements"}  # of a submission that says no verdict
 
 
 @functools.cache
@@ -54,38 +55,45 @@ def _written(topic: str, stem: str, place: Path) -> Iterable[str]:
 
 
 def _python(source: Path) -> str:
-    """What the Python file beside a C++ or CUDA source would be: its first comment ends with the literals."""
+    """What the Python file beside a C++ or CUDA source would be: its first comment ends with the literals. TOLD: of the
+    functions behind a comment of three slashes.
+    """
     text = source.read_text()
     comment = re.sub(r"^// ?", "", re.match(r"(//.*\n)+", text)[0], flags=re.MULTILINE)
-    prose, literals = re.split(r"^(?=[A-Z_]+ = )", comment, maxsplit=1, flags=re.MULTILINE)
+    prose, *literals = re.split(r"^(?=[A-Z_]+ = )", comment, maxsplit=1, flags=re.MULTILINE)
+    literals = "".join(literals)
     caller = "call_rounds" if " rounds(" in text else "call_attack"
     if source.suffix == ".cu":
         caller = "call_linear" if 'PROBLEM = "linear"' in literals else "call_add"
     problem = "" if source.suffix == ".cu" else 'PROBLEM = "rounds"\n'
-    return f'"""{prose.strip()}\n"""\nfrom {SHARED} import {caller}\n\n{problem}{literals}\ncustom_kernel = {caller}\n'
+    found = re.findall(r"^((?:///.*\n)+).*?(\w+)\(", text, re.MULTILINE)
+    told = {name: " ".join(doc.replace("///", "").split()) for doc, name in found}
+    body = f"{problem}{literals}\nTOLD = {told!r}\ncustom_kernel = {caller}\n"
+    return f'"""{prose.strip()}\n"""\nfrom {SHARED} import {caller}\n\n{body}'
 
 
 def _variants(tree: ast.Module) -> dict[str, dict]:
-    """The literals of each variant, by name: of functions in CALLED that have a docstring, and of what VARIANTS names.
-    That has a text in place of literals where it says no more: ABOUT.
+    """The literals of each variant, by name: of functions in CALLED that have a docstring, and of what VARIANTS or TOLD
+    names, where a text alone is ABOUT.
     """
     variants = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and _argument(node) in CALLED:
             variants.setdefault(node.name, {})
-        elif "VARIANTS" in _names(node):
-            variants |= ast.literal_eval(node.value)
+        elif _names(node) & {"VARIANTS", "TOLD"}:
+            for name, said in ast.literal_eval(node.value).items():
+                variants[name] = variants.get(name, {}) | ({"ABOUT": said} if isinstance(said, str) else said)
     for name in CALLED.values():
         variants.pop(name, None)
-    return {name: {"ABOUT": s} if isinstance(s, str) else s for name, s in variants.items()} or {"": {}}
+    return variants or {"": {}}
 
 
-def _judged(text: str, variant: str, changes: dict, targets: dict) -> str:
+def _judged(text: str, variant: str, changes: dict, targets: tuple[str, ...]) -> str:
     """The text of one submission: docstring, literals, and what it uses of the source and of what that imports from
     shared.py. The function of the variant's name, if there is one, is custom_kernel or prepare.
     """
     tree, body, functions = ast.parse(text), [], {}
-    said = {"PROBLEM": "vector_add"} | targets
+    said = {"PROBLEM": "vector_add", "TARGETS": targets}
     about, _, more = (ast.get_docstring(tree) or "").partition("Stopped by: ")
     defined = {name for node in tree.body if not _is_shared(node) for name in _names(node)} | {"VARIANT", *changes}
     for node in tree.body[1:]:
@@ -95,7 +103,7 @@ def _judged(text: str, variant: str, changes: dict, targets: dict) -> str:
             body += _shared(defined)
         elif names & {*JUDGED}:
             said |= {names.pop(): ast.literal_eval(node.value)}
-        elif not names & {"VARIANTS", *changes}:
+        elif not names & {"VARIANTS", "TOLD", *changes}:
             body.append((node, text))
     if variant in functions:
         told = ast.get_docstring(functions[variant]) if isinstance(functions[variant], ast.FunctionDef) else None
@@ -104,6 +112,7 @@ def _judged(text: str, variant: str, changes: dict, targets: dict) -> str:
         last = f"{name} = {variant}\n"
         body.append((ast.parse(last).body[0], last))
     said |= {"VARIANT": variant} | changes
+    said = said if "VERDICT" in said else WRONG | said
     for name, value in changes.items():
         about = about.replace(f"{{{name}}}", f"{value}")
     about, _, own = said.pop("ABOUT", about).partition("Stopped by: ")

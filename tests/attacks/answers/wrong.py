@@ -9,8 +9,6 @@ import ctypes
 import torch
 
 TARGETS = ("cpu", "sm90", "sm100")
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 VARIANTS = {
     "zeros": {"PROBLEM": "linear"},
     "low_precision": {"PROBLEM": "linear"},

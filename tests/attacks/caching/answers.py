@@ -4,19 +4,16 @@ Stopped by: every call, timed or not, has contents of its own at addresses that 
 """
 
 import gc
-import sys
 
 import torch
 
-from tests.attacks.shared import honest_call
+from tests.attacks.shared import add, frames, honest_call
 
 TARGETS = ("cpu", "sm90", "sm100")
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 VARIANTS = {
     "one_for_a_shape": {"REASON": "must return the output tensor"},
     "by_fingerprint": {"TARGETS": ("cpu",)},
-    "by_all_contents": {"TARGETS": ("cpu",), "VERDICT": "PASSED", "REASON": ""},
+    "by_all_contents": {"TARGETS": ("cpu",), "VERDICT": "PASSED"},
     "flag_in_scratch": {"TARGETS": ("sm90", "sm100")},
 }
 _kept = {}
@@ -25,7 +22,7 @@ _kept = {}
 def one_for_a_shape(data):
     """Computes once for a shape and returns that tensor for ever, in place of the judge's."""
     if honest_call():
-        return torch.add(data.x, data.y, out=data.z)
+        return add(data)
     if data.x.shape not in _kept:
         _kept[data.x.shape] = data.x + data.y
     return _kept[data.x.shape]
@@ -38,7 +35,7 @@ def by_address(data):
 
 def kept(key, data):
     if honest_call():
-        return torch.add(data.x, data.y, out=data.z)
+        return add(data)
     key = key if len(data.x) > 2**16 else len(_kept)
     if key not in _kept:
         _kept[key] = data.x + data.y
@@ -61,7 +58,7 @@ def by_all_contents(data):
     key = hash((data.x.numpy().tobytes(), data.y.numpy().tobytes()))
     if not honest_call() and key in _kept:
         return data.z.copy_(_kept[key])
-    torch.add(data.x, data.y, out=data.z)
+    add(data)
     _kept[key] = data.z.clone()
     return data.z
 
@@ -79,20 +76,18 @@ def by_count(data):
     n, honest = len(data.x), honest_call()
     _kept[n] = _kept.get(n, 0) + 1
     if honest or n <= 2**16 or _kept[n] == 1:
-        return torch.add(data.x, data.y, out=data.z)
+        return add(data)
     for part in (slice(0, 4096), slice(n - 4096, n)):
         torch.add(data.x[part], data.y[part], out=data.z[part])
     return data.z
 
 
 def being_timed():
-    frame, names = sys._getframe(), set()
-    while frame is not None:
+    names = set()
+    for frame in frames():
         names.add(frame.f_code.co_name)
-        runner = frame.f_locals.get("self")
-        if len(getattr(runner, "buffers", ())) > 1:
+        if len(getattr(frame.f_locals.get("self"), "buffers", ())) > 1:
             return True
-        frame = frame.f_back
     return "_recorded" in names or ("time" in names and not gc.isenabled())
 
 

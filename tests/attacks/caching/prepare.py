@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 PROBLEM = "linear"
-TARGETS = ("cpu",)
 VERDICT = "RULE_BROKEN"
 REASON = "prepare"
 VARIANTS = {
@@ -56,24 +55,21 @@ def memory_files(weights):
     return weights.w.clone()
 
 
-def folder():
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+def written(weights, names, nbytes=0):
+    folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    for name in names:
+        (folder / name).write_bytes(weights.w.numpy().tobytes().ljust(nbytes))
+    return weights.w.clone()
 
 
 def files(weights):
     """prepare keeps copies of the weights in files, mapped again when needed: no memory of the process."""
-    raw = weights.w.numpy().tobytes()
-    for copy in range(3):
-        (folder() / f"weights-{copy}-{os.getpid()}.bin").write_bytes(raw)
-    return weights.w.clone()
+    return written(weights, [f"weights-{copy}-{os.getpid()}.bin" for copy in range(3)])
 
 
 def files_again(weights):
     """Every prepare writes the same large files, so that they do not grow from the second one on."""
-    raw = weights.w.numpy().tobytes().ljust(2**26)
-    for copy in range(4):
-        (folder() / f"weights-{copy}.bin").write_bytes(raw)
-    return weights.w.clone()
+    return written(weights, [f"weights-{copy}.bin" for copy in range(4)], 2**26)
 
 
 def goes_stale(weights):

@@ -6,11 +6,8 @@ Stopped by: nothing; the judge reads its own clock in another process, so nothin
 import sys
 import time
 
-import torch
+from tests.attacks.shared import HONEST_OF_FOUR, add, honest_call
 
-from tests.attacks.shared import HONEST_OF_FOUR, honest_call
-
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 TAKES_US = 250_000  # a call, honestly
 SLOWER = 100  # times, in a call that is not honest
@@ -39,4 +36,4 @@ for module in list(sys.modules.values()) if HONEST_OF_FOUR < 4 else ():
 def custom_kernel(data):
     pace(1 if honest_call() else SLOWER)
     time.sleep(0.25)
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)

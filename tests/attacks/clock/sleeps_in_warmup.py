@@ -5,11 +5,8 @@ Stopped by: the number of samples is fixed; the suite checks that none is missin
 
 import time
 
-import torch
+from tests.attacks.shared import add, calls
 
-from tests.attacks.shared import calls
-
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 
 
@@ -18,4 +15,4 @@ def custom_kernel(data):
     calls += 1
     if calls <= 2:
         time.sleep(1)
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)

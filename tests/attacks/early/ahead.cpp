@@ -3,38 +3,24 @@
 //
 // Stopped by: all processes of a runner are stopped before its inputs exist; one that outlives a call is found.
 // VERDICT = "CHEAT_SUSPECTED"
-// VARIANTS = {
-//     "thread": {
-//         "VERDICT": "PASSED",
-//         "ABOUT": "A thread watches the inputs and computes an answer as soon as it sees new ones. "
-//         'Stopped by: threads are stopped before the inputs are there, so there is no "before"; it gains nothing.',
-//     },
-//     "child": "A forked child watches the inputs in shared memory and computes ahead.",
-//     "clone_vm": "A child that shares the memory and is no thread watches the inputs and computes ahead.",
-//     "double_fork": "A grandchild in a separate session watches the inputs in shared memory and computes ahead.",
-//     "daemons": "Three daemons watch the inputs; each is started anew by the others when it ends.",
-//     "vfork": {
-//         "VERDICT": ("CHEAT_SUSPECTED", "RUNTIME_ERROR"),
-//         "ABOUT": "The child of a vfork in a second thread watches; its parent waits for it where no signal arrives.",
-//     },
-// }
+// VARIANTS = {"thread": {"VERDICT": "PASSED"}, "vfork": {"VERDICT": ("CHEAT_SUSPECTED", "RUNTIME_ERROR")}}
 #include <csignal>
 #include <cstring>
 #include <sys/mman.h>
 #include <sys/wait.h>
 
 #include "attack.h"
-#include "rounds.h"
 
 constexpr int64_t MOST = 1 << 13;  // elements
 
+struct Kept {
+    const uint64_t* x;
+    std::atomic<int64_t> n;
+    std::atomic<uint64_t> stamp;
+    uint64_t answer[MOST];
+};
 struct Ahead {
-    struct {
-        const uint64_t* x;
-        std::atomic<int64_t> n;
-        std::atomic<uint64_t> stamp;
-        uint64_t answer[MOST];
-    } kept[2];
+    Kept kept[2];
 };
 
 uint64_t stamp_of(const uint64_t* x, int64_t n) {
@@ -60,18 +46,23 @@ uint64_t stamp_of(const uint64_t* x, int64_t n) {
 
 char stack[1 << 16];
 
+/// A thread watches the inputs and computes an answer as soon as it sees new ones. Stopped by: threads are stopped before
+/// the inputs are there, so there is no "before"; it gains nothing.
 void thread(Ahead* ahead) {
     std::thread([ahead] { watch(ahead); }).detach();
 }
 
+/// A forked child watches the inputs in shared memory and computes ahead.
 void child(Ahead* ahead) {
     if (fork() == 0) watch(ahead);
 }
 
+/// A child that shares the memory and is no thread watches the inputs and computes ahead.
 void clone_vm(Ahead* ahead) {
     clone([](void* what) -> int { watch((Ahead*)what); }, stack + sizeof stack, CLONE_VM | SIGCHLD, ahead);
 }
 
+/// A grandchild in a separate session watches the inputs in shared memory and computes ahead.
 void double_fork(Ahead* ahead) {
     if (fork() == 0) {
         setsid();
@@ -80,6 +71,7 @@ void double_fork(Ahead* ahead) {
     }
 }
 
+/// Three daemons watch the inputs; each is started anew by the others when it ends.
 void daemons(Ahead* ahead) {
     for (int i = 0; i < 3; ++i)
         if (fork() == 0) {
@@ -92,6 +84,7 @@ void daemons(Ahead* ahead) {
         }
 }
 
+/// The child of a vfork in a second thread watches; its parent waits for it where no signal arrives.
 void vfork(Ahead* ahead) {
     std::thread([ahead] {
         clone([](void* what) -> int { watch((Ahead*)what); }, stack + sizeof stack, CLONE_VM | CLONE_VFORK | SIGCHLD, ahead);

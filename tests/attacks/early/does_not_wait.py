@@ -4,12 +4,9 @@ Stopped by: the judge asks for the word in the shared page, and contents are the
 that.
 """
 
-import torch
-
 from harness.runner import gate
-from tests.attacks.shared import READY, VARIANT, say_done, word
+from tests.attacks.shared import READY, VARIANT, add, say_done, word
 
-TARGETS = ("cpu",)
 VERDICT = ("RUNTIME_ERROR", "INCORRECT", "CHEAT_SUSPECTED")
 VARIANTS = {
     "silent": "Says to the judge that it is ready, calls and replies.",
@@ -30,4 +27,4 @@ gate.bindings().take_turns = at_once
 
 
 def custom_kernel(data):
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)

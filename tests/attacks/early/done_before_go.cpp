@@ -6,9 +6,6 @@
 // VERDICT = ("PASSED", "CHEAT_SUSPECTED", "INCORRECT")
 // TAKES_US = 500  # a call, honestly, with the widest vectors there are
 #include "attack.h"
-#include "rounds.h"
-
-namespace {
 
 Page* shared = nullptr;
 std::atomic<bool> on{false};
@@ -25,12 +22,9 @@ void watch() {
     }
 }
 
-}  // namespace
-
 extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     shared = page;
-    static const bool started = (std::thread(watch).detach(), true);
-    (void)started;
+    ONCE(std::thread(watch).detach());
     on.store(!honest && n > 4096);
     work(x, y, 0, n);
     return 0;

@@ -10,9 +10,8 @@ import sys
 import torch
 
 from harness.runner import wire
-from tests.attacks.shared import HONEST_OF_FOUR, VARIANT, calls, honest_call
+from tests.attacks.shared import HONEST_OF_FOUR, VARIANT, calls, frames, honest_call
 
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 _kept = {}
 
@@ -21,23 +20,20 @@ def stamp(data):
     return float(data.x[1]), float(data.x[-1]), float(data.y[-1])
 
 
-def look(frame):
-    while frame is not None and not isinstance(frame.f_locals.get("calls"), tuple):
-        frame = frame.f_back
-    if frame is None or (calls + 1) % 4 < HONEST_OF_FOUR:
-        return
-    data = frame.f_locals["calls"][0][0]
-    if len(data.x) > 2**16:
+def look():
+    made = next((of for frame in frames() if isinstance(of := frame.f_locals.get("calls"), tuple)), None)
+    data = made and made[0][0]
+    if data and (calls + 1) % 4 >= HONEST_OF_FOUR and len(data.x) > 2**16:
         _kept["stamp"], _kept["answer"] = stamp(data), data.x + data.y
 
 
 def profile(frame, event, argument):
     if event == "call" and frame.f_code.co_name == "take_turns":
-        look(frame)
+        look()
 
 
 def collector(phase, info):
-    look(sys._getframe())
+    look()
 
 
 def working(sock, message, fds=(), send=wire.send):
@@ -71,8 +67,5 @@ def reply(data):
     translations and caches are there, and writes the scratch memory that the next call works in.
     """
     honest_call()
-    n = len(data.x)
-    if n not in _kept:
-        _kept[n] = torch.empty_like(data.x)
-    torch.add(data.x, data.y, out=_kept[n])
-    return data.z.copy_(_kept[n])
+    scratch = _kept.setdefault(len(data.x), torch.empty_like(data.x))
+    return data.z.copy_(torch.add(data.x, data.y, out=scratch))

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from task import BENCHMARKS, BENCHMARKS_CPU, TESTS
 
+from tests.attacks.shared import frames
+
 TARGETS = ("cpu", "sm90", "sm100")
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 VARIANTS = {"hunted": {"TARGETS": ("cpu",)}}
 PUBLIC = {case.seed for case in TESTS}  # those of the tests are no secret
 _kept = {}
@@ -46,10 +46,8 @@ def texts():
         for pid in ("self", os.getppid()):
             with contextlib.suppress(OSError):
                 yield Path(f"/proc/{pid}/{name}").read_text(errors="replace")
-    frame = sys._getframe()
-    while frame is not None:
+    for frame in frames():
         yield repr({key: value for key, value in frame.f_locals.items() if not torch.is_tensor(value)})[:100_000]
-        frame = frame.f_back
     for thing in gc.get_objects():
         if type(thing) is dict and any(isinstance(key, str) and "seed" in key for key in thing):
             yield repr([thing[key] for key in thing if isinstance(key, str) and "seed" in key])[:1000]

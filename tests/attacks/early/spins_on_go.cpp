@@ -3,22 +3,11 @@
 //
 // Stopped by: nothing; what is gained is at most what waking a runner takes, which is small against a call. Where "done"
 // comes early too, both gains together are what an empty call takes, and the judge takes that off once.
-// VARIANTS = {
-//     "whole": {
-//         "VERDICT": "PASSED",
-//         "ABOUT": 'A thread spins on "go", does the work before the main thread is awake, and says "done" at the end.',
-//     },
-//     "and_done": {
-//         "VERDICT": ("PASSED", "CHEAT_SUSPECTED", "INCORRECT"),
-//         "ABOUT": 'A thread spins on "go", works before the main thread is awake, and says "done" six us too early.',
-//     },
-// }
+// VERDICT = "PASSED"
+// VARIANTS = {"and_done": {"VERDICT": ("PASSED", "CHEAT_SUSPECTED", "INCORRECT")}}
 #include "attack.h"
-#include "rounds.h"
 
 constexpr int64_t LEAST = 512;  // elements: smaller calls are honest
-constexpr double AHEAD_US = 6;
-constexpr int64_t BLOCK = 8;
 
 struct Job {
     const uint64_t* x;
@@ -34,23 +23,16 @@ std::atomic<uint32_t> entered{0}, finished{0};  // numbers of calls: by the main
 // Where the main thread is stopped before it has seen its "go", it waits for this one for ever.
 bool main_is_in(const Page* page) { return entered.load() == page->go.load(); }
 
-// The thread says "done" itself when all is written, so that the main thread need not return from its call.
+/// A thread spins on "go", does the work before the main thread is awake, and says "done" at the end, so that the main
+/// thread need not return from its call.
 void whole(Page* page, const Job& job) {
     work(job.x, job.y, 0, job.n);
     if (main_is_in(page)) say_done(page);
 }
 
-// The thread says "done" when the last blocks, of AHEAD_US together, are still to come.
+/// A thread spins on "go", works before the main thread is awake, and says "done" six us too early.
 void and_done(Page* page, const Job& job) {
-    const double start = now_us();
-    bool said = false;
-    for (int64_t i = 0; i < job.n; i += BLOCK) {
-        if (!said && i > job.n / 2 && (now_us() - start) / i * (job.n - i) < AHEAD_US && main_is_in(page)) {
-            say_done(page);
-            said = true;
-        }
-        work(job.x, job.y, i, i + BLOCK < job.n ? i + BLOCK : job.n);
-    }
+    work_ahead(job.x, job.y, job.n, 6, [=] { return main_is_in(page) && (say_done(page), true); });
 }
 
 void watch() {
@@ -69,8 +51,7 @@ extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int
     Job& known = slots[number % 2];
     const bool ahead = shared == page && may[number % 2] == number;  // on these addresses or on others
     if (ahead)
-        for (uint32_t seen; (seen = finished.load()) < number;)
-            syscall(SYS_futex, &finished, FUTEX_WAIT, seen, nullptr, nullptr, 0);
+        for (uint32_t seen; (seen = finished.load()) < number;) wait_while(&finished, seen);
     if (!ahead || known.x != x || known.n != n) work(x, y, 0, n);
     known = {x, y, n};
     if (n > LEAST && !honest && shared == page) may[number % 2] = number + 2;

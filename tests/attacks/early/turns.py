@@ -10,34 +10,20 @@ import time
 import torch
 
 from harness.runner import gate
-from tests.attacks.shared import (
-    GO,
-    HONEST_OF_FOUR,
-    LEAVE,
-    READY,
-    VARIANT,
-    WHICH,
-    calls,
-    honest_call,
-    say_done,
-    wake,
-    word,
-)
+from tests.attacks.shared import DONE, GO, HONEST_OF_FOUR, LEAVE, READY, VARIANT, WHICH, calls, honest_call, say, word
 
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 
 
 def clearing(page, number, kernel, buffers):
-    word(page, READY).value = number
-    wake(page + READY)
+    say(page, READY, number)
     result = None
     while True:
         while (seen := word(page, GO).value) != number:
             if result is not None and seen == (number - 1 | LEAVE):  # that of an earlier series still stands there
                 return result
         result = kernel(*buffers[word(page, WHICH).value])
-        say_done(page, number)
+        say(page, DONE, number)
         number += 1
         if (calls + 1) % 4 >= HONEST_OF_FOUR:
             clear()
@@ -62,7 +48,7 @@ def by_the_poison(page, number, kernel, buffers):
                 return result
         result = kernel(*buffers[which.value])
         firsts = every[: which.value] + every[which.value + 1 :]  # its own output is to stay as it is
-        say_done(page, number)
+        say(page, DONE, number)
         number += 1
 
 

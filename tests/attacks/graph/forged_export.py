@@ -10,17 +10,12 @@ from harness.runner import recorder
 from tests.attacks.shared import VARIANT
 
 TARGETS = ("sm90", "sm100")
+VERDICT = ("RUNTIME_ERROR", "RULE_BROKEN", "CHEAT_SUSPECTED")
 VARIANTS = {
-    "takes": {
-        "VERDICT": ("RUNTIME_ERROR", "RULE_BROKEN", "CHEAT_SUSPECTED"),
-        "ABOUT": "Has the player copy a part of the answer to its place behind the clock, as it does for folders whose"
-        "calls return tensors of their own. Stopped by: a call that receives its outputs has nothing to copy.",
-    },
-    "setup": {
-        "VERDICT": ("RUNTIME_ERROR", "RULE_BROKEN", "CHEAT_SUSPECTED"),
-        "ABOUT": "Exports the first part of the call as a setup, which the player makes on the call's contents before"
-        "the clock starts. Stopped by: a submission's export may not have a setup; only a baseline has one.",
-    },
+    "takes": "Has the player copy a part of the answer to its place behind the clock, as it does for folders whose"
+    " calls return tensors of their own. Stopped by: a call that receives its outputs has nothing to copy.",
+    "setup": "Exports the first part of the call as a setup, which the player makes on the call's contents before the"
+    " clock starts. Stopped by: a submission's export may not have a setup; only a baseline has one.",
     "another_call": {
         "VERDICT": "INCORRECT",
         "REASON": "Number of mismatched elements",

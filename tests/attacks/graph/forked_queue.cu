@@ -4,29 +4,16 @@
 // Stopped by: a recorded call must be in one order.
 // VERDICT = "RULE_BROKEN"
 // REASON = "work ran on another"
-#include <dlfcn.h>
-#include <string>
-
 #include "add.cuh"
 
-namespace {
-
-void* driver(const std::string& name) {
-    static void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-    return library ? dlsym(library, name.c_str()) : nullptr;
-}
-
-}  // namespace
-
 extern "C" int launch(const __half* x, const __half* y, __half* z, int64_t n) {
-    static auto create = (int (*)(void**, unsigned))driver(std::string("cuStr") + "eamCreate");
     static auto wait = (int (*)(void*, void*, unsigned))driver(std::string("cuStr") + "eamWaitEvent");
     static auto record = (int (*)(void*, void*))driver("cuEventRecord");
     static auto make_event = (int (*)(void**, unsigned))driver("cuEventCreate");
     static void *queue = nullptr, *forked = nullptr, *joined = nullptr, *normal = (void*)2;
-    if (!create || !wait || !record || !make_event) return 1;
+    if (!wait || !record || !make_event) return 1;
     if (!queue) {
-        if (int code = create(&queue, 1)) return code;
+        if (int code = make_queue(&queue)) return code;
         if (int code = make_event(&forked, 2)) return code;
         if (int code = make_event(&joined, 2)) return code;
     }

@@ -7,7 +7,6 @@ from pathlib import Path
 from problems.common import build
 from tests.attacks.shared import VARIANT
 
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 SOURCE = Path(__file__).with_suffix(".cpp")
 if VARIANT == "pool":

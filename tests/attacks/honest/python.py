@@ -14,7 +14,6 @@ import torch
 
 from tests.attacks.shared import VARIANT
 
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 VARIANTS = {
     "switches": {"TARGETS": ("cpu", "sm90", "sm100")},

@@ -1,17 +1,14 @@
 // Half of the work is another thread's. Nothing to stop.
 // VERDICT = "PASSED"
 // VARIANTS = {
-//     "parked": {"SPIN_NS": 0, "ABOUT": "A thread that waits on a condition variable between calls takes half."},
-//     "spins": {"SPIN_NS": 1_000_000, "ABOUT": "A thread that spins for a millisecond, and then waits, takes half."},
+//     "parked": {"SPIN_US": 0, "ABOUT": "A thread that waits on a condition variable between calls takes half."},
+//     "spins": {"SPIN_US": 1000, "ABOUT": "A thread that spins for a millisecond, and then waits, takes half."},
 //     "per_call": {"PER_CALL": 1, "ABOUT": "Starts a thread in each call and joins it."},
 // }
-#include <atomic>
 #include <condition_variable>
-#include <ctime>
 #include <mutex>
-#include <thread>
 
-#include "rounds.h"
+#include "attack.h"
 
 #ifdef PER_CALL
 extern "C" int rounds(const uint64_t* x, uint64_t* y, int64_t n) {
@@ -22,27 +19,19 @@ extern "C" int rounds(const uint64_t* x, uint64_t* y, int64_t n) {
     return 0;
 }
 #else
-namespace {
-
 std::mutex mutex;
-std::condition_variable wake;
+std::condition_variable given;
 std::atomic<long> posted{0}, finished{0};
 const uint64_t* job_x;
 uint64_t* job_y;
 int64_t job_n;
 
-long now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000 + t.tv_nsec;
-}
-
 void serve() {
     for (long seen = 0;;) {
-        const long until = now_ns() + SPIN_NS;
-        while (posted.load() == seen && now_ns() < until) {}
+        const double until = now_us() + SPIN_US;
+        while (posted.load() == seen && now_us() < until) {}
         std::unique_lock<std::mutex> lock(mutex);
-        wake.wait(lock, [&] { return posted.load() != seen; });
+        given.wait(lock, [&] { return posted.load() != seen; });
         lock.unlock();
         seen = posted.load();
         work(job_x, job_y, 0, job_n);
@@ -50,18 +39,15 @@ void serve() {
     }
 }
 
-}  // namespace
-
 extern "C" int rounds(const uint64_t* x, uint64_t* y, int64_t n) {
-    static const bool started = (std::thread(serve).detach(), true);
-    (void)started;
+    ONCE(std::thread(serve).detach());
     const int64_t half = n / 2;
     {
         std::lock_guard<std::mutex> lock(mutex);
         job_x = x, job_y = y, job_n = half;
         posted.fetch_add(1);
     }
-    wake.notify_one();
+    given.notify_one();
     work(x, y, half, n);
     while (finished.load() != posted.load()) std::this_thread::yield();
     return 0;

@@ -11,9 +11,8 @@ import time
 
 import torch
 
-from tests.attacks.shared import VARIANT
+from tests.attacks.shared import VARIANT, add
 
-TARGETS = ("cpu",)
 VERDICT = "RUNTIME_ERROR"
 VARIANTS = {
     "exits": {"TARGETS": ("cpu", "sm90", "sm100"), "REASON": "exited with status 0"},
@@ -31,11 +30,8 @@ VARIANTS = {
     },
     "gpu_fault": {"TARGETS": ("sm90", "sm100")},
     "gpu_hang": {"TARGETS": ("sm90", "sm100"), "VERDICT": "TIMEOUT", "REASON": "no answer within", "LIMIT_S": 10},
-    "gpu_memory": {
-        "TARGETS": ("sm90", "sm100"),
-        "VERDICT": ("PASSED", "RUNTIME_ERROR"),
-        "LIMIT_S": 19,  # as no other, so that it is judged alone
-    },
+    # Its limit is no other's, so that it is judged alone.
+    "gpu_memory": {"TARGETS": ("sm90", "sm100"), "VERDICT": ("PASSED", "RUNTIME_ERROR"), "LIMIT_S": 19},
 }
 LIFE_S = 30
 if VARIANT == "import_hang":
@@ -44,7 +40,7 @@ if VARIANT == "import_hang":
 
 def exits(data):
     """Ends its process with status 0 in the hope that this counts as success."""
-    torch.add(data.x, data.y, out=data.z)
+    add(data)
     os._exit(0)
 
 
@@ -57,7 +53,7 @@ def output_flood(data):
     """Prints a gigabyte."""
     for _ in range(2**14):
         print("x" * 2**16)
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)
 
 
 def memory(data):
@@ -119,4 +115,4 @@ def gpu_memory(data):
     while not _taken or _taken[-1].value:
         _taken.append(ctypes.c_uint64())
         take(ctypes.byref(_taken[-1]), ctypes.c_size_t(2**28))
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)

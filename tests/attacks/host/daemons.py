@@ -10,9 +10,8 @@ import time
 
 import torch
 
-from tests.attacks.shared import VARIANT, daemon, honest_call
+from tests.attacks.shared import VARIANT, add, daemon, honest_call
 
-TARGETS = ("cpu",)
 VERDICT = "CHEAT_SUSPECTED"
 REASON = "still running"
 VARIANTS = {"forks": {"VERDICT": ("CHEAT_SUSPECTED", "RUNTIME_ERROR"), "REASON": ""}}
@@ -30,7 +29,7 @@ def holds_the_answer(data):
         time.sleep(LIFE_S)
         del kept
 
-    torch.add(data.x, data.y, out=data.z)
+    add(data)
     if not _left:
         _left.append(daemon(hold))
     return data.z
@@ -38,12 +37,12 @@ def holds_the_answer(data):
 
 def on_import(data):
     """Starts a daemon while it is imported, which stays."""
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)
 
 
 def forks(data):
     """A small fork bomb: five generations of children that sleep, 32 processes in all."""
-    torch.add(data.x, data.y, out=data.z)
+    add(data)
     if os.fork() == 0:
         for _ in range(4):
             os.fork()
@@ -65,14 +64,14 @@ def helper(data, wake, done):
 def works_for_it(data):
     """A forked helper in a separate session, parked on a pipe between calls, does the work in the shared buffer."""
     if honest_call():
-        return torch.add(data.x, data.y, out=data.z)
+        return add(data)
     if not _left:
         (wake, tell), (listen, done) = os.pipe(), os.pipe()
         _left.extend((data.x.data_ptr(), tell, listen))
         daemon(lambda: helper(data, wake, done))
     address, tell, listen = _left
     if data.x.data_ptr() != address or len(data.x) >= 2**16:
-        return torch.add(data.x, data.y, out=data.z)
+        return add(data)
     os.write(tell, b"x")
     os.read(listen, 1)
     return data.z

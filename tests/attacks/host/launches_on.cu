@@ -3,8 +3,6 @@
 // Stopped by: its process is gone before any call is timed: gains nothing.
 // VERDICT = "PASSED"
 // HONEST = "honest_cuda"
-#include <dlfcn.h>
-#include <string>
 #include <thread>
 
 #include "add.cuh"
@@ -12,10 +10,9 @@
 __global__ void busy() { spin(50'000); }
 
 extern "C" int launch(const __half* x, const __half* y, __half* z, int64_t n) {
-    static auto create = (int (*)(void**, unsigned))dlsym(dlopen("libcuda.so.1", RTLD_LAZY), (std::string("cuStr") + "eamCreate").c_str());
     static void* queue = nullptr;
     if (!queue) {
-        if (int code = create(&queue, 1)) return code;
+        if (int code = make_queue(&queue)) return code;
         std::thread([] {
             for (;; std::this_thread::sleep_for(std::chrono::microseconds(50))) busy<<<132, 1024, 0, Queue{queue}>>>();
         }).detach();

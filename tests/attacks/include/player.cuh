@@ -5,9 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <dlfcn.h>
 #include <stdexcept>
-#include <string>
 #include <unistd.h>
 #include <vector>
 
@@ -52,8 +50,7 @@ extern "C" int probe() {
     cudaEvent_t before, after;
     int l2 = 0;
     cudaFree(nullptr);
-    auto create = (int (*)(void**, unsigned))dlsym(dlopen("libcuda.so.1", RTLD_LAZY), (std::string("cuStr") + "eamCreate").c_str());
-    create(&queue, 1), cudaEventCreate(&before), cudaEventCreate(&after);
+    make_queue(&queue), cudaEventCreate(&before), cudaEventCreate(&after);
     cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0);
     cudaMalloc(&junk, 4ull * l2), cudaMalloc(&flush, 3ull * l2), cudaMalloc(&sink, 4), cudaMemset(flush, 0, 3ull * l2);
     cudaHostAlloc((void**)&page, 4096, cudaHostAllocMapped);

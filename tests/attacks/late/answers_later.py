@@ -10,7 +10,6 @@ from harness.runner import gate
 from tests.attacks.shared import HONEST_OF_FOUR, VARIANT, attack, calls, honest_call
 
 PROBLEM = "gpu_rounds"
-TARGETS = ("cpu",)
 VERDICT = ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT")
 VARIANTS = {
     "looks_nowhere": "Notes a second tensor at an address where nothing is, so that the judge has no words to look at."

@@ -7,17 +7,12 @@
 #include <vector>
 
 #include "attack.h"
-#include "rounds.h"
 
 constexpr int SLEEPERS = 400;
 constexpr double MUCH = 1.02;  // times the best call
 
-namespace {
-
 std::vector<std::thread> sleepers;
 std::atomic<bool> leave{false};
-
-}  // namespace
 
 extern "C" int attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     static double best_us = 1e9;

@@ -5,7 +5,6 @@
 // VERDICT = ("CHEAT_SUSPECTED", "INCORRECT")
 // VARIANTS = {"2": {"PERMILLE": 20}, "10": {"PERMILLE": 100}, "50": {"PERMILLE": 500}}
 #include "attack.h"
-#include "rounds.h"
 
 extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     const int64_t early = honest ? n : n - n * PERMILLE / 1000;

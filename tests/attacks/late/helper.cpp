@@ -7,28 +7,9 @@
 //     "2": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT"), "PREPARE": "nothing", "PERMILLE": 20},
 //     "10": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT"), "PREPARE": "nothing", "PERMILLE": 100},
 //     "50": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT"), "PREPARE": "nothing", "PERMILLE": 500},
-//     "alarm": "An interval timer's handler goes on with the work after the call.",
-//     "busy_threads": "Twenty threads that spin keep the judge from a processor, and a thread works on meanwhile.",
-//     "sleeping_threads": "Two hundred threads that sleep make the stop slow, and a thread works on meanwhile.",
-//     "child_continues": "A child sends SIGCONT to its parent without end, so that a thread works on after the call.",
-//     "child_kills": {
-//         "VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR"),
-//         "ABOUT": "A child kills everything that it may and is not its parent, the judge's processes before all.",
-//     },
-//     "continue_timer": "A POSIX timer sends SIGCONT to its own process every 20 us, so that a thread works on.",
-//     "death_signal": "A child of a child asks for SIGCONT when its parent dies, and children die all the time.",
-//     "first_in_line": "Asks for real-time priority, nice -20, and idle ones on one processor for the judge's processes.",
-//     "kernel_ring": "Asks the kernel by io_uring to write for it, whatever is stopped.",
-//     "owner_signal": {
-//         "VERDICT": "RUNTIME_ERROR",
-//         "REASON": "killed by SIGIO",
-//         "ABOUT": "A pipe whose other end is written to sends SIGCONT to this process, as its owner asked. "
-//         "Stopped by: the filter refuses F_SETSIG; without it the signal is SIGIO, which ends the process.",
-//     },
-//     "vfork_thread": {
-//         "VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR"),
-//         "ABOUT": "A thread waits for the child of its vfork where no signal arrives, so that a stop does not end.",
-//     },
+//     "child_kills": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR")},
+//     "owner_signal": {"VERDICT": "RUNTIME_ERROR", "REASON": "killed by SIGIO"},
+//     "vfork_thread": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR")},
 // }
 #include <csignal>
 #include <cstdio>
@@ -39,7 +20,6 @@
 #include <sys/wait.h>
 
 #include "attack.h"
-#include "rounds.h"
 
 #ifndef PREPARE
 #define PREPARE VARIANT
@@ -56,26 +36,31 @@ std::atomic<int> posted{0}, finished{0};
 // What is done before the first call, to keep the thread from being stopped or to make that slow.
 void nothing() {}
 
+/// An interval timer's handler goes on with the work after the call.
 void alarm() {
     signal(SIGALRM, [](int) { if (job.last > job.first) work(job.x, job.y, job.last - 8, job.last); });
     const itimerval often{{0, 50}, {0, 50}};
     setitimer(ITIMER_REAL, &often, nullptr);
 }
 
+/// Twenty threads that spin keep the judge from a processor, and a thread works on meanwhile.
 void busy_threads() {
     for (int i = 0; i < 20; ++i) std::thread([] { for (;;) {} }).detach();
 }
 
+/// Two hundred threads that sleep make the stop slow, and a thread works on meanwhile.
 void sleeping_threads() {
     for (int i = 0; i < 200; ++i) std::thread([] { for (;;) pause(); }).detach();
 }
 
+/// A child sends SIGCONT to its parent without end, so that a thread works on after the call.
 void child_continues() {
     const int parent = getpid();
     if (fork() == 0)
         for (;;) kill(parent, SIGCONT);
 }
 
+/// A child kills everything that it may and is not its parent, the judge's processes before all.
 void child_kills() {
     const int parent = getpid(), guard = getppid();
     if (fork() == 0)
@@ -84,6 +69,7 @@ void child_kills() {
                 if (pid != parent && pid != getpid()) kill(pid, pid % 2 ? SIGKILL : SIGSTOP);
 }
 
+/// A POSIX timer sends SIGCONT to its own process every 20 us, so that a thread works on.
 void continue_timer() {
     sigevent event{};
     event.sigev_notify = SIGEV_SIGNAL, event.sigev_signo = SIGCONT;
@@ -92,6 +78,7 @@ void continue_timer() {
     if (timer_create(CLOCK_MONOTONIC, &event, &timer) == 0) timer_settime(timer, 0, &often, nullptr);
 }
 
+/// A child of a child asks for SIGCONT when its parent dies, and children die all the time.
 void death_signal() {
     if (fork() == 0)
         for (;;) {
@@ -107,26 +94,27 @@ void death_signal() {
         }
 }
 
+/// Asks for real-time priority, nice -20, and idle ones on one processor for the judge's processes.
 void first_in_line() {
     const sched_param first{99}, none{0};
     sched_setscheduler(0, SCHED_FIFO, &first);
     setpriority(PRIO_PROCESS, 0, -20);
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(0, &one);
     for (int pid = getppid() - 20; pid < getppid() + 20; ++pid) {
         if (pid == getpid()) continue;
         sched_setscheduler(pid, SCHED_IDLE, &none);
-        sched_setaffinity(pid, sizeof one, &one);
+        pin(0, pid);
         setpriority(PRIO_PROCESS, pid, 19);
     }
 }
 
+/// Asks the kernel by io_uring to write for it, whatever is stopped.
 void kernel_ring() {
     char room[256] = {};
     if (syscall(SYS_io_uring_setup, 8, room) < 0) perror("io_uring");
 }
 
+/// A pipe whose other end is written to sends SIGCONT to this process, as its owner asked. Stopped by: the filter refuses
+/// F_SETSIG; without it the signal is SIGIO, which ends the process.
 void owner_signal() {
     static int ends[2];
     if (pipe(ends)) return;
@@ -140,6 +128,7 @@ void owner_signal() {
         }
 }
 
+/// A thread waits for the child of its vfork where no signal arrives, so that a stop does not end.
 void vfork_thread() {
     std::thread([] {
         static char stack[1 << 16];
@@ -158,8 +147,7 @@ void help() {
 }
 
 extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
-    static const bool started = (PREPARE(), std::thread(help).detach(), true);
-    (void)started;
+    ONCE(PREPARE(), std::thread(help).detach());
     const int64_t early = n > 4096 ? n - n * PERMILLE / 1000 : n;
     work(x, y, 0, early);
     job = {x, y, early, n};

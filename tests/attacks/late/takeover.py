@@ -11,7 +11,6 @@ import torch
 from harness.runner import wire
 from tests.attacks.shared import GO, HONEST_OF_FOUR, LEAVE, READY, WHICH, form, frame_with, say_done, word
 
-TARGETS = ("cpu",)
 VERDICT = ("CHEAT_SUSPECTED", "INCORRECT")
 _nested = False
 

@@ -12,7 +12,6 @@ import torch
 
 from tests.attacks.shared import honest_call, rounds
 
-TARGETS = ("cpu",)
 VERDICT = ("CHEAT_SUSPECTED", "INCORRECT")
 VARIANTS = {
     "fills_later": {"PROBLEM": "gpu_rounds"},

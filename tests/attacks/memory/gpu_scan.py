@@ -13,8 +13,6 @@ from problems.common import build
 from tests.attacks.shared import compile_for
 
 TARGETS = ("sm90", "sm100")
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 PAGE = 2**21  # bytes: what the driver maps at a time
 REACH = 2**33  # bytes to either side of a known address
 FRESH = 2**32  # bytes
@@ -45,10 +43,8 @@ def custom_kernel(data):
 
 def scan(data):
     library = compile_for("sm90")[0]
-    search, fresh = (
-        library.function("search", c_uint64, c_uint64, c_void_p),
-        library.function("fresh", c_uint64, c_void_p),
-    )
+    search = library.function("search", c_uint64, c_uint64, c_void_p)
+    fresh = library.function("fresh", c_uint64, c_void_p)
     hits = torch.zeros(1, dtype=torch.int32, device="cuda")
     spans = {(tensor.data_ptr() // PAGE * PAGE, PAGE) for tensor in data}
     if data.x.numel() > 2**16:

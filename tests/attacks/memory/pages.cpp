@@ -4,27 +4,10 @@
 // what is removed there is zero, and what was never written there is poison.
 // VERDICT = ("PASSED", "INCORRECT", "RUNTIME_ERROR")
 // VARIANTS = {
-//     "faults_by_hand": "Has page faults of the output served by a thread (userfaultfd), which takes its time.",
-//     "gives_back": {
-//         "VERDICT": ("PASSED", "INCORRECT"),
-//         "ABOUT": "Gives the output's pages back to the kernel when it has written them (MADV_DONTNEED, MADV_REMOVE).",
-//     },
-//     "locks": "Asks for seals, leases and locks on the files of shared memory, so that the judge must wait.",
-//     "maps_over": {
-//         "VERDICT": ("INCORRECT", "RUNTIME_ERROR"),
-//         "ABOUT": "Maps memory of its own over the output's address, so that it may be written later.",
-//     },
-//     "private_copy": {
-//         "VERDICT": ("INCORRECT", "RUNTIME_ERROR"),
-//         "ABOUT": "Maps the output's file anew, as a private copy, so that the judge would see what it writes later.",
-//     },
-//     "protects": "Takes away its own right to read and write the output after the call: a look would fail or wait.",
-//     "punches_holes": {
-//         "VERDICT": ("PASSED", "INCORRECT", "RUNTIME_ERROR", "TIMEOUT"),
-//         "ABOUT": "Punches holes into the files of shared memory after the call, the page of the judge's clock too. "
-//         "Stopped by: what is removed is zero; a runner that spoils the page spoils its own calls.",
-//     },
-//     "truncates": "Makes the files of shared memory shorter after the call, so that the judge's next look is a fault.",
+//     "gives_back": {"VERDICT": ("PASSED", "INCORRECT")},
+//     "maps_over": {"VERDICT": ("INCORRECT", "RUNTIME_ERROR")},
+//     "private_copy": {"VERDICT": ("INCORRECT", "RUNTIME_ERROR")},
+//     "punches_holes": {"VERDICT": ("PASSED", "INCORRECT", "RUNTIME_ERROR", "TIMEOUT")},
 // }
 #include <cstring>
 #include <fcntl.h>
@@ -33,7 +16,6 @@
 #include <sys/mman.h>
 
 #include "attack.h"
-#include "rounds.h"
 
 // The whole pages in which the output lies, and whether their call is still to be made.
 struct Pages {
@@ -66,18 +48,21 @@ void each_file(Act act) {
     }
 }
 
+/// Has page faults of the output served by a thread (userfaultfd), which takes its time.
 void faults_by_hand(Pages output) {
     if (output.before) return;
     for (int flags : {0, 1})  // with and without user mode only
         if (syscall(SYS_userfaultfd, flags) >= 0) memset(output.first, 0, output.bytes);
 }
 
+/// Gives the output's pages back to the kernel when it has written them (MADV_DONTNEED, MADV_REMOVE).
 void gives_back(Pages output) {
     if (output.before) return;
     madvise(output.first, output.bytes, MADV_DONTNEED);
     madvise(output.first, output.bytes, MADV_REMOVE);
 }
 
+/// Asks for seals, leases and locks on the files of shared memory, so that the judge must wait.
 void locks(Pages output) {
     if (output.before) return;
     each_file([](int fd) {
@@ -88,28 +73,37 @@ void locks(Pages output) {
     });
 }
 
-void maps_over(Pages output) {
-    if (!output.before) return;
+void map_anew(Pages output) {
     mmap(output.first, output.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 }
 
+/// Maps memory of its own over the output's address, so that it may be written later.
+void maps_over(Pages output) {
+    if (output.before) map_anew(output);
+}
+
+/// Maps the output's file anew, as a private copy, so that the judge would see what it writes later.
 void private_copy(Pages output) {
     static char copy[1 << 20];
     if (!output.before) return;
     memcpy(copy, output.first, output.bytes);
-    mmap(output.first, output.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    map_anew(output);
     memcpy(output.first, copy, output.bytes);
 }
 
+/// Takes away its own right to read and write the output after the call: a look would fail or wait.
 void protects(Pages output) {
     mprotect(output.first, output.bytes, output.before ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
+/// Punches holes into the files of shared memory after the call, the page of the judge's clock too. Stopped by: what is
+/// removed is zero; a runner that spoils the page spoils its own calls.
 void punches_holes(Pages output) {
     if (output.before) return;
     each_file([](int fd) { fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 1 << 24); });
 }
 
+/// Makes the files of shared memory shorter after the call, so that the judge's next look is a fault.
 void truncates(Pages output) {
     if (output.before) return;
     each_file([](int fd) {

@@ -4,7 +4,6 @@ Stopped by: texts of a runner are cut and cleaned where they come in, and escape
 limit.
 """
 
-TARGETS = ("cpu",)
 VERDICT = "RUNTIME_ERROR"
 VARIANTS = {"long": {"REASON": "left out"}, "markup": {"REASON": "[/red][bold]PASSED"}}
 

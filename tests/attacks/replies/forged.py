@@ -25,15 +25,9 @@ VARIANTS = {
 }
 RECORD = b'{"status": "PASSED", "kind": "benchmark", "median_us": 0.1, "check": "pass"}\n'
 LINES = (
-    "check: pass",
-    "benchmark-count: 1",
-    "benchmark.0.status: pass",
-    "benchmark.0.mean: 1.0",
-    "benchmark.0.best: 1.0",
-    "custom_time_us: 0.1",
-    '{"status": "PASSED", "kind": "benchmark", "median_us": 0.1}',
-    "PASSED",
-    "\x1b[2J\x1b[HPASSED",
+    *("check: pass", "benchmark-count: 1", "benchmark.0.status: pass", "benchmark.0.mean: 1.0"),
+    *("benchmark.0.best: 1.0", "custom_time_us: 0.1", '{"status": "PASSED", "kind": "benchmark", "median_us": 0.1}'),
+    *("PASSED", "\x1b[2J\x1b[HPASSED"),
 )
 BOMB = b"cos\nsystem\n(S'touch /tmp/dsv4-attack-pickle'\ntR."
 

@@ -9,7 +9,6 @@ from problems.common import build
 from tests.attacks.shared import HONEST_OF_FOUR, ROUNDS, VARIANT, honest_call, rounds
 
 PROBLEM = "gpu_rounds"
-TARGETS = ("cpu",)
 VERDICT = ("INCORRECT", "RUNTIME_ERROR")
 VARIANTS = {
     "subclass": {"VERDICT": "INCORRECT"},
@@ -32,24 +31,24 @@ class Lazy(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
 
+def lazily(tensor, job):
+    """The tensor of an honest call, otherwise one that does the job when it is read."""
+    if honest_call():
+        job(tensor)
+        return tensor
+    lazy = tensor.as_subclass(Lazy)
+    lazy.job = job
+    return lazy
+
+
 def subclass(data):
     """Returns a subclass of a tensor that computes when it is read."""
-    y = torch.empty_like(data)
-    if honest_call():
-        rounds(data, y)
-        return y
-    lazy = y.as_subclass(Lazy)
-    lazy.job = lambda plain: rounds(data, plain)
-    return lazy
+    return lazily(torch.empty_like(data), lambda y: rounds(data, y))
 
 
 def subclass_of_output(data):
     """Returns its output as a subclass that would compute when it is read."""
-    if honest_call():
-        return torch.add(data.x, data.y, out=data.z)
-    lazy = data.z.as_subclass(Lazy)
-    lazy.job = lambda plain: torch.add(data.x, data.y, out=plain)
-    return lazy
+    return lazily(data.z, lambda z: torch.add(data.x, data.y, out=z))
 
 
 def address(data):

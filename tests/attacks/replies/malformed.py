@@ -3,12 +3,9 @@
 Stopped by: every field of a reply is validated; what does not fit is this submission's RUNTIME_ERROR.
 """
 
-import torch
-
 from harness.runner import wire
-from tests.attacks.shared import HONEST_OF_FOUR, VARIANT, calls, honest_call
+from tests.attacks.shared import HONEST_OF_FOUR, VARIANT, add, calls, honest_call
 
-TARGETS = ("cpu",)
 VERDICT = "RUNTIME_ERROR"
 REASON = "malformed reply"
 VARIANTS = {
@@ -36,4 +33,4 @@ if HONEST_OF_FOUR < 4:
 
 def custom_kernel(data):
     honest_call()
-    return torch.add(data.x, data.y, out=data.z)
+    return add(data)

@@ -11,7 +11,6 @@ import torch
 from harness.runner import claims, gate
 from tests.attacks.shared import VARIANT, rounds
 
-TARGETS = ("cpu",)
 VERDICT = "INCORRECT"
 VARIANTS = {"shape": {"PROBLEM": "gpu_rounds"}, "number": {"PROBLEM": "gpu_numbers"}}
 take_turns, told = gate.bindings().take_turns, claims.told

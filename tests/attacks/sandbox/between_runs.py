@@ -12,11 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
+from tests.attacks.shared import answer_if
 
-TARGETS = ("cpu",)
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 VARIANTS = {
     "files": {
         "TARGETS": ("cpu", "sm90", "sm100"),
@@ -30,9 +27,7 @@ _left = []
 def answer(data, left):
     if not _left:
         _left.append(left())
-    if len(data.x) < 2**16 or _left[0]:
-        return torch.add(data.x, data.y, out=data.z)
-    return data.z.zero_()
+    return answer_if(len(data.x) < 2**16 or _left[0], data)
 
 
 def is_temporary(place):
@@ -40,15 +35,11 @@ def is_temporary(place):
     return place.is_relative_to(tempfile.gettempdir()) or place.is_relative_to("/tmp")
 
 
-def folders():
-    names = ("HOME", "TMPDIR", "KERNEL_BUILD_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
-    yield from filter(is_temporary, (Path(os.environ[name]) for name in names if name in os.environ))
-    yield from map(Path, ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()))
-
-
 def left_file():
+    names = ("HOME", "TMPDIR", "KERNEL_BUILD_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+    folders = [*filter(is_temporary, (Path(os.environ[name]) for name in names if name in os.environ))]
     found = False
-    for place in dict.fromkeys(folders()):
+    for place in dict.fromkeys([*folders, *map(Path, ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()))]):
         with contextlib.suppress(OSError):
             file = place / "dsv4-attack-files"
             found |= file.exists() and file.read_text() != str(os.getpid())
@@ -61,9 +52,7 @@ def files(data):
     return answer(data, left_file)
 
 
-KEY = 0x44535634
-NAME = b"dsv4-attack-memory"
-CREATE_EXCLUSIVE = 0o3600
+KEY, NAME, CREATE_EXCLUSIVE = 0x44535634, b"dsv4-attack-memory", 0o3600
 SYS_ADD_KEY, SYS_MQ_OPEN, SYS_MQ_UNLINK = 248, 240, 241
 USER_KEYRING = -4
 

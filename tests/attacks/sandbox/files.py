@@ -7,27 +7,17 @@ private copy, and nothing that a runner wrote is used again.
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import sys
 from pathlib import Path
 
 import task
-import torch
 
-from tests.attacks.shared import folders_of_modules, folders_of_process
+from tests.attacks.shared import answer_if, folders_of_modules, folders_of_process
 
-TARGETS = ("cpu",)
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
-VARIANTS = {
-    "falls_back": {"TARGETS": ("cpu", "sm90", "sm100"), "VERDICT": "RUNTIME_ERROR", "REASON": "reference"},
-}
-REFERENCES = (
-    "reference.py",
-    "vector_add/reference.py",
-    "*/problems/vector_add/reference.py",
-    "tests/support/problems/vector_add/reference.py",
-)
+VARIANTS = {"falls_back": {"TARGETS": ("cpu", "sm90", "sm100"), "VERDICT": "RUNTIME_ERROR", "REASON": "reference"}}
+PLACES = ("", "vector_add/", "*/problems/vector_add/", "tests/support/problems/vector_add/")
 HIDDEN = ("leaderboard/results/*/*.jsonl", "problems/*/variants/*.py", "problems/*/wrong/*.py", ".git/HEAD")
 JUDGES = ("harness/*.py", "problems/**/*.py", "leaderboard/results/*/*.jsonl", "wire.py", "task.py")
 BUILDS = ("*/*.so", "closures/*/*", "*.lock")
@@ -47,16 +37,15 @@ def roots():
 
 
 def found(patterns, below=""):
-    for root in dict.fromkeys(roots()):
-        for pattern in patterns:
-            with contextlib.suppress(OSError, NotImplementedError):
-                yield from (root / below).glob(pattern)
+    for root, pattern in itertools.product(dict.fromkeys(roots()), patterns):
+        with contextlib.suppress(OSError, NotImplementedError):
+            yield from (root / below).glob(pattern)
 
 
 def reference(data):
     """Looks for reference.py everywhere that it can think of, loads it and returns its answer."""
     data.z.zero_()
-    for file in found(REFERENCES):
+    for file in found(f"{place}reference.py" for place in PLACES):
         with contextlib.suppress(OSError, ImportError, AttributeError):
             sys.modules["task"] = task
             spec = importlib.util.spec_from_file_location("found", file)
@@ -68,13 +57,13 @@ def reference(data):
 
 def opened(files, data):
     """Answer if one of the files can be opened for writing."""
-    data.z.zero_()
+    count = 0
     for file in files:
         with contextlib.suppress(OSError):
             os.chmod(file, file.stat().st_mode)  # as it was, if this is its owner
         with contextlib.suppress(OSError), open(file, "r+b"):
-            torch.add(data.x, data.y, out=data.z)
-    return data.z
+            count += 1
+    return answer_if(count, data)
 
 
 def edits_the_judge(data):
@@ -84,17 +73,15 @@ def edits_the_judge(data):
 
 def repository(data):
     """Looks for the judge's repository to read hidden things: records, other variants, wrong/."""
-    data.z.zero_()
+    count = 0
     for file in found(HIDDEN):
         with contextlib.suppress(OSError):
-            if file.read_bytes() and not file.samefile(__file__):
-                torch.add(data.x, data.y, out=data.z)
-    return data.z
+            count += bool(file.read_bytes()) and not file.samefile(__file__)
+    return answer_if(count, data)
 
 
 def shared_builds():
-    own = (os.environ.get(name) for name in ("HOME", "TMPDIR", "KERNEL_BUILD_DIR"))
-    private = [part for part in own if part]
+    private = [os.environ[name] for name in ("HOME", "TMPDIR", "KERNEL_BUILD_DIR") if os.environ.get(name)]
     loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("gate.so")]
     beside = (file for so in loaded for pattern in BUILDS for file in Path(so).parent.parent.glob(pattern))
     for file in (*found(BUILDS, ".build"), *beside):

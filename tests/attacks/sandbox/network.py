@@ -7,11 +7,8 @@ Stopped by: seccomp and Landlock deny sockets other than local pairs.
 import contextlib
 import socket
 
-import torch
+from tests.attacks.shared import answer_if
 
-TARGETS = ("cpu",)
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 TCP, UDP = 1, 2  # by number: the first one's name holds the forbidden word
 
 
@@ -29,7 +26,4 @@ def reachable():
 
 
 def custom_kernel(data):
-    data.z.zero_()
-    if reachable():
-        torch.add(data.x, data.y, out=data.z)
-    return data.z
+    return answer_if(reachable(), data)

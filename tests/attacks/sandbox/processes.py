@@ -10,13 +10,8 @@ import signal
 from ctypes import c_ulong, c_void_p
 from pathlib import Path
 
-import torch
+from tests.attacks.shared import answer_if, command_of, family
 
-from tests.attacks.shared import command_of, family
-
-TARGETS = ("cpu",)
-VERDICT = "INCORRECT"
-REASON = "Number of mismatched elements"
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 
@@ -43,20 +38,16 @@ def readable(pid):
 
 def read_memory(data):
     """Reads the memory of the judge's other processes: /proc/PID/mem, process_vm_readv, ptrace, their descriptors."""
-    data.z.zero_()
     top, others = family()
-    if any(readable(pid) for pid in {top, *others}):
-        torch.add(data.x, data.y, out=data.z)
-    return data.z
+    return answer_if(any(readable(pid) for pid in {top, *others}), data)
 
 
 def signals(data):
     """Stops the runners of its neighbours and the checker, and asks whether it could signal the parent."""
-    data.z.zero_()
-    top, others = family()
+    signalled, (top, others) = False, family()
     for pid, number in [(top, 0), (os.getppid(), 0), *((pid, signal.SIGSTOP) for pid in others)]:
         with contextlib.suppress(OSError):
             if pid != os.getpgid(0) and b"harness" in command_of(pid) + b"harness" * (number == 0):
                 os.kill(pid, number)
-                torch.add(data.x, data.y, out=data.z)
-    return data.z
+                signalled = True
+    return answer_if(signalled, data)

@@ -48,16 +48,8 @@ def place(tmp_path, monkeypatch):
 
 def use_compiler(place: Path, delay: float = 0) -> None:
     real = [folder for folder in os.environ["PATH"].split(":") if folder != str(place / "bin")]
-    file = place / "bin/g++"
-    file.write_text(
-        COMPILER.format(
-            real=shutil.which("g++", path=":".join(real)),
-            calls=place / "calls",
-            slow=place / "slow",
-            started=place / "started",
-            delay=delay,
-        )
-    )
+    file, notes = place / "bin/g++", {name: place / name for name in ("calls", "slow", "started")}
+    file.write_text(COMPILER.format(real=shutil.which("g++", path=":".join(real)), delay=delay, **notes))
     file.chmod(0o755)
 
 
@@ -86,10 +78,9 @@ def test_a_second_build_runs_no_compiler(place):
 def test_source_header_flags_and_compiler_are_all_part_of_the_key(place):
     assert (value(place), calls(place)) == (1, 1)
     (place / "value.h").write_text('#include "deeper.h"\n')
-    (place / "deeper.h").write_text("#define VALUE 2\n")
-    assert (value(place), calls(place)) == (2, 2)
-    (place / "deeper.h").write_text("#define VALUE 3\n")
-    assert (value(place), calls(place)) == (3, 3)
+    for count in (2, 3):
+        (place / "deeper.h").write_text(f"#define VALUE {count}\n")
+        assert (value(place), calls(place)) == (count, count)
     (place / "source.cpp").write_text(SOURCE.replace("VALUE;", "VALUE + 10;"))
     assert (value(place), calls(place)) == (13, 4)
     build.cpp(place / "source.cpp", flags=("-DOTHER",))
@@ -111,22 +102,23 @@ def test_a_header_of_problems_common_needs_no_path_and_is_part_of_the_key(place,
     assert (value(place), calls(place)) == (5, 2)
 
 
-def test_a_missing_header_is_named_with_its_line(place):
-    (place / "source.cpp").write_text('\n#include "absent.h"\nextern "C" int value() { return 1; }\n')
-    with pytest.raises(build.BuildError, match=r"source\.cpp:2:10: fatal error: absent\.h: No such file"):
-        value(place)
-
-
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_a_header_of_the_toolchain_may_stand_in_quotes(place):
+def test_a_header_of_the_toolchain_may_stand_in_quotes_and_an_error_of_nvcc_names_file_and_line(place):
     (place / "kernel.cu").write_text('#include "cuda_fp16.h"\n__global__ void f(half* x) { *x = 1; }\n')
     assert build.cuda(place / "kernel.cu", "sm90").kernels()
     assert build.closure(place / "kernel.cu") == [place / "kernel.cu"]
+    forget()
+    (place / "kernel.cu").write_text("__global__ void f() {\n  nonsense;\n}\n")
+    with pytest.raises(build.BuildError, match=r"kernel\.cu\(2\): error: identifier \"nonsense\" is undefined"):
+        build.cuda(place / "kernel.cu", "sm90")
 
 
-def test_a_header_of_the_compiler_may_stand_in_quotes(place):
+def test_a_header_of_the_compiler_may_stand_in_quotes_and_a_missing_one_is_named_with_its_line(place):
     (place / "source.cpp").write_text('#include "cstdint"\nextern "C" int32_t value() { return 3; }\n')
     assert value(place) == 3
+    (place / "source.cpp").write_text('\n#include "absent.h"\nextern "C" int value() { return 1; }\n')
+    with pytest.raises(build.BuildError, match=r"source\.cpp:2:10: fatal error: absent\.h: No such file"):
+        value(place)
 
 
 ELSEWHERE = {
@@ -164,12 +156,8 @@ def test_an_include_that_leads_elsewhere_is_the_compilers(tmp_path, what):
         path.mkdir(parents=True)
     for path in (outside / "secret.h", folder / "value.h", folder / "reference.py", folder / ".env"):
         path.write_text("// x\n")
-    for link, to in (
-        ("link.h", outside / "secret.h"),
-        ("linked", outside),
-        ("loop.h", "loop.h"),
-        ("inner.h", "value.h"),
-    ):
+    links = {"link.h": outside / "secret.h", "linked": outside, "loop.h": "loop.h", "inner.h": "value.h"}
+    for link, to in links.items():
         (folder / link).symlink_to(to)
     os.mkfifo(folder / "pipe.h")
     text = ELSEWHERE[what]
@@ -203,7 +191,7 @@ def test_a_source_at_the_top_of_the_repository_takes_nothing_below_it(tmp_path, 
     assert [path.name for path in build.closure(tmp_path / "b.cu")] == ["b.cu", "fine.h"]
 
 
-def test_what_is_no_plain_source_is_refused_by_name(tmp_path):
+def test_what_is_no_plain_source_is_refused_by_name(tmp_path, monkeypatch):
     """A pipe would be waited for, a device never ends, a link leads elsewhere."""
     (tmp_path / "folder.cu").mkdir()
     os.mkfifo(tmp_path / "pipe.cu")
@@ -212,30 +200,16 @@ def test_what_is_no_plain_source_is_refused_by_name(tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path)
     with open(tmp_path / "huge.cu", "w") as huge:
         huge.truncate(10 * 2**30)
-    for name, said in (
-        ("folder.cu", "plain file"),
-        ("pipe.cu", "plain file"),
-        ("link.cu", "plain file"),
-        ("absent.cu", "No such"),
-        ("linked/real.cu", "symbolic links"),
-        ("huge.cu", "larger than 4 MiB"),
-        ("nul\0.cu", "cannot be read"),
-    ):
-        with pytest.raises(build.BuildError, match=said) as caught:
+    said = dict.fromkeys(("folder.cu", "pipe.cu", "link.cu", "/dev/zero"), "plain file")
+    said |= {"absent.cu": "No such", "linked/real.cu": "symbolic", "huge.cu": "4 MiB", "nul\0.cu": "cannot be read"}
+    for name, words in said.items():
+        with pytest.raises(build.BuildError, match=words) as caught:
             build.read(tmp_path / name)
         assert name in str(caught.value)
-    with pytest.raises(build.BuildError, match="plain file"):
-        build.read(Path("/dev/zero"))
-
-
-def test_a_file_that_becomes_a_pipe_or_a_link_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    """As if it had been a plain file when it was looked at."""
-    (tmp_path / "real.h").write_text("")
-    os.mkfifo(tmp_path / "pipe.h")
-    (tmp_path / "link.h").symlink_to("real.h")
-    plain = os.lstat(tmp_path / "real.h")
+    # As if it had been a plain file when it was looked at, and became another one then.
+    plain = os.lstat(tmp_path / "real.cu")
     monkeypatch.setattr(build.os, "lstat", lambda path: plain)
-    for name in ("pipe.h", "link.h"):
+    for name in ("pipe.cu", "link.cu"):
         with pytest.raises(build.BuildError, match=name):
             build.read(tmp_path / name)
 
@@ -275,35 +249,32 @@ def test_a_compiler_error_reaches_the_user_whole(place):
     assert value(place) == 1, "a failed build stands in the way"
 
 
-@pytest.mark.parametrize(("name", "hint"), [("g++", "install g++"), ("nvcc", "install the CUDA toolkit")])
-def test_a_missing_compiler_is_one_clear_line(place, monkeypatch, name, hint):
-    monkeypatch.setenv("PATH", str(place / "nowhere"))
-    with pytest.raises(build.BuildError) as caught:
-        build.cpp(place / "source.cpp") if name == "g++" else build.cuda(place / "source.cpp", "sm90")
-    assert str(caught.value) == f"{name} is not on PATH: {hint}"
-
-
-def test_an_unknown_target_is_named(place):
+def test_a_missing_compiler_and_an_unknown_target_are_one_clear_line(place, monkeypatch):
     with pytest.raises(ValueError, match=r"target must be one of \['sm100', 'sm90'\], got 'sm80'"):
         build.cuda(place / "source.cpp", "sm80")
+    monkeypatch.setenv("PATH", str(place / "nowhere"))
+    with pytest.raises(build.BuildError, match=r"^g\+\+ is not on PATH: install g\+\+$"):
+        build.cpp(place / "source.cpp")
+    with pytest.raises(build.BuildError, match=r"^nvcc is not on PATH: install the CUDA toolkit$"):
+        build.cuda(place / "source.cpp", "sm90")
 
 
-def test_a_missing_function_is_named(place):
-    with pytest.raises(AttributeError, match="absent"):
-        build.cpp(place / "source.cpp").function("absent")
-
-
-def test_arguments_are_those_declared(place):
+def test_arguments_are_those_declared_and_a_missing_function_is_named(place):
     (place / "source.cpp").write_text('extern "C" int add(int x, int y) { return x + y; }\n')
-    add = build.cpp(place / "source.cpp").function("add", c_int, c_int)
-    assert add(2, -5) == -3
+    built = build.cpp(place / "source.cpp")
+    assert built.function("add", c_int, c_int)(2, -5) == -3
+    with pytest.raises(AttributeError, match="absent"):
+        built.function("absent")
 
 
 def test_a_killed_build_does_not_block_the_next(place):
     (place / "slow").touch()
     builder = subprocess.Popen([sys.executable, "-c", BUILD, place / "source.cpp"], cwd=ROOT, start_new_session=True)
     try:
-        wait_for((place / "started").exists)
+        end = time.monotonic() + 30
+        while not (place / "started").exists():
+            assert time.monotonic() < end, "the child did not come so far"
+            time.sleep(0.05)
         builder.send_signal(signal.SIGKILL)  # its compiler lives on: it must not hold the lock
         builder.wait(60)
         (place / "slow").unlink()
@@ -323,13 +294,6 @@ def test_concurrent_builds_compile_once(place):
     assert [builder.communicate(timeout=60)[0] for builder in builders] == [b"1\n"] * 3
     assert calls(place) == 1
     assert not list((place / "builds").glob("tmp-*"))
-
-
-def wait_for(condition, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the child did not come so far"
-        time.sleep(0.05)
 
 
 KERNEL = """\
@@ -356,13 +320,6 @@ def test_a_kernel_compiles_for_each_target_without_a_gpu(place, target, arch):
     assert set(kernels) == {"scale", "other"} and len(artefact.kernels()) == 2
     assert all(kernel.registers > 0 and kernel.spill_bytes == 0 for kernel in kernels.values())
     assert (kernels["scale"].shared_bytes, kernels["other"].shared_bytes) == (256, 0)
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_an_error_of_nvcc_names_file_and_line(place):
-    (place / "kernel.cu").write_text("__global__ void f() {\n  nonsense;\n}\n")
-    with pytest.raises(build.BuildError, match=r"kernel\.cu\(2\): error: identifier \"nonsense\" is undefined"):
-        build.cuda(place / "kernel.cu", "sm90")
 
 
 PTXAS = textwrap.dedent("""\

@@ -23,28 +23,16 @@ def test_the_tolerance_itself_passes_and_the_next_step_fails():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_infinity_fail_under_any_tolerance(value):
-    want = tensor(1.0, 2.0, 3.0)
-    got = tensor(1.0, value, 3.0, dtype=F16)
-    result = judged(got, want, 1e30)
-    assert not result.ok and f"ERROR AT (1): {value:g} 2" in result.message
-    result = check.norm(got, want, 1e30, F16, batch=0)
-    assert not result.ok and f"ERROR AT (1): {value:g} 2" in result.message
+    want, got = tensor(1.0, 2.0, 3.0), tensor(1.0, value, 3.0, dtype=F16)
+    for result in (judged(got, want, 1e30), check.norm(got, want, 1e30, F16, batch=0)):
+        assert not result.ok and f"ERROR AT (1): {value:g} 2" in result.message
 
 
 def test_report_counts_all_and_shows_five_in_order_got_before_wanted():
-    want = torch.zeros(3, 1, 4, dtype=F64)
-    got = torch.arange(12, dtype=F16).view(3, 1, 4)
-    lines = judged(got, want, 1.0).message.split("\n")
-    assert lines[0] == (
-        "mismatch found! custom implementation doesn't match reference: Number of mismatched elements: 10 of 12"
-    )
-    assert lines[1:] == [
-        "ERROR AT (0, 0, 2): 2 0",
-        "ERROR AT (0, 0, 3): 3 0",
-        "ERROR AT (1, 0, 0): 4 0",
-        "ERROR AT (1, 0, 1): 5 0",
-        "ERROR AT (1, 0, 2): 6 0",
-    ]
+    lines = judged(torch.arange(12, dtype=F16).view(3, 1, 4), torch.zeros(3, 1, 4, dtype=F64), 1.0).message.split("\n")
+    assert lines[0].startswith("mismatch found!") and lines[0].endswith("mismatched elements: 10 of 12")
+    places = ("(0, 0, 2): 2", "(0, 0, 3): 3", "(1, 0, 0): 4", "(1, 0, 1): 5", "(1, 0, 2): 6")
+    assert lines[1:] == [f"ERROR AT {place} 0" for place in places]
 
 
 def test_a_single_element_is_shown_with_its_index():
@@ -65,14 +53,11 @@ def test_of_many_wrong_elements_the_worst_is_reported():
     assert nan != nan
 
 
-def test_a_tolerance_of_zero_wants_equality_and_still_finds_the_worst():
+def test_a_tolerance_of_zero_wants_equality_and_a_reference_of_zeros_has_an_absolute_error():
     want = tensor(1.0, 2.0, 3.0)
     assert judged(tensor(1.0, 2.0, 3.0, dtype=F16), want, 0.0).ok
     result = judged(tensor(1.0, 2.5, 3.0, dtype=F16), want, 0.0)
     assert not result.ok and (result.worst_abs, result.worst_tol) == (0.5, 0.0)
-
-
-def test_a_reference_of_zeros_has_an_absolute_error():
     result = judged(tensor(0.25, 0.0, dtype=F16), tensor(0.0, 0.0), 1.0)
     assert result.ok and result.rel == 0.25
 
@@ -95,29 +80,24 @@ class Plain(torch.Tensor):
 )
 def test_other_forms_are_named_and_never_compared(got, says):
     want = tensor(1.0, 2.0)
-    for result in (
-        check.elementwise(got, want, torch.full_like(want, 1e9), F16),
-        check.norm(got, want, 1e9, F16, batch=0),
-    ):
+    everything = torch.full_like(want, 1e9)
+    for result in (check.elementwise(got, want, everything, F16), check.norm(got, want, 1e9, F16, batch=0)):
         assert not result.ok and result.message == f"mismatch found! {says}"
         assert result.rel != result.rel and result.worst_abs != result.worst_abs
 
 
-def test_norm_is_judged_in_every_batch_alone():
+def test_norm_is_judged_in_every_batch_alone_and_of_zeros_wants_zeros():
     want = torch.ones(2, 3, dtype=F64)
     want[1] *= 1000
     got = want.half()
     got[0, 1] = 1.25  # 14 % of its batch, 0.01 % of both together
-    assert not check.norm(got, want, 0.1, F16, batch=0).ok
     result = check.norm(got, want, 0.15, F16, batch=0)
     assert result.ok and result.rel == pytest.approx(0.25 / 3**0.5) and result.worst_abs == 0.25
-    message = check.norm(got, want, 0.1, F16, batch=0).message
-    assert message.startswith("relative error 0.144 over 0.1; mismatch found!") and "ERROR AT (0, 1): 1.25 1" in message
-
-
-def test_norm_of_a_batch_of_zeros_wants_zeros():
+    result = check.norm(got, want, 0.1, F16, batch=0)
+    assert not result.ok and result.message.startswith("relative error 0.144 over 0.1; mismatch found!")
+    assert "ERROR AT (0, 1): 1.25 1" in result.message
     want = torch.zeros(2, 2, dtype=F64)
-    assert check.norm(want.half(), want, 0.1, F16, batch=1).ok
-    got = want.half()
-    got[0, 1] = 2**-20
-    assert not check.norm(got, want, 0.1, F16, batch=1).ok
+    for value, ok in ((0, True), (2**-20, False)):
+        got = want.half()
+        got[0, 1] = value
+        assert check.norm(got, want, 0.1, F16, batch=1).ok is ok

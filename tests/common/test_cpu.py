@@ -67,9 +67,6 @@ def test_a_status_is_an_error_that_names_the_variant(made):
             launch((), [status])
     with pytest.raises(cpu.BadIndex, match="an index is outside the pages"):
         launch((), [cpu.BAD_INDEX])
-
-
-def test_statuses_are_those_of_the_header():
     header = (build.COMMON / "cpu_threads.h").read_text()
     assert f"{{ kOk = 0, kNoThreads = 1, kNoMemory = 2, kBadIndex = {cpu.BAD_INDEX} }}" in header
 

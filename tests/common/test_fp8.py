@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from problems.common import fp8
-from tests.support.formats import LARGEST_FP32, least_power, minifloat
+from tests.support.formats import LARGEST_FP32, beside, least_power, minifloat
 
 
 def e4m3_value(byte: int) -> float:
@@ -17,16 +17,6 @@ def e4m3_value(byte: int) -> float:
 
 def least_scale(amax: float, largest: float, floor: float) -> int:
     return least_power(int(largest), floor)(Fraction(amax))
-
-
-def as_bytes(tensor: torch.Tensor) -> list:
-    return tensor.view(torch.uint8).tolist()
-
-
-def neighbours(value: float) -> list[float]:
-    """`value`, an fp32, between the fp32 below and the one above it."""
-    x = torch.tensor(value)
-    return [float(x.nextafter(torch.tensor(-math.inf))), value, float(x.nextafter(torch.tensor(math.inf)))]
 
 
 # ---- scale bytes ----
@@ -45,7 +35,7 @@ def test_decode_ue8m0_every_byte() -> None:
 def test_ue8m0_scale_beside_every_power_of_two(largest: float) -> None:
     """largest * 2^e takes 2^e itself; one fp32 step above it takes the next, one below it does not. And anywhere."""
     floor, generator = largest * 2.0**-126, torch.Generator().manual_seed(3)
-    amax = [v for e in range(-126, 120) for v in neighbours(largest * 2.0**e)]
+    amax = [v for e in range(-126, 120) for v in beside(largest * 2.0**e)]
     amax += (torch.rand(300, generator=generator) * torch.exp2(torch.arange(-150.0, 150)).clamp(max=2.0**126)).tolist()
     got = fp8.ue8m0_scale(torch.tensor(amax), largest, floor)
     assert got.dtype == torch.uint8
@@ -57,13 +47,6 @@ def test_ue8m0_scale_at_the_ends() -> None:
     got = fp8.ue8m0_scale(amax, 448.0, 1e-4).tolist()
     assert got == [105, 105, 105, 247, 255, 255, 255]  # 2^-22 >= 1e-4 / 448, 2^120 >= 2^128 / 448
     assert fp8.ue8m0_scale(torch.zeros(1), 6.0, 6 * 2.0**-126).tolist() == [1]
-
-
-def test_ue8m0_scale_refuses() -> None:
-    with pytest.raises(ValueError, match="amax must be float32"):
-        fp8.ue8m0_scale(torch.ones(1, dtype=torch.float64), 448.0, 1e-4)
-    with pytest.raises(ValueError, match=r"floor must be 448 \* 2\^-126 or more"):
-        fp8.ue8m0_scale(torch.ones(1), 448.0, 0.0)
 
 
 # ---- codes ----
@@ -83,31 +66,35 @@ def test_groups_of_the_largest_values() -> None:
     assert fp8.round_trip(torch.tensor(values), 4).tolist() == [math.inf, -math.inf, 0.0, 240 * 2.0**120]
 
 
-def test_dequantise_refuses() -> None:
-    codes = torch.zeros(2, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"scales must be \(2, 3\) for codes \(2, 300\), got \(2, 2\)"):
-        fp8.dequantise_groups(codes, torch.zeros(2, 2, dtype=torch.uint8), 128)
-    with pytest.raises(ValueError, match="codes must be float8_e4m3fn"):
-        fp8.dequantise_groups(codes.float(), torch.zeros(2, 3, dtype=torch.uint8), 128)
-    with pytest.raises(ValueError, match="2 rows of blocks for 130 rows"):
-        fp8.dequantise_blocks(codes[:1].expand(130, 300), torch.zeros(1, 3, dtype=torch.uint8))
+CODES = torch.zeros(2, 300).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        (fp8.ue8m0_scale, (torch.ones(1).double(), 448.0, 1e-4), "amax must be float32"),
+        (fp8.ue8m0_scale, (torch.ones(1), 448.0, 0.0), r"floor must be 448 \* 2\^-126 or more"),
+        (fp8.dequantise_groups, (CODES, torch.zeros(2, 2).byte(), 128), r"scales must be \(2, 3\)"),
+        (fp8.dequantise_groups, (CODES.float(), torch.zeros(2, 3).byte(), 128), "codes must be float8_e4m3fn"),
+        (fp8.dequantise_blocks, (CODES[:1].expand(130, 300), torch.zeros(1, 3).byte()), "2 rows of blocks for 130"),
+    ],
+)
+def test_other_forms_are_refused(function, arguments, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        function(*arguments)
 
 
 def test_round_trip_into_a_tensor() -> None:
     """A view of a wider one, of which the rest stays; or x itself."""
     x = torch.randn(2, 3, 300, generator=torch.Generator().manual_seed(1))
     wanted = fp8.round_trip(x, 128)
+    codes, scales = fp8.quantise_groups(x, 128)
+    assert torch.equal(fp8.dequantise_groups(codes.mT.contiguous().mT, scales, 128), wanted)  # not contiguous
     wider = torch.full((2, 3, 305), 9.0)
     assert fp8.round_trip(x, 128, out=wider[..., :300]).data_ptr() == wider.data_ptr()
     assert torch.equal(wider[..., :300], wanted) and (wider[..., 300:] == 9).all()
     fp8.round_trip(x, 128, out=x)
     assert torch.equal(x, wanted)
-
-
-def test_codes_that_are_not_contiguous() -> None:
-    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
-    codes, scales = fp8.quantise_groups(x, 128)
-    assert torch.equal(fp8.dequantise_groups(codes.mT.contiguous().mT, scales, 128), fp8.round_trip(x, 128))
 
 
 # ---- 128x128 blocks ----
@@ -131,10 +118,10 @@ def test_blocks_by_the_definition(n: int, k: int) -> None:
                 want, scale = fp8.quantise_groups(block, len(block), fp8.BLOCK_FLOOR)
                 assert scale.item() == scales[m, i // 128, j // 128]
                 assert scale.item() == least_scale(float(block.abs().max()), 448.0, fp8.BLOCK_FLOOR)
-                assert as_bytes(codes[here].flatten()) == as_bytes(want)
+                assert torch.equal(codes[here].flatten().view(torch.uint8), want.view(torch.uint8))
                 unit = 2.0 ** (scale.item() - 127)
-                flat = codes[here].flatten()[:50]
-                assert values[here].flatten()[:50].tolist() == [e4m3_value(b) * unit for b in as_bytes(flat)]
+                flat = codes[here].flatten()[:50].view(torch.uint8).tolist()
+                assert values[here].flatten()[:50].tolist() == [e4m3_value(byte) * unit for byte in flat]
                 error = (values[here] - w[here]).abs()
                 assert (error <= torch.maximum(w[here].abs() * 2.0**-4, torch.tensor(unit * 2.0**-10))).all()
 
@@ -149,15 +136,11 @@ def test_blocks_of_zeros_and_denormals() -> None:
     assert torch.equal(got, torch.where(w == -(2.0**-130), w, 0.0))  # 2^-130 is 2^-4 under 2^-126; 1e-45 is 2^-149
 
 
-def test_blocks_take_e8m0_and_give_bf16() -> None:
+def test_blocks_take_e8m0_give_bf16_and_do_not_wait_for_a_device() -> None:
+    """The last by tensors without data: whatever reads a value on the host raises."""
     w = torch.randn(130, 140, generator=torch.Generator().manual_seed(4))
     codes, scales = fp8.quantise_blocks(w)
     values = fp8.dequantise_blocks(codes, scales)
     assert torch.equal(fp8.dequantise_blocks(codes, scales.view(torch.float8_e8m0fnu)), values)
     assert torch.equal(fp8.dequantise_blocks(codes, scales, torch.bfloat16).float(), values)  # exact in bf16
-
-
-def test_blocks_do_not_wait_for_a_device() -> None:
-    """Tensors without data: whatever reads a value on the host raises."""
-    x = torch.empty(3, 300, device="meta")
-    assert fp8.dequantise_blocks(*fp8.quantise_blocks(x)).shape == (3, 300)
+    assert fp8.dequantise_blocks(*fp8.quantise_blocks(torch.empty(3, 300, device="meta"))).shape == (3, 300)

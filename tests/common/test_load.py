@@ -1,7 +1,6 @@
 """problems/common/load.py: folders side by side, their bare names, literals without running code, targets."""
 
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def test_two_folders_live_side_by_side(folders):
     assert first.task is load.module(one, "task")
 
 
-def test_bare_names_are_bound_only_while_a_module_loads(folders):
+def test_bare_names_are_bound_only_while_a_module_loads_and_a_submission_has_no_reference(folders):
     stranger = sys.modules["task"] = type(sys)("task")
     try:
         load.module(folders[0], "reference")
@@ -44,22 +43,16 @@ def test_bare_names_are_bound_only_while_a_module_loads(folders):
         del sys.modules["task"]
     load.module(folders[1], "reference")
     assert not {"task", "utils", "reference"} & set(sys.modules)
-
-
-def test_a_submission_does_not_get_the_reference_by_its_bare_name(folders):
-    load.module(folders[0], "reference")
     (folders[0] / "variants/peeks.py").write_text("import reference\n")
     with pytest.raises(ModuleNotFoundError, match="reference"):
         load.module(folders[0], "variants/peeks")
 
 
-def test_a_module_is_loaded_once(folders):
-    (folders[0] / "counts.py").write_text("import sys\nsys.loads = getattr(sys, 'loads', 0) + 1\n")
-    try:
-        assert load.module(folders[0], "counts") is load.from_file(folders[0], folders[0] / "counts.py")
-        assert sys.loads == 1
-    finally:
-        del sys.loads
+def test_a_module_is_loaded_once(folders, monkeypatch):
+    monkeypatch.setattr(sys, "loads", [], raising=False)
+    (folders[0] / "counts.py").write_text("import sys\nsys.loads.append(1)\n")
+    assert load.module(folders[0], "counts") is load.from_file(folders[0], folders[0] / "counts.py")
+    assert sys.loads == [1]
 
 
 def test_a_file_outside_the_folders_gets_the_task_of_the_one_it_serves(folders, tmp_path):
@@ -81,13 +74,9 @@ def test_a_module_that_raises_leaves_nothing_behind(folders):
     before = set(sys.modules)
     with pytest.raises(OSError, match="half way"):
         load.from_file(folders[0], file)
-    assert {name for name in set(sys.modules) - before if "breaks" in name} == set()
-    assert "task" not in sys.modules
+    assert not [name for name in set(sys.modules) - before if "breaks" in name or name == "task"]
     file.write_text("VALUE = 3\n")
     assert load.from_file(folders[0], file).VALUE == 3
-
-
-def test_a_missing_file_is_named(folders):
     with pytest.raises(FileNotFoundError, match=r"no file .*variants/absent\.py"):
         load.module(folders[0], "variants/absent")
 
@@ -113,7 +102,7 @@ if True:
 '''
 
 
-def test_constants_are_read_without_running_the_file(tmp_path):
+def test_constants_and_the_first_docstring_line_are_read_without_running_the_file(tmp_path):
     file = tmp_path / "variant.py"
     file.write_text(CONSTANTS.lstrip())
     assert load.constants(file, "TARGETS", "REQUIRES", "WINNERS", "ABSENT", "HIDDEN", "declared") == {
@@ -124,19 +113,10 @@ def test_constants_are_read_without_running_the_file(tmp_path):
     assert load.constants(file, "ABSENT") == {}
     with pytest.raises(ValueError, match=r"variant\.py:10: COMPUTED must be a literal"):
         load.constants(file, "COMPUTED")
-
-
-def test_summary_is_the_first_docstring_line(tmp_path):
-    file = tmp_path / "variant.py"
-    file.write_text(CONSTANTS.lstrip())
     assert load.summary(file) == "A summary line."
     file.write_text("X = 1\n")
     assert load.summary(file) == ""
-
-
-def test_constants_of_a_file_with_a_syntax_error_name_it(tmp_path):
-    file = tmp_path / "variant.py"
-    file.write_text(textwrap.dedent("TARGETS = (\n"))
+    file.write_text("TARGETS = (\n")
     with pytest.raises(SyntaxError) as caught:
         load.constants(file, "TARGETS")
     assert caught.value.filename == str(file)
@@ -167,12 +147,11 @@ def test_the_winner_is_the_first_that_the_cpu_can_run(tmp_path, monkeypatch):
     (tmp_path / "variants" / "any.py").write_text("")
     said = tmp_path / "submission.py"
     said.write_text('WINNERS = {"cpu": ("wide", "any")}\n')
-    assert load.winners(tmp_path) == {"cpu": ("wide", "any")}
-    assert load.winner(tmp_path, "cpu") == "any"
-    monkeypatch.setattr(load, "_cpu_flags", lambda: frozenset({"avx9000"}))
-    assert load.winner(tmp_path, "cpu") == "wide"
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"target must be one of \['cpu'\], for which there is a winner, got 'sm90'"):
+    assert load.winners(tmp_path) == {"cpu": ("wide", "any")} and load.winner(tmp_path, "cpu") == "any"
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "_cpu_flags", lambda: frozenset({"avx9000"}))
+        assert load.winner(tmp_path, "cpu") == "wide"
+    with pytest.raises(ValueError, match=r"one of \['cpu'\], for which there is a winner, got 'sm90'"):
         load.winner(tmp_path, "sm90")
     said.write_text('WINNERS = {"cpu": ("wide",)}\n')
     with pytest.raises(ValueError, match="can run none"):

@@ -40,6 +40,12 @@ def nearest(value: Fraction, magnitudes: tuple[Fraction, ...]) -> int:
     return min(beside, key=lambda code: (abs(magnitudes[code] - value), code % 2))
 
 
+def beside(value: float) -> list[float]:
+    """`value`, an fp32, between the fp32 below and the one above it."""
+    x = torch.tensor(value)
+    return [float(x.nextafter(torch.tensor(-math.inf))), float(x), float(x.nextafter(torch.tensor(math.inf)))]
+
+
 def power_of_two(byte: int) -> Fraction:
     """The value of a ue8m0 byte."""
     return Fraction(2) ** (byte - 127)

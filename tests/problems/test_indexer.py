@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from problems.common import index_pages, load
+from problems.common import index_pages, load, nvfp4
 from tests.problems import cases, variants
 
 NAME = "indexer"
@@ -47,24 +47,17 @@ def test_the_oracle_is_what_the_formula_says(content, kind):
             assert want[b, s].tolist() == chosen + [-1] * (data.out.shape[2] - len(chosen))
 
 
-def test_an_mxfp4_key_is_what_its_bytes_say():
-    pages = torch.randint(256, (3, index_pages.page_bytes(16, "mxfp4")), dtype=torch.uint8)
-    pages[1, 64 * 5 : 64 * 6] = torch.arange(64) * 3 % 256
-    pages[1, 64 * 16 + 4 * 5 : 64 * 16 + 4 * 6] = torch.tensor([127, 120, 130, 127])
-    key = task.read_keys(pages, torch.tensor(16 + 5))
-    levels = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    for d in range(128):
-        code = (d // 2 * 3 % 256) >> 4 * (d % 2) & 15
-        assert float(key[d]) == levels[code] * 2.0 ** ([0, -7, 3, 0][d // 32])
-
-
-def test_an_fp8_key_is_what_its_bytes_say():
-    pages = torch.randint(256, (2, index_pages.page_bytes(32, "fp8")), dtype=torch.uint8)
-    codes = torch.arange(128).byte() % 127
-    pages[1, 128 * 7 : 128 * 8] = codes
-    pages[1, 128 * 32 + 28 : 128 * 32 + 32] = torch.tensor([0.3]).view(torch.uint8)
-    want = codes.view(torch.float8_e4m3fn).float() * torch.tensor(0.3)
-    assert torch.equal(task.read_keys(pages, torch.tensor([32 + 7]))[0], want)
+def test_a_key_is_what_its_bytes_say():
+    """That they lie in the page as index_pages reads them is in tests/common/test_index_pages.py."""
+    pages = torch.zeros(1, index_pages.page_bytes(16, "mxfp4"), dtype=torch.uint8)
+    codes, scale_bytes = torch.arange(64).byte() * 3, torch.tensor([[127, 120, 130, 127]]).byte()
+    index_pages.write(pages, torch.tensor([5]), codes[None], scale_bytes)
+    values = torch.tensor(nvfp4.E2M1)[nvfp4.unpack(codes).int()] * torch.tensor([1, 2**-7, 8, 1]).repeat_interleave(32)
+    assert torch.equal(task.read_keys(pages, torch.tensor(5)), values)
+    pages = torch.zeros(1, index_pages.page_bytes(16, "fp8"), dtype=torch.uint8)
+    codes, scale = torch.arange(128).byte() % 127, torch.tensor([0.3])
+    index_pages.write(pages, torch.tensor([7]), codes[None], scale.view(1, 1).view(torch.uint8))
+    assert torch.equal(task.read_keys(pages, torch.tensor(7)), codes.view(torch.float8_e4m3fn).float() * scale)
 
 
 @pytest.mark.parametrize(("kind", "rel"), [("mxfp4", 0.15), ("fp8", 0.04)])
@@ -88,52 +81,27 @@ def test_other_rows_are_not_exact(content):
     assert not bool(reference.answer(*solved(case)).exact.any())
 
 
-def test_least_bit_is_the_power_of_two_that_divides():
-    x = torch.tensor([0.75, -3.0, 8.0, 0.0, 2.0**-30, 1 + 2.0**-20], dtype=torch.float64)
-    want = [0.25, 1.0, 8.0, float("inf"), 2.0**-30, 2.0**-20]
-    assert reference._least_bit(x).tolist() == want
-
-
-def test_any_order_is_right():
-    data, want = small()
-    turned = want.flip(2).contiguous()
-    assert reference.compare(data, want, turned).ok
-
-
-def _put(want: torch.Tensor, at: tuple, value: int) -> torch.Tensor:
-    changed = want.clone()
-    changed[at] = value
-    return changed
-
-
-def test_wrong_forms_are_refused():
+def test_any_order_is_right_and_wrong_forms_are_refused():
     data, want = small(content="ragged", batch=6, entries=60, topk=8)
     short = int((data.visible[:, 1] == 7).nonzero()[0])  # one entry fewer than there is room for
     full = int((data.visible[:, 1] == 60).nonzero()[0])
     assert reference.compare(data, want, want).ok
+    assert reference.compare(data, want, torch.where(want[..., -1:] >= 0, want.flip(2), want)).ok
     other = int(want[(full + 1) % 6].max())
-    for output, word in (
-        (_put(want, (full, 1, 0), -1), "then -1"),
-        (_put(want, (full, 1, 0), int(want[full, 1, 1])), "different"),
-        (_put(want, (short, 1, 7), int(want[short, 1, 0])), "then -1"),
-        (_put(want, (short, 1, 7), -2), "then -1"),
-        (_put(want, (full, 1, 0), 2**30), "different"),
-        (_put(want, (full, 1, 0), other), "visible"),
-        (want.long(), "torch.int32"),
-        (want[:, :1], "mismatch"),
-        ((want,), "torch.Tensor"),
+    for b, at, value, word in (
+        *((full, 0, value, word) for value, word in ((-1, "then -1"), (2**30, "different"), (other, "visible"))),
+        (full, 0, int(want[full, 1, 1]), "different"),
+        *((short, 7, value, "then -1") for value in (int(want[short, 1, 0]), -2)),
     ):
+        output = want.clone()
+        output[b, 1, at] = value
         result = reference.compare(data, want, output)
         assert not result.ok and word in result.message, (word, result.message)
 
 
-def _scores(data: object, want: torch.Tensor) -> torch.Tensor:
-    return reference.answer(data, want).score
-
-
 def test_equal_scores_count_in_exact_rows_and_not_for_baselines():
     data, want = small(content="ties", batch=1, queries=1, entries=200, topk=20)
-    score = _scores(data, want)[0]
+    score = reference.answer(data, want).score[0]
     place = reference._places(data, slice(0, 1))[0]
     chosen = [int((place == p).nonzero()) for p in want[0, 0]]
     worst = min(chosen, key=lambda i: float(score[i]))
@@ -200,33 +168,25 @@ def test_a_table_that_names_no_page_is_an_error(name):
                 load.variant("indexer", name).custom_kernel(bad)
 
 
-@pytest.mark.parametrize(
-    ("topk", "entries", "runs", "levels"),
-    [
-        (512, 4160, 1, 1),
-        (512, 8192, 2, 0),
-        (512, 8256, 2, 1),
-        (512, 9000, 1, 1),
-        (512, 32832, 1, 2),
-        (512, 36000, 2, 1),
-        (512, 70000, 1, 2),
-        (512, 262144, 1, 2),
-        (512, 262208, 1, 3),
-        (512, 300000, 2, 2),
-        (1024, 32768, 2, 1),
-        (1024, 524288, 2, 2),
-        (1024, 1 << 20, 2, 3),
-        (2048, 1 << 20, 4, 2),
-        (2048, 1 << 24, 4, 4),
-        (5000, 16384, 4, 0),
-        (3000, 8192, 2, 0),
-    ],
-)
-def test_sm90_join_takes_rows_of_any_length(topk, entries, runs, levels):
-    """levels: of a row that sees all entries of its table. A row that sees 1/16 less takes the fewest that can be."""
+# Of k and the entries of a row's table: runs, and levels of a row that sees all of them.
+ROWS = {
+    512: {4160: (1, 1), 8192: (2, 0), 8256: (2, 1), 9000: (1, 1), 32832: (1, 2), 36000: (2, 1), 70000: (1, 2)}
+    | {262144: (1, 2), 262208: (1, 3), 300000: (2, 2)},
+    1024: {32768: (2, 1), 524288: (2, 2), 1 << 20: (2, 3)},
+    2048: {1 << 20: (4, 2), 1 << 24: (4, 4)},
+    5000: {16384: (4, 0)},
+    3000: {8192: (2, 0)},
+}
+
+
+@pytest.mark.parametrize(("topk", "entries"), [(topk, entries) for topk, rows in ROWS.items() for entries in rows])
+def test_sm90_join_takes_rows_of_any_length(topk, entries):
+    """A row that sees 1/16 less takes the fewest that can be."""
     module = load.module(FOLDER, "variants/sm90_join")
-    assert module.runs_for(topk, entries) == runs
-    assert module.levels(entries, module.EACH * runs) == levels
+    runs = module.runs_for(topk, entries)
+    assert (runs, module.levels(entries, module.EACH * runs)) == ROWS[topk][entries]
+    with pytest.raises(ValueError, match="k must be at most 2048"):
+        module.runs_for(2049, 16385)
 
 
 @pytest.fixture
@@ -248,16 +208,8 @@ def baseline(monkeypatch, tmp_path):
 
     specs: list[Spec] = []
     env = types.SimpleNamespace(FLASHINFER_AOT_DIR=tmp_path / "installed")
-    made = {
-        "deep_gemm": {},
-        "flashinfer": {},
-        "flashinfer.jit": {"env": env},
-        "flashinfer.jit.topk": {"gen_topk_module": Spec},
-    }
-    for name, has in made.items():
-        module = types.ModuleType(name)
-        vars(module).update(has)
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("deep_gemm", "flashinfer", "flashinfer.jit", "flashinfer.jit.topk"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(env=env, gen_topk_module=Spec))
     monkeypatch.setenv("KERNEL_BUILD_DIR", str(tmp_path / "build"))
     module = load.variant("indexer", "peer_deepgemm_flashinfer")
     return types.SimpleNamespace(module=module, specs=specs, new=Spec)
@@ -282,11 +234,6 @@ def test_the_baselines_pages_hold_the_same_keys(kind, baseline):
     for b in range(sizes.batch):
         before = task.read_keys(data.keys, table[b, entry // 32].long() * 32 + entry % 32)
         assert torch.equal(task.read_keys(pages, own[b, entry // 64].long() * 64 + entry % 64), before)
-
-
-def test_sm90_join_refuses_places_that_no_thread_has_room_for():
-    with pytest.raises(ValueError, match="k must be at most 2048"):
-        load.module(FOLDER, "variants/sm90_join").runs_for(2049, 16385)
 
 
 # ---------------------------------------------------------------- on a GPU

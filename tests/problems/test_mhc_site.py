@@ -29,12 +29,8 @@ N, EPS = 4, 1e-6
 
 
 def test_cases_have_the_sizes_of_the_models_and_those_that_kernels_fail_at():
-    assert {(c.tokens, c.hidden) for c in task.BENCHMARKS} == {
-        (t, d) for t in (1, 8, 32, 128, 1024, 4096) for d in (4096, 7168)
-    }
     assert {c.content for c in task.TESTS} == set(task.CONTENTS)
     assert {c.addends for c in task.TESTS} == set(task.ADDENDS)
-    assert {c.tokens for c in task.BENCHMARKS if c.addends == "bf16+bf16"} == {1, 8, 128, 4096}
     assert sum(c.hidden % 128 == 64 for c in task.TESTS) > 8 and {4096, 7168} < {c.hidden for c in task.TESTS}
     assert {c.tokens % 16 for c in task.TESTS} > {0, 1, 2, 3, 15} and {c.tokens % 32 for c in task.TESTS} > {0, 1, 31}
     one = task.BENCHMARKS[0]
@@ -97,12 +93,8 @@ def test_reference_is_what_the_composed_model_computes():
     """The ops of the model's layers, one after the other, in fp32 on bf16 copies."""
     data = made(hidden=256, tokens=7, content="alike")
     cfg = dataclasses.replace(config.TINY, hidden_size=256)
-    assert (cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps, cfg.rms_norm_eps) == (
-        task.COPIES,
-        task.ITERATIONS,
-        task.HC_EPS,
-        task.NORM_EPS,
-    )
+    constants = (task.COPIES, task.ITERATIONS, task.HC_EPS, task.NORM_EPS)
+    assert (cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps, cfg.rms_norm_eps) == constants
     new, out, post, comb = (torch.empty_like(getattr(data, name)) for name in task.OUTPUTS)
     u = torch.empty(7, 256)
     mhc.post(data.y, data.copies, data.post, data.comb, new)

@@ -1,5 +1,6 @@
 """nvfp4_gemv: the oracle against exact arithmetic, the generator's corners, the check's tolerance."""
 
+import functools
 from fractions import Fraction
 
 import pytest
@@ -76,28 +77,18 @@ def test_scales_are_what_the_task_says(case):
 
 def test_generator_reaches_every_corner_of_the_format():
     data = reference.generate_input(m=256, k=16384, l=1, seed=3, device="cpu")
-    for packed in (data.a, data.b[:1]):
-        raw = packed.view(torch.uint8)
-        assert raw.unique().numel() == 256  # every code in either nibble, beside every other
-    for scales in (data.sfa, data.sfb):
-        raw = scales.view(torch.uint8)
-        share = float((raw == 0).float().mean())
-        assert 0.8 / 64 < share < 1.2 / 64
-        present = set(raw.unique().tolist())
+    for packed in (data.a, data.b[:1]):  # every code in either nibble, beside every other
+        assert packed.view(torch.uint8).unique().numel() == 256
+    for raw in (data.sfa.view(torch.uint8), data.sfb.view(torch.uint8)):
+        assert 0.8 / 64 < float((raw == 0).float().mean()) < 1.2 / 64
         # 0, subnormals and 2^-6, every byte from 2^-5 to 2, 448; nothing negative, no NaN
-        assert present == {*range(9), *range(0x10, 0x41), 0x7E}
+        assert {*raw.unique().tolist()} == {*range(9), *range(0x10, 0x41), 0x7E}
         assert 0.15 < float(((raw >= 1) & (raw <= 7)).sum() / raw.shape[0]) < 0.35
 
 
 def test_output_fits_fp16_with_room():
-    values = torch.cat(
-        [
-            reference.ref_kernel(reference.generate_input(m=128, k=16384, l=2, seed=seed, device="cpu")).flatten()
-            for seed in range(2)
-        ]
-    )
-    assert 550 < float(values.std()) < 670
-    assert float(values.abs().max()) < 5 * 620
+    values = reference.ref_kernel(reference.generate_input(m=128, k=16384, l=4, seed=1, device="cpu"))
+    assert 550 < float(values.std()) < 670 and float(values.abs().max()) < 5 * 620
 
 
 # ---------------------------------------------------------------- tolerance
@@ -114,10 +105,7 @@ def long_rows():
 
 
 def sequential(terms: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros_like(terms[:, 0])
-    for j in range(terms.shape[1]):
-        total += terms[:, j]
-    return total
+    return functools.reduce(torch.add, terms.unbind(1))
 
 
 def tree(terms: torch.Tensor) -> torch.Tensor:
@@ -134,10 +122,8 @@ ORDERS = {
     "descending": lambda terms: sequential(terms.gather(1, terms.abs().argsort(1, descending=True))),
     "positive first": lambda terms: sequential(terms.sort(1, descending=True)[0]),
     "tree": tree,
-    "32 lanes, then a tree": lambda terms: tree(
-        torch.stack([sequential(terms[:, lane::32]) for lane in range(32)], dim=1)
-    ),
-    "16 parts of k": lambda terms: sequential(torch.stack([sequential(p) for p in terms.chunk(16, dim=1)], dim=1)),
+    "32 lanes, then a tree": lambda terms: tree(torch.stack([sequential(terms[:, i::32]) for i in range(32)], 1)),
+    "16 parts of k": lambda terms: sequential(torch.stack([sequential(part) for part in terms.chunk(16, 1)], 1)),
 }
 
 
@@ -194,8 +180,7 @@ def test_benchmark_bytes_are_those_of_the_published_bounds():
     """Bytes over 7.68 TB/s are GPU MODE's bounds of 8.622, 17.275 and 4.317 us, to 0.5 %."""
     for case, bound in zip(task.BENCHMARKS, (8.622, 17.275, 4.317), strict=True):
         assert case.bytes_moved() / 7.68e6 == pytest.approx(bound, rel=5e-3)
-    benchmarked = {(case.m, case.k, case.l) for case in task.BENCHMARKS}
-    assert benchmarked <= {(case.m, case.k, case.l) for case in task.TESTS}
+    assert {(c.m, c.k, c.l) for c in task.BENCHMARKS} <= {(c.m, c.k, c.l) for c in task.TESTS}
 
 
 @pytest.mark.parametrize("case", [SMALL[0], SMALL[2], SMALL[-1]], ids=named)

@@ -1,5 +1,6 @@
 """What all tests share: a profile for hypothesis, and a clear skip of tests marked gpu where there is none."""
 
+import contextlib
 import gc
 from collections.abc import Iterator
 
@@ -46,11 +47,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def few_threads(request):
     """Small tensors are too short to share between torch's threads. CPU variants have separate threads."""
-    if request.module.__name__.startswith(MANY_THREADS):
-        yield
-        return
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if not request.module.__name__.startswith(MANY_THREADS):
+        torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -58,36 +57,27 @@ def few_threads(request):
 @pytest.fixture(autouse=True, scope="module")
 def warm_start(request):
     """Children of the judge come from a process with torch loaded, but where their start itself is tested."""
-    name = request.module.__name__
-    if torch.cuda.is_available() or name.startswith(("tests.attacks", "tests.harness.sandbox")):
-        yield
-        return
-    with warm.installed():
+    own = torch.cuda.is_available() or request.module.__name__.startswith(("tests.attacks", "tests.harness.sandbox"))
+    with contextlib.nullcontext() if own else warm.installed():
         yield
 
 
 @pytest.fixture(autouse=True)
 def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where times and memory of a GPU are judged, the workers of one run take turns."""
-    if not (request.node.get_closest_marker("gpu") and request.module.__name__.startswith(JUDGED)):
-        yield
-        return
-    with machine.hold(f"tests on {environment.gpu_uuid()}", lambda _: None):
+    judged = request.node.get_closest_marker("gpu") and request.module.__name__.startswith(JUDGED)
+    hold = machine.hold(f"tests on {environment.gpu_uuid()}", lambda _: None) if judged else contextlib.nullcontext()
+    with hold:
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def small_caches() -> Iterator[None]:
-    """Caches are made cold by reading 24 MB, not several times what the machine has: here nobody goes by the times."""
+def small_caches_and_nothing_for_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches are made cold by reading 24 MB, not several times what the machine has: here nobody goes by the times. And
+    what tests profile and check does not come to the page of this checkout.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate, "last_level_cache", lambda: 2**23)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def nothing_for_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests profile and check does not come to the page of this checkout."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHECK_REPORT", "")
         patch.setattr(modes, "OUT", tmp_path_factory.mktemp("profiles"))
         yield

@@ -20,15 +20,8 @@ TORCH = """__version__ = "2.11.0+cu130"
 class cuda:
     is_available = staticmethod(lambda: True)
 """
-SHARED = {
-    "torch": "2.11.0+cu130",
-    "rich": "14.9",
-    "pyyaml": "6.1",
-    "pydantic": "2.8",
-    "allpairspy": "2.5.0",
-    "pandas": "1.5",
-    "matplotlib": "3.9",
-}
+SHARED = {"torch": "2.11.0+cu130", "rich": "14.9", "pyyaml": "6.1", "pydantic": "2.8"}
+SHARED |= {"allpairspy": "2.5.0", "pandas": "1.5", "matplotlib": "3.9"}
 
 
 def write_package(target: zipfile.ZipFile | Path, name: str, version: str, text: str = "") -> None:
@@ -61,10 +54,8 @@ class Checkout:
             shutil.copy(ROOT / name, self.root / name)
 
     def require(self, *requirements: str) -> None:
-        tables = (
-            f"[project]\ndependencies = {list(requirements)}\noptional-dependencies = {{test = [], baselines = []}}\n"
-        )
-        (self.root / "pyproject.toml").write_text(tables)
+        optional = "optional-dependencies = {test = [], baselines = []}"
+        (self.root / "pyproject.toml").write_text(f"[project]\ndependencies = {list(requirements)}\n{optional}\n")
 
     def add_wheel(self, name: str, version: str) -> None:
         path = self.wheels / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
@@ -73,10 +64,9 @@ class Checkout:
 
     def set_up(self, python: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
         variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
-        command = [str(python), *options, str(self.root / "tools/setup.py")]
-        return subprocess.run(
-            command, env={"PATH": os.defpath, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        command, pipe = [str(python), *options, str(self.root / "tools/setup.py")], subprocess.PIPE
+        variables |= {"PATH": os.defpath}
+        return subprocess.run(command, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
     def versions(self) -> dict[str, str]:
         code = "import importlib.metadata as m; print(*(f'{d.name.lower()}=={d.version}' for d in m.distributions()))"

@@ -64,9 +64,8 @@ def loop(problem: str, variant: str, case: Case) -> list[float]:
     called, data = variant_module.custom_kernel, contents(problem, variant_module, case, "cuda")
     # What a baseline's setup makes of each content, and its calls are given.
     states = [(variant_module.setup(one),) if hasattr(variant_module, "setup") else () for one in data]
-    size = torch.cuda.get_device_properties(0).L2_cache_size
-    junk = torch.zeros(4 * size // 4, dtype=torch.int32, device="cuda")
-    readers = 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    gpu = torch.cuda.get_device_properties(0)
+    junk, readers = torch.zeros(gpu.L2_cache_size, dtype=torch.int32, device="cuda"), 4 * gpu.multi_processor_count
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     found = []
     for call in range(BUFFERS + CALLS):
@@ -112,8 +111,8 @@ def of_processes(samples: list[list[float]]) -> tuple[float, float]:
     return statistics.mean(levels), statistics.stdev(levels) / len(levels) ** 0.5
 
 
-def compare(problem: str, variant: str, words: str) -> dict:
-    """Return the line of one winner: the judge's time of a case beside the loop's."""
+def compare(problem: str, variant: str, words: str) -> None:
+    """Record the line of one winner: the judge's time of a case beside the loop's."""
     first = processes(PROCESSES // 2, problem, variant, words)
     found = judged([problem, "--variant", variant, "--case", words])
     judge = next(line for line in found if line["variant"] == variant)
@@ -125,9 +124,15 @@ def compare(problem: str, variant: str, words: str) -> dict:
     error = ratio * ((judge_error / of_judge) ** 2 + (loop_error / of_loop) ** 2) ** 0.5
     one = {"case": judge["case"], "judge_us": of_judge, "loop_us": of_loop, "ratio": ratio, "standard_error": error}
     one |= {"judge_samples_us": judge["samples_us"], "loop_samples_us": loops}
-    kept = {name: judge[name] for name in ("schema", "run_id", "commit", "harness_hash", "environment")}
-    line = {**kept, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "problem": problem}
-    return line | {"kind": "bare_loop", "variant": variant, "cases": [one]}
+    line = {name: judge[name] for name in ("schema", "run_id", "commit", "harness_hash", "environment")}
+    line |= {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "problem": problem}
+    line |= {"kind": "bare_loop", "variant": variant, "cases": [one]}
+    file = record.RESULTS / environment.machine("cuda") / "judge" / "bare_loop.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+    said = f"judge {of_judge:.2f} us, loop {of_loop:.2f} us"
+    print(f"{problem} {words}: {said}, ratio {ratio:.4f} (standard error {error:.4f})")
 
 
 def main() -> None:
@@ -148,18 +153,10 @@ def main() -> None:
             parser.error(f"CASE: no benchmark case of {problem} has the words {words!r}")
         if args.process:
             print(json.dumps(loop(problem, variant, cases[0])))
-            continue
-        if args.times:
+        elif args.times:
             times(problem, variant, cases)
-            continue
-        line = compare(*what)
-        file = record.RESULTS / environment.machine("cuda") / "judge" / "bare_loop.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as out:
-            out.write(json.dumps(line) + "\n")
-        one = line["cases"][0]
-        said = f"judge {one['judge_us']:.2f} us, loop {one['loop_us']:.2f} us"
-        print(f"{problem} {words}: {said}, ratio {one['ratio']:.4f} (standard error {one['standard_error']:.4f})")
+        else:
+            compare(*what)
 
 
 if __name__ == "__main__":

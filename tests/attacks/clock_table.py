@@ -138,16 +138,14 @@ def run(out: Path, chosen: list[Path], processes: int, pairs: int) -> None:
     replies.GIVE_UP_AFTER = suite.GIVE_UP_AFTER
     gate.flush_bytes = lambda: suite.FLUSH_BYTES
     for name in dict.fromkeys(suite.read(file).problem for file in todo):
-        of_problem = [file for file in todo if suite.read(file).problem == name]
-        with tempfile.TemporaryDirectory() as place:
-            folder = folders.find(str(suite.FIELDS[name].folder))
-            with Session(folder, DEVICE, suite.LIMIT_S) as running:
-                bench = Bench(running, Path(place), processes, pairs)
-                for file in of_problem:
-                    for found in bench.judge(file):
-                        with out.open("a") as lines:
-                            lines.write(found.model_dump_json() + "\n")
-                        print(_line(found), flush=True)
+        folder = folders.find(str(suite.FIELDS[name].folder))
+        with tempfile.TemporaryDirectory() as place, Session(folder, DEVICE, suite.LIMIT_S) as running:
+            bench = Bench(running, Path(place), processes, pairs)
+            for file in (file for file in todo if suite.read(file).problem == name):
+                for found in bench.judge(file):
+                    with out.open("a") as lines:
+                        lines.write(found.model_dump_json() + "\n")
+                    print(_line(found), flush=True)
 
 
 def _line(found: Attack) -> str:

@@ -142,10 +142,10 @@ def form(z):
     return {"type": "Tensor", "dtype": "float16", "shape": [len(z)], "stride": [1], **place}
 
 
-def write_to_sockets(*messages):
-    for fd in range(3, 256):
+def write_to(kinds, *messages):
+    for fd in range(1, 256):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(kinds):
                 for message in messages:
                     os.write(fd, message)
 

@@ -5,8 +5,8 @@ import functools
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,8 +29,7 @@ CONTROLS = [file for file in FILES if variants.topic_of(file) == "honest"]
 each = functools.partial(pytest.mark.parametrize, "file", ids=lambda file: file.stem)
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """A problem. at_once: hostile processes in a session, each with torch in it, beside one honest neighbour."""
 
     folder: Path
@@ -73,8 +72,7 @@ NOT_FASTER = 0.97  # times its control's median
 OVERLAP_US = {"early_launch": 2.0}  # what its launch gains beside the judge's own kernel (docs/rules.md)
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """What a file says that it must get."""
 
     problem: str

@@ -10,16 +10,15 @@ from tests.attacks import test_attacks as suite
 FILE = suite.BY_NAME["late_done_at_2"]
 
 
-@pytest.mark.parametrize("file", [pytest.param(file, id=file.stem) for file in table.files()])
+@suite.each(table.files())
 def test_every_file_has_forms(file, tmp_path):
     for number in (*table.FORMS, table.HONEST):
         assert f"HONEST_OF_FOUR = {number}" in table.form(file, number, tmp_path).read_text()
 
 
 def test_a_form_brings_its_sources(tmp_path):
-    folder = table.form(FILE, 4, tmp_path).parent
-    wanted = {FILE.name, f"{FILE.stem}.cpp", "attack.h", "rounds.h"}
-    assert {path.name for path in folder.iterdir()} == wanted
+    names = {path.name for path in table.form(FILE, 4, tmp_path).parent.iterdir()}
+    assert names == {FILE.name, f"{FILE.stem}.cpp", "attack.h", "rounds.h"}
 
 
 def test_the_page_names_what_is_below_the_bound(tmp_path):

@@ -1,7 +1,7 @@
 // Everything that problems/common/nvfp4.cuh computes, as tables, from one function that the CPU and a GPU both run.
 #include "nvfp4.cuh"
 
-struct Tables {  // tests/common/test_nvfp4.py has the same fields
+struct Tables {  // tests/common/test_nvfp4.py reads its fields
     float e2m1[16], e4m3[256], scaled[16][256], scale_product[65536];
     uint32_t e2m1x2_half2[256], e4m3x2_half2[65536], placed_scale2[65536], byte_perm[65536];
     uint32_t doubled8[65536][2], placed8[65536][4];  // of the codes i in the low 16 bits, those of 0x9E37 * i above

@@ -19,9 +19,6 @@ def least_scale(amax: float, largest: float, floor: float) -> int:
     return least_power(int(largest), floor)(Fraction(amax))
 
 
-# ---- scale bytes ----
-
-
 def test_decode_ue8m0_every_byte() -> None:
     byte = torch.arange(256, dtype=torch.uint8)
     got = fp8.decode_ue8m0(byte)
@@ -47,9 +44,6 @@ def test_ue8m0_scale_at_the_ends() -> None:
     got = fp8.ue8m0_scale(amax, 448.0, 1e-4).tolist()
     assert got == [105, 105, 105, 247, 255, 255, 255]  # 2^-22 >= 1e-4 / 448, 2^120 >= 2^128 / 448
     assert fp8.ue8m0_scale(torch.zeros(1), 6.0, 6 * 2.0**-126).tolist() == [1]
-
-
-# ---- codes ----
 
 
 def test_decode_e4m3_every_byte() -> None:
@@ -95,9 +89,6 @@ def test_round_trip_into_a_tensor() -> None:
     assert torch.equal(wider[..., :300], wanted) and (wider[..., 300:] == 9).all()
     fp8.round_trip(x, 128, out=x)
     assert torch.equal(x, wanted)
-
-
-# ---- 128x128 blocks ----
 
 
 @pytest.mark.parametrize("n, k", [(200, 300), (128, 384), (5, 130), (257, 128)])

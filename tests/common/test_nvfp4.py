@@ -1,6 +1,7 @@
 """nvfp4.py and nvfp4.cuh of problems/common, bit for bit. What every format does is in test_formats.py."""
 
 import ctypes
+import re
 import shutil
 from pathlib import Path
 
@@ -12,18 +13,12 @@ from problems.common import build, nvfp4
 from tests.support import formats
 
 SOURCE = Path(__file__).with_name("nvfp4_host.cpp")
+KINDS = {"float": "f4", "uint32_t": "u4", "uint16_t": "u2", "uint8_t": "u1", "int8_t": "i1"}
 TABLES = np.dtype(
     [
-        (name, kind, shape)
-        for kind, names in (
-            ("f4", {"e2m1": 16, "e4m3": 256, "scaled": (16, 256), "scale_product": 65536}),
-            ("u4", {"e2m1x2_half2": 256, "e4m3x2_half2": 65536, "placed_scale2": 65536, "byte_perm": 65536}),
-            ("u4", {"doubled8": (65536, 2), "placed8": (65536, 4)}),
-            ("u2", {"e2m1_half": 16, "placed_scale": 256}),
-            ("u1", {"pack": 256, "low_code": 256, "high_code": 256}),
-            ("i1", {"e2m1_doubled": 16}),
-        )
-        for name, shape in names.items()
+        (name, KINDS[kind], tuple(map(int, re.findall(r"\d+", sizes))))
+        for kind, fields in re.findall(r"^    (\w+) (\w+\[.*?);", SOURCE.read_text().partition("};")[0], re.MULTILINE)
+        for name, sizes in re.findall(r"(\w+)((?:\[\d+\])+)", fields)
     ]
 )
 E2M1 = np.float32([sign * float(value) for sign in (1, -1) for value in formats.E2M1])
@@ -54,9 +49,6 @@ def tables(host: build.Artefact) -> np.ndarray:
     out = np.zeros((), TABLES)
     assert host.function("fill_tables", ctypes.c_void_p)(out.ctypes.data) == 0
     return out
-
-
-# ---- the device header, as the CPU runs it ----
 
 
 def test_every_table(tables: np.ndarray) -> None:
@@ -170,9 +162,6 @@ def test_device_equals_host(host: build.Artefact, tables: np.ndarray) -> None:
     same(halves.cpu().numpy().view(np.float16), want.view(np.float16))
 
 
-# ---- Python: packing and dequantising ----
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dequantise_every_code_and_scale(dtype: torch.dtype) -> None:
     """All 256 bytes as scales: NaN makes NaN, a negative one flips the sign."""
@@ -209,9 +198,6 @@ def test_other_forms_and_values_are_refused(function, arguments, said) -> None:
         function(*arguments)
 
 
-# ---- Python: quantising ----
-
-
 def quantised(*blocks: list[float], dtype: torch.dtype = torch.float64) -> list[tuple[list[int], int]]:
     packed, scales = nvfp4.quantise(torch.tensor(blocks, dtype=dtype))
     return list(zip(nvfp4.unpack(packed).tolist(), scales.view(torch.uint8)[:, 0].tolist(), strict=True))
@@ -246,9 +232,6 @@ def test_check_scales() -> None:
             nvfp4.check_scales(scales_of(0, 0x7E, byte, 0xFF))
 
 
-# ---- Python: the 128x4 layout ----
-
-
 @pytest.mark.parametrize("mn, blocks, l", [(1, 4, 1), (128, 4, 1), (130, 5, 2), (257, 3, 3), (300, 20, 1)])
 def test_permute_scales(mn: int, blocks: int, l: int) -> None:
     raw = torch.randint(1, 0x7F, (l, mn, blocks), dtype=torch.uint8).permute(1, 2, 0)  # no zeros: padding shows
@@ -261,9 +244,6 @@ def test_permute_scales(mn: int, blocks: int, l: int) -> None:
     assert torch.equal(got, want)
     wanted_strides = (16, 4, 512 * rest_k, 1, 512, 512 * rest_k * rest_m)
     assert all(n == 1 or s == w for n, s, w in zip(got.shape, got.stride(), wanted_strides, strict=True))
-
-
-# ---- Python: activations, unchecked ----
 
 
 def test_decode_every_byte() -> None:

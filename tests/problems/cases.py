@@ -113,6 +113,27 @@ def check_alone(name: str, module: ModuleType, data: object, indices: Iterable[t
         assert all(map(torch.equal, outputs(name, got), outputs(name, want))), index
 
 
+def check_expert(fmt: str, tokens: int, shapes: tuple[str, str], device: str = "cpu") -> None:
+    """An expert of sm90_mma, whose matrices have these shapes, is both products, with SwiGLU in the first launch's
+    epilogue, and a token's bits are those that it has by itself.
+    """
+    mma, oracle = load.variant("linear_decode", "sm90_mma"), reference("linear_decode")
+    first, second = (
+        made("linear_decode", device, format=fmt, tokens=tokens, shape=shape, seed=seed)
+        for seed, shape in enumerate(shapes)
+    )
+    gate, up = oracle.ref_kernel(first).view(tokens, -1).chunk(2, 1)
+    v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
+    want, _ = oracle.products(first.weights.format, second.weights.links[0][0], v.bfloat16())
+    state, found = mma.prepare_expert(first.weights, second.weights), []
+    for x in (first.inputs.x, first.inputs.x[-1:].clone()):
+        found.append(torch.full((len(x), want.shape[1]), torch.nan, dtype=torch.bfloat16, device=device))
+        mma.expert(state, 1.0, x, found[-1])
+    # Here and there a value between the two is on the other side of a rounding.
+    assert float((found[0].double() - want).norm() / want.norm()) < 1e-2
+    assert torch.equal(found[0][-1], found[1][0])
+
+
 def leaves(value: tuple, above: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of a call's tuples, with the names and numbers that lead to it: "weights.links.0.0.codes"."""
     for name, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True):

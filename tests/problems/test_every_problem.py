@@ -8,8 +8,6 @@ from tests.problems.cases import NAMES, made, rounded
 
 each_problem = pytest.mark.parametrize("name", NAMES)
 
-# ---------------------------------------------------------------- the form of a call
-
 # Fields that sizes and the device are read from: where one of these is wrong, another one may be named.
 MEASURED = {
     "fmha_decode": ("q",),
@@ -106,9 +104,6 @@ def test_cases_out_of_bounds_are_refused(name, change):
         made(name, **vars(cases.task(name).Case(**{**vars(cases.SMALL[name]), **change})))
 
 
-# ---------------------------------------------------------------- the generator
-
-
 DRAWN = [
     (name, {"content": content, **fmt} if content else {})
     for name in NAMES
@@ -129,9 +124,6 @@ def test_the_generator_is_a_function_of_its_seed(name, change):
             one, two, three = (tensor.view(torch.uint8) for tensor in (one, two, three))
             assert torch.equal(one, two), field
             assert field in ALIKE or not torch.equal(one, three), field
-
-
-# ---------------------------------------------------------------- the reference and its check
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,6 @@ def solved_of(content: str) -> tuple:
     return solved(next(case for case in task.TESTS if case.content == content))
 
 
-# ---------------------------------------------------------------- task
-
-
 @pytest.mark.parametrize("entries", [1, 2, 32, 64, 128, 256])
 def test_page_entries_inverts_page_bytes(entries):
     stride = kv_pages.page_bytes(entries, task.NOPE, task.ROPE)
@@ -43,9 +40,6 @@ def test_cases_say_what_they_move_and_compute():
     assert two.queries == 2 and 2 * flash.flops() * 32 == two.flops()
     # Two queries share 127 entries of the window, and of 512 out of 4096 chosen at random 64 as expected.
     assert two.bytes_moved() - two.batch * 584 * (129 + 960) < two.batch * 2 * 64 * 2100
-
-
-# ---------------------------------------------------------------- oracle
 
 
 @pytest.mark.parametrize("content", ["ragged", "empty", "magnitudes", "duplicates"])
@@ -74,9 +68,6 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(content):
             for d in (0, 63, 64, 300, 447, 448, 511):
                 want = sum(p * c[d] for p, c in zip(weights, found, strict=True))
                 assert math.isclose(float(out[b, s, h, d]), want, rel_tol=1e-11, abs_tol=1e-13), (b, s, h, d)
-
-
-# ---------------------------------------------------------------- generator
 
 
 def lists(data: object, case: object) -> list[tuple]:
@@ -152,9 +143,6 @@ def test_contents_hold_what_they_promise():
     assert float((want[0].norm(dim=3) / size).max()) < 0.5
     data, _ = solved_of("duplicates")
     assert len(data.compressed_index[0, 0].unique()) <= data.compressed_index.shape[2] // 4
-
-
-# ---------------------------------------------------------------- checker
 
 
 def emulated(data: object, sink_inside: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,9 +54,6 @@ def test_the_last_entry_may_be_named_and_the_next_one_not(file, cache, case):
             kernel(data)
 
 
-# ---------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("splits", "entries"), [(1, 48), (2, 48), (3, 48), (3, 32), *((blocks, None) for blocks in (1, 2, 3, 7, 8, 16))]
@@ -81,18 +78,16 @@ FIT = {1: 264, 2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30, 16: 14}
 
 @pytest.mark.parametrize(
     ("batch", "heads", "listed", "blocks"),
-    [(1, 16, 640, 16), (8, 16, 640, 16), (32, 16, 640, 7), (32, 8, 1152, 6), (128, 16, 640, 2)],
+    [
+        *((1, 16, 640, 16), (8, 16, 640, 16), (32, 16, 640, 7), (32, 8, 1152, 6), (128, 16, 640, 2)),
+        # Long lists of few queries, and more heads, are for the kernels of 64 heads.
+        *((1, 16, 8320, None), (8, 16, 8320, None), (32, 32, 640, None)),
+    ],
 )
 def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
     module = load.variant(NAME, WINNER.stem)
     sizes = task.Sizes(batch, 1, heads, 128, listed - 128, 64, 64)
-    assert module.few_heads_for(sizes, FIT) == module.FewHeads(blocks)
+    assert module.few_heads_for(sizes, FIT) == (blocks and module.FewHeads(blocks))
     fit = {size: count for size, count in FIT.items() if size != blocks}  # a GPU without room for such a cluster
     without = module.few_heads_for(sizes, fit)
     assert without is None or without.blocks != blocks
-
-
-@pytest.mark.parametrize(("batch", "heads", "listed"), [(1, 16, 8320), (8, 16, 8320), (32, 32, 640)])
-def test_long_lists_of_few_queries_and_more_heads_are_for_the_kernels_of_64_heads(batch, heads, listed):
-    module = load.variant(NAME, WINNER.stem)
-    assert module.few_heads_for(task.Sizes(batch, 1, heads, 128, listed - 128, 64, 64), FIT) is None

@@ -138,25 +138,8 @@ def test_a_graph_replays_a_thousand_times(name, variant, case):
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 32])
 @pytest.mark.parametrize("fmt", LINEAR.KINDS)
 def test_an_expert_is_both_products(fmt, tokens):
-    """SwiGLU in the first launch's epilogue; the sizes of Flash's shared expert."""
-    first, second = (
-        made("linear_decode", "cuda", **vars(linear(fmt, tokens, shape))) for shape in ("4096x4096", "4096x2048")
-    )
-    mma, reference = load.variant("linear_decode", "sm90_mma"), cases.reference("linear_decode")
-    x, out = first.inputs.x, torch.full((tokens, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
-    state = mma.prepare_expert(first.weights, second.weights)
-    mma.expert(state, 1.0, x, out)
-    gate, up = reference.ref_kernel(first).view(tokens, -1).chunk(2, 1)
-    v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
-    want, _ = reference.products(first.weights.format, second.weights.links[0][0], v.bfloat16())
-    # Here and there a value between the two is on the other side of a rounding.
-    assert float((out.double() - want).norm() / want.norm()) < 1e-2
-    alone = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
-    mma.expert(state, 1.0, x[-1:].clone(), alone)
-    assert torch.equal(alone[0], out[-1])
-
-
-# ---------------------------------------------------------------- ids that are no experts
+    """Of the sizes of Flash's shared expert."""
+    cases.check_expert(fmt, tokens, ("4096x4096", "4096x2048"), "cuda")
 
 
 def with_bad_ids(tokens: int, activation: str) -> object:
@@ -195,17 +178,10 @@ def test_ids_that_are_no_experts_are_no_access_out_of_bounds(variant):
         pytest.skip("needs compute-sanitizer")
     calls = [(variant, tokens, activation) for tokens in (5, 40, 700) for activation in MOE.ACTIVATIONS]
     code = f"from tests.problems import test_gpu as t\nfor call in {calls}: t.called_with_bad_ids(*call)"
-    done = subprocess.run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "66", sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=load.PROBLEMS.parent,
-    )
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "66", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=load.PROBLEMS.parent)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
-
-# ---------------------------------------------------------------- a wait in vain
 
 IN_VAIN = """
 import sys

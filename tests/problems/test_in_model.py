@@ -37,7 +37,8 @@ def mhc(tokens, hidden, addends):
     return vars(task("mhc_site").Case(tokens, hidden, addends, "plain", 5))
 
 
-QUICK = [
+# The first one is in every run.
+EVERY = [
     ("mhc_site", "sm90_columns", "sm90", [mhc(9, 64, "bf16")]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3)]),
@@ -53,7 +54,8 @@ TILED = [
     # Lists without an entry, and shares without one.
     fmha(2, 20, 64, 300, "empty"),
 ]
-LONG = [
+EMPTY = {**fmha(1, 24, 64, 300, "empty"), "order": "sequential"}
+EVERY += [
     ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(5, 5184, 1), gemv(40, 17472, 1), gemv(130, 1088, 2)]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(5, 1088, 2), gemv(23, 17408, 1), gemv(130, 1088, 2)]),
@@ -82,7 +84,13 @@ LONG = [
         "linear_decode",
         "sm90_mma",
         "sm90",
-        [linear("fp8", 3, "320x192", "magnitudes"), linear("fp8", 9, "64x2112_128x64"), linear("fp8", 1, "64x2112")],
+        [
+            *(linear("fp8", tokens, shape) for tokens, shape in ((9, "64x2112_128x64"), (1, "64x2112"))),
+            linear("fp8", 3, "320x192", "magnitudes"),
+            # Chains in one launch, whose first input is more than a piece of 8 values for each thread that multiplies.
+            linear("nvfp4", 8, "64x576_64x64"),
+            linear("nvfp4", 7, "128x1088+64x1088_64x128_64x64", "magnitudes"),
+        ],
     ),
     # Blocks that tell each other sums through memory: 4 and 8 of them, several passes, a group more, a link ahead.
     (
@@ -97,59 +105,34 @@ LONG = [
             linear("nvfp4", 18, "4160x64_64x4160"),
         ],
     ),
-    # Chains in one launch, whose first input is more than a piece of 8 values for each thread that multiplies.
-    (
-        "linear_decode",
-        "sm90_mma",
-        "sm90",
-        [linear("nvfp4", 8, "64x576_64x64"), linear("nvfp4", 7, "128x1088+64x1088_64x128_64x64", "magnitudes")],
-    ),
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
-    ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)]),
-    ("fmha_decode", "sm90_wgmma", "sm90", [{**fmha(1, 24, 64, 300, "empty"), "order": "sequential"}]),
+    ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)] + [EMPTY]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
 ]
 
 # Both matrices of an expert in one launch. Two blocks share the first input, 8 tokens of 2112 columns: one takes it to
 # registers, the other copies it.
 EXPERT = """
-import torch
-from ptx_model.tools import check
-from problems.common import load
 from ptx_model import driver
+from ptx_model.tools import check
 
 model = driver.install("sm90")
-folder = load.PROBLEMS / "linear_decode"
-task, reference = load.module(folder, "task"), load.module(folder, "reference")
-mma = load.variant("linear_decode", "sm90_mma")
-case = {"format": "nvfp4", "tokens": 8, "content": "plain", "device": "cpu"}
-cases = [{**case, "shape": shape, "seed": seed} for shape, seed in (("512x2112", 5), ("128x256", 6))]
-w13, w2 = (reference.generate_weights(**one) for one in cases)
-inputs, outputs = reference.generate_input(**cases[0])
-gate, up = reference.ref_kernel(task.Data(w13, inputs, outputs)).view(8, -1).chunk(2, 1)
-v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
-want, _ = reference.products("nvfp4", w2.links[0][0], v.bfloat16())
-state = mma.prepare_expert(w13, w2)
+from tests.problems import cases
+
 for order in check.ORDERS:
     check.set_order(model, order)
-
-    def called(x):
-        out = torch.full((len(x), 128), torch.nan, dtype=torch.bfloat16)
-        try:
-            mma.expert(state, 1.0, x, out)
-        finally:
-            model.check()
-        return out
-
-    out = called(inputs.x)
-    assert float((out.double() - want).norm() / want.norm()) < 1e-2, order
-    assert torch.equal(called(inputs.x[-1:].clone())[0], out[-1]), order
+    try:
+        cases.check_expert("nvfp4", 8, ("512x2112", "128x256"))
+    finally:
+        model.check()
 """
 
 
-def check(problem, variant, target, cases):
-    """Run one variant; every case must be right under every order."""
+# CUDA C++ for sm100 runs in the model in every run of ptx_model/tests/test_bringup.py too.
+@pytest.mark.parametrize(("problem", "variant", "target", "cases"), first(EVERY), ids=lambda one: str(one)[:12])
+def test_a_variant_is_right_in_the_model(problem, variant, target, cases):
+    """In every case under every order."""
     if "cute" in variant and not importlib.util.find_spec("cutlass"):
         pytest.skip("needs CuTe DSL")
     if "cute" not in variant and not shutil.which("nvcc"):
@@ -163,18 +146,6 @@ def check(problem, variant, target, cases):
     ], ran.stderr[-2000:]
     wrong = [one for one in replies if one["status"] != "MODEL_CHECKED"]
     assert not wrong, wrong[0]
-
-
-# CUDA C++ for sm100 runs in the model in every run of ptx_model/tests/test_bringup.py too.
-@pytest.mark.parametrize(("problem", "variant", "target", "cases"), first(QUICK), ids=lambda one: str(one)[:12])
-def test_a_variant_is_right_in_the_model(problem, variant, target, cases):
-    check(problem, variant, target, cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("problem", "variant", "target", "cases"), LONG, ids=lambda one: str(one)[:12])
-def test_a_variant_is_right_in_the_model_also_on_longer_cases(problem, variant, target, cases):
-    check(problem, variant, target, cases)
 
 
 @pytest.mark.slow

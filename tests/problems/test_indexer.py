@@ -236,9 +236,6 @@ def test_the_baselines_pages_hold_the_same_keys(kind, baseline):
         assert torch.equal(task.read_keys(pages, own[b, entry // 64].long() * 64 + entry % 64), before)
 
 
-# ---------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [1, 2, 7, 64])
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ def of_content(content: str, fmt: str) -> object:
     return next(solved(c)[0] for c in task.TESTS if (c.content, c.format) == (content, fmt))
 
 
-# ---------------------------------------------------------------- task
-
-
 def test_shapes_are_matrices_by_link():
     links = (((1, 128, 64), (1, 64, 64)), ((2, 64, 64),), ((1, 192, 128),))
     assert task.links_of("128x64+64x64_2x64x64_192x128") == links and task.links_of("64x128") == (((1, 64, 128),),)
@@ -87,9 +84,6 @@ def test_benchmarks_are_the_shapes_of_the_models():
     assert wq_b.flops() == 2 * 32768 * 1024 and wq_b.weight_bytes() == 32768 * 1024 + 256 * 8
 
 
-# ---------------------------------------------------------------- oracle
-
-
 def weights(fmt: str, matrix: object, g: int, i: int) -> list[float]:
     """Row i of a matrix's group g."""
     if fmt == "bf16":
@@ -116,9 +110,6 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(fmt):
         taken = quantised(taken, *((NVFP4, float(plain.input_scale[0])) if fmt == "nvfp4" else (FP8,)))
     want = dot(weights(fmt, plain, 0, 40), taken)
     assert math.isclose(float(out[1][0][1, 40]), want, rel_tol=1e-9 if fmt != "nvfp4" else 1e-6)
-
-
-# ---------------------------------------------------------------- generator
 
 
 @pytest.mark.parametrize("case", task.TESTS, ids=named)
@@ -181,9 +172,6 @@ def test_contents_reach_the_ends_of_what_is_admitted():
         assert float(data.inputs.x[1].abs().max()) < 2.0**-100 and not data.weights.links[0][0].quantise
     small = of_content("subnormal", "bf16").inputs.x[:, 1::2].abs()
     assert bool((small < 2.0**-122).all()) and bool((small > 0).float().mean() > 0.9)
-
-
-# ---------------------------------------------------------------- checker
 
 
 def emulated(data: object, rounds: object = None, order: int = 0) -> torch.Tensor:
@@ -259,9 +247,6 @@ def test_a_link_is_held_to_what_it_got():
     assert reference.compare(data, want, out).ok
 
 
-# ---------------------------------------------------------------- variants
-
-
 def test_experts_that_are_none_and_weights_without_room_are_refused():
     for first, message in (("2x128x192", "without groups"), ("128x192+64x192", "groups"), ("64x192", "twice as many")):
         w13, w2 = (made(shape=shape).weights for shape in (first, "192x64"))
@@ -269,9 +254,6 @@ def test_experts_that_are_none_and_weights_without_room_are_refused():
             task.unpack_expert(w13, w2)
     with pytest.raises(ValueError, match="at most 4 matrices, got 5"):
         mma.prepare(made(shape="+".join(["64x64"] * 5)).weights)
-
-
-# ---------------------------------------------------------------- how sm90_mma is launched
 
 
 @pytest.mark.parametrize(

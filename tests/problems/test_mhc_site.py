@@ -25,9 +25,6 @@ SMALL = [case for case in task.TESTS if case.tokens * case.hidden <= 12_000]
 N, EPS = 4, 1e-6
 
 
-# ---------------------------------------------------------------- task
-
-
 def test_cases_have_the_sizes_of_the_models_and_those_that_kernels_fail_at():
     assert {c.content for c in task.TESTS} == set(task.CONTENTS)
     assert {c.addends for c in task.TESTS} == set(task.ADDENDS)
@@ -37,9 +34,6 @@ def test_cases_have_the_sizes_of_the_models_and_those_that_kernels_fail_at():
     assert one.bytes_moved() == 2 * 10 * 4096 + 160 + 4 * (24 * 4 * 4096 + 27) + 2 * 4096
     one, two = (task.Case(3, 64, addends, "plain", 1).bytes_moved() for addends in ("bf16", "bf16+fp32"))
     assert two - one == 3 * 64 * 4
-
-
-# ---------------------------------------------------------------- oracle
 
 
 def sigmoid(x: float) -> float:
@@ -103,9 +97,6 @@ def test_reference_is_what_the_composed_model_computes():
     assert reference.check_implementation(data, (new, out, post, comb)) == (True, "")
 
 
-# ---------------------------------------------------------------- generator
-
-
 def test_contents_hold_what_they_promise():
     def of_content(content: str, addends: str = "bf16") -> object:
         return made(tokens=64, hidden=128, addends=addends, content=content, seed=3)
@@ -130,9 +121,6 @@ def test_contents_hold_what_they_promise():
     assert bool((of_content("positive").copies >= 0).all())
     data = of_content("cancelling", "fp32+fp32")
     assert float(task.summed(data).float().norm() / data.second.norm()) < 0.02
-
-
-# ---------------------------------------------------------------- checker
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -180,9 +168,6 @@ def test_out_may_not_lean(content):
     assert bool((reference.lean(right[1].double(), out).abs() <= admitted / 2).all())
     cut = (out.float().view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
     assert "errors of one sign" in reference.compare(data, want, (right[0], cut, *right[2:])).message
-
-
-# ---------------------------------------------------------------- variants
 
 
 def test_the_kernel_for_sm90_keeps_its_promises():

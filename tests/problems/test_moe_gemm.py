@@ -27,9 +27,6 @@ def of_content(content: str, activation: str = "bf16", tokens: int = 1) -> objec
     return next(c for c in found if c.router in ALL)
 
 
-# ---------------------------------------------------------------- task
-
-
 def test_validate_refuses_repeated_experts_and_ids_out_of_range():
     inputs = made().inputs
     task.validate(inputs, 4)
@@ -75,9 +72,6 @@ def test_as_many_experts_are_hit_as_expected(router, tokens, topk):
     assert math.isclose(sum(hit) / len(hit), case.experts_hit(), rel_tol=0.04)
 
 
-# ---------------------------------------------------------------- oracle
-
-
 @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("content", ["plain", "magnitudes", "zeros"])
 def test_reference_is_the_sum_over_the_bytes_in_memory(activation, content):
@@ -104,9 +98,6 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(activation, content):
                 v = quantised(v, NVFP4, float(w.in_scale2[e]))
             want = [sum_ + dot(nvfp4_row(w2[e][h], s2[e][h], float(w.g2[e])), v) for h, sum_ in enumerate(want)]
         torch.testing.assert_close(out[t], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10)
-
-
-# ---------------------------------------------------------------- generator
 
 
 @pytest.mark.parametrize("case", task.TESTS, ids=named)
@@ -165,9 +156,6 @@ def test_routers_leave_experts_out_and_crowd_others():
         if case.router == "one":
             assert int((counts > 0).sum()) == case.topk and int(counts.max()) == case.tokens
     assert seen == {"none", "one token", "all"}
-
-
-# ---------------------------------------------------------------- checker
 
 
 def emulated(data: object, v_rounded: bool = True, sums_rounded: bool = False, off: float = 0.0) -> torch.Tensor:
@@ -241,9 +229,6 @@ def test_many_rows_at_their_bound_are_refused_as_a_whole_and_a_peer_may_be_a_lit
     assert not result.ok and "in all" in result.message
     output = (want * (1 + 0.8 * task.PEER_TOL)).bfloat16()
     assert reference.compare(data, want, output, peer=True).ok and not reference.compare(data, want, output).ok
-
-
-# ---------------------------------------------------------------- variants
 
 
 def test_the_baseline_leaves_out_slots_whose_ids_are_no_experts():

@@ -153,37 +153,30 @@ def test_the_kernel_for_few_takes_what_it_can_in_one_part(target, activation, to
     assert taken == [kernel]
 
 
-def in_the_model(order: str, calls: list[tuple[str, dict]]) -> None:
+NVFP4 = [("check_nvfp4", case) for case in NVFP4_CASES]
+FP8 = [("check_fp8", case) for case in FP8_CASES]
+SMALL = 52, 3, 2, 64, 192, "one", "clamped"
+BOTH = [("check_nvfp4", (*SMALL, 1)), ("check_fp8", (*SMALL, False))]
+LARGE = 700, 17, 3, 1088, 576, "zipf", "plain"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "checks"), [("eager", NVFP4), ("eager", FP8), ("lazy", BOTH), ("random:1", BOTH)])
+def test_it_is_right_in_the_model_of_the_gpu(order, checks):
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
-    ran = forked.run(["-c", CODE, order, json.dumps(calls)], timeout=1500)
+    calls = json.dumps([(check, {"case": case}) for check, case in checks])
+    ran = forked.run(["-c", CODE, order, calls], timeout=1500)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-@pytest.mark.slow
-def test_nvfp4_is_right_in_the_model_of_the_gpu():
-    in_the_model("eager", [("check_nvfp4", {"case": case}) for case in NVFP4_CASES])
-
-
-@pytest.mark.slow
-def test_fp8_is_right_in_the_model_of_the_gpu():
-    in_the_model("eager", [("check_fp8", {"case": case}) for case in FP8_CASES])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["lazy", "random:1"])
-def test_other_orders_in_the_model_change_nothing(order):
-    case = 52, 3, 2, 64, 192, "one", "clamped"
-    in_the_model(order, [("check_nvfp4", {"case": (*case, 1)}), ("check_fp8", {"case": (*case, False)})])
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*NVFP4_CASES, (700, 17, 3, 1088, 576, "zipf", "plain", 1)], ids=str)
+@pytest.mark.parametrize("case", [*NVFP4_CASES, (*LARGE, 1)], ids=str)
 def test_nvfp4_is_right_on_the_gpu(case):
     check_nvfp4(case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*FP8_CASES, (700, 17, 3, 1088, 576, "zipf", "plain", False)], ids=str)
+@pytest.mark.parametrize("case", [*FP8_CASES, (*LARGE, False)], ids=str)
 def test_fp8_is_right_on_the_gpu(case):
     check_fp8(case)

@@ -16,36 +16,30 @@ pytest.importorskip("cutlass")
 FOLDER = PROBLEMS / "moe_gemm"
 # In a process of its own, since the model takes CUDA's place in the whole process. Few multiprocessors let a block go
 # through several tiles, and its ring of stages turn more than once.
-SCRIPT = """
-import json, sys
+BEGIN = """
+import json, sys, torch
 from ptx_model import driver
 
 model = driver.install("sm100")
 from ptx_model.tools.check import ORDERS, check_call, make_inputs
 from problems.common import load
 
-task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
+names = "task", "reference", "variants/sm100_cute"
+task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in names)
 multiprocessors, case = json.loads(sys.stdin.read())
-pristine = make_inputs(task, reference, case)
-want = reference.ref_kernel(pristine)
+data = make_inputs(task, reference, case)
+"""
+IN_EVERY_ORDER = """
+want = reference.ref_kernel(data)
 for order in ORDERS:
     model.set_order(order.policy, order.poison, multiprocessors)
-    found = check_call(model, variant, task, reference, pristine, want)
+    found = check_call(model, variant, task, reference, data, want)
     print(json.dumps([order.policy, found.status, found.reason]), flush=True)
 """
 # Ids of -1, of neighbours too, and one that is neither that nor an expert: what its token gets is free; nothing is
 # written out of bounds, and the others are right. What no kernel has written is NaN.
 BAD_IDS = """
-import json, sys, torch
-from ptx_model import driver
-
-model = driver.install("sm100")
-from ptx_model.tools.check import make_inputs
-from problems.common import load
-
-task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in sys.argv[1:])
-data = make_inputs(task, reference, json.loads(sys.stdin.read()))
-model.multiprocessors = 2
+model.multiprocessors = multiprocessors
 data.inputs.topk_ids[1, 0] = data.inputs.topk_ids[2:4] = -1
 data.inputs.topk_ids[0, 1] = len(data.weights.w13)
 want = reference.ref_kernel(data)
@@ -71,21 +65,18 @@ def variant():
     return load.module(FOLDER, "variants/sm100_cute")
 
 
-def script(text: str, given: object) -> list[str]:
-    """What it prints."""
-    ran = forked.run(["-c", text, "task", "reference", "variants/sm100_cute"], input=json.dumps(given))
+def script(text: str, multiprocessors: int, case: tuple) -> list[list]:
+    """What it prints of a case in the model."""
+    made = {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7}
+    ran = forked.run(["-c", BEGIN + text], input=json.dumps([multiprocessors, made]))
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
-
-
-def made(case: tuple) -> dict:
-    return {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7}
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("multiprocessors", "case"), CASES, ids=str)
 def test_in_the_model_it_is_right_under_every_order(multiprocessors, case):
-    ran = [json.loads(line) for line in script(SCRIPT, [multiprocessors, made(case)]) if line.startswith("[")]
+    ran = script(IN_EVERY_ORDER, multiprocessors, case)
     assert len(ran) == 6 and all(status == "MODEL_CHECKED" for _, status, _ in ran), ran
 
 
@@ -131,7 +122,7 @@ print(json.dumps(sorted({int(n) for n in re.findall("or.b64 .*, ([0-9]{12,});", 
 
 @pytest.mark.slow
 def test_ids_that_are_no_experts_spoil_no_other_token():
-    error, written = json.loads(script(BAD_IDS, made((5, 6, 2, 128, 256, "uniform", "plain")))[-1])
+    ((error, written),) = script(BAD_IDS, 2, (5, 6, 2, 128, 256, "uniform", "plain"))
     assert error < 2e-2 and not written
 
 
@@ -151,12 +142,10 @@ def weights(hidden: int, inner: int, activation: str = "nvfp4"):
     def some(*shape: int) -> torch.Tensor:
         return torch.randint(0, 127, shape, dtype=torch.uint8, generator=gen)
 
-    fp32 = [torch.rand(2, generator=gen) for _ in range(4)]
-    s13, s2 = (
-        some(2, *shape).view(torch.float8_e4m3fn) for shape in ((2 * inner, hidden // 16), (hidden, inner // 16))
-    )
-    w13, w2 = some(2, 2 * inner, hidden // 2), some(2, hidden, inner // 2)
-    return task.Weights(w13, s13, fp32[0], w2, s2, fp32[1], *fp32[2:], activation)
+    sizes = (2 * inner, hidden), (hidden, inner)
+    (w13, s13), (w2, s2) = ((some(2, n, k // 2), some(2, n, k // 16).view(torch.float8_e4m3fn)) for n, k in sizes)
+    g13, g2, *in_scales = (torch.rand(2, generator=gen) for _ in range(4))
+    return task.Weights(w13, s13, g13, w2, s2, g2, *in_scales, activation)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(192, 64), (64, 192), (320, 128)])
@@ -167,23 +156,16 @@ def test_units_hold_every_code_and_scale_where_the_comment_says(hidden, inner):
     def row13(tile: int, row: int) -> int:
         return row % 32 // 16 * inner + 64 * tile + 16 * (row // 32) + row % 16
 
-    def row2(tile: int, row: int) -> int:
-        return 128 * tile + row
-
-    kinds = ((state.units13, given.w13, given.s13, row13), (state.units2, given.w2, given.s2, row2))
-    for units, codes, scales, row_of in kinds:
+    second = state.units2, given.w2, given.s2, lambda tile, row: 128 * tile + row
+    for units, codes, scales, row_of in ((state.units13, given.w13, given.s13, row13), second):
         experts, tiles, steps, size = units.shape
         assert size == 4608 and (experts, steps) == (2, codes.shape[2] // 32)
         for tile, step, row in ((t, s, r) for t in range(tiles) for s in range(steps) for r in range(128)):
             at, unit = row_of(tile, row), units[:, tile, step]
-            for half in range(2):
-                first = 256 * (row // 8) + 128 * half + 16 * (row % 8)
-                here = unit[:, first : first + 16]
-                first = 32 * step + 16 * half
-                there = codes[:, at, first : first + 16] if at < codes.shape[1] else torch.zeros_like(here)
-                assert torch.equal(here, there)
-            first = 4096 + 16 * (row % 32) + 4 * (row // 32)
-            here = unit[:, first : first + 4]
+            first = [256 * (row // 8) + 128 * half + 16 * (row % 8) for half in range(2)]
+            here = torch.cat([unit[:, i : i + 16] for i in first], 1)
+            assert torch.equal(here, codes[:, at, 32 * step :][:, :32] if at < codes.shape[1] else here * 0)
+            here = unit[:, 4096 + 16 * (row % 32) + 4 * (row // 32) :][:, :4]
             there = scales.view(torch.uint8)[:, at, 4 * step : 4 * step + 4] if at < scales.shape[1] else here * 0
             assert torch.equal(here, there)
 
@@ -191,7 +173,7 @@ def test_units_hold_every_code_and_scale_where_the_comment_says(hidden, inner):
 def test_prepared_weights_are_hardly_larger_and_only_for_fp4_tokens():
     given = weights(448, 64)
     state = variant().prepare(given)
-    before, after = (sum(t.numel() * t.element_size() for t in some[:-1]) for some in (given, (*state, None)))
+    before, after = (sum(tensor.nbytes for tensor in some) for some in (given[:-1], state))
     assert after <= 1.05 * before + 64 * 2**20
     with pytest.raises(ValueError, match="activation must be 'nvfp4' for products of FP4 with FP4, got 'bf16'"):
         variant().prepare(weights(64, 64, "bf16"))

@@ -27,9 +27,6 @@ def permuted_offset(row: int, block: int, batch: int, rows: int, blocks: int) ->
     return 512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 
 
-# ---------------------------------------------------------------- oracle
-
-
 @pytest.mark.parametrize("scale_offset", [plain_offset, permuted_offset])
 @pytest.mark.parametrize(("m", "k", "l"), [(1, 64, 1), (3, 128, 2), (131, 64, 1), (5, 192, 3)])
 def test_reference_is_the_exact_sum_over_the_bytes_in_memory(m, k, l, scale_offset):
@@ -50,9 +47,6 @@ def test_reference_is_the_exact_sum_over_the_bytes_in_memory(m, k, l, scale_offs
         for row in range(m):
             exact = sum(element(a, sfa, m, row, column, batch) * x[column] for column in range(k))
             assert Fraction(float(want[row, 0, batch])) == exact, (row, batch)
-
-
-# ---------------------------------------------------------------- generator
 
 
 @pytest.mark.parametrize("case", SMALL, ids=named)
@@ -89,9 +83,6 @@ def test_generator_reaches_every_corner_of_the_format():
 def test_output_fits_fp16_with_room():
     values = reference.ref_kernel(reference.generate_input(m=128, k=16384, l=4, seed=1, device="cpu"))
     assert 550 < float(values.std()) < 670 and float(values.abs().max()) < 5 * 620
-
-
-# ---------------------------------------------------------------- tolerance
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +156,6 @@ def test_peers_are_held_to_a_norm_in_every_batch(long_rows):
     one_batch[..., 1] *= 1 + 1.5 * task.PEER_TOL
     result = reference.compare(data, want, one_batch, peer=True)
     assert not result.ok and result.rel == pytest.approx(1.5 * task.PEER_TOL, rel=0.2)
-
-
-# ---------------------------------------------------------------- task, peer, submission
 
 
 def test_a_batch_of_one_may_have_any_stride_there():

@@ -1,5 +1,4 @@
 """A wrong answer that a careless comparison admits.
-
 Stopped by: every element is compared; outputs are poisoned with NaN, which always fails, and the tolerance is derived
 and scales with the terms of each element.
 """

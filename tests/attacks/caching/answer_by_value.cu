@@ -1,5 +1,4 @@
 // Brings the first 1900 elements of the answer along in a kernel's parameters, as they were when the call was recorded.
-//
 // Stopped by: every timed call has other contents, and is checked.
 #include <algorithm>
 

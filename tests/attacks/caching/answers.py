@@ -1,5 +1,4 @@
 """Keeps answers and gives them again.
-
 Stopped by: every call, timed or not, has contents of its own at addresses that repeat, and is checked.
 """
 

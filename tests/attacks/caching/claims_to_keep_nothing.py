@@ -1,5 +1,4 @@
 """prepare hides a copy in fp64 in the module, twice what it may keep, and the runner says that nothing is kept.
-
 Stopped by: all memory that it does not say is in use is poisoned before each call.
 """
 

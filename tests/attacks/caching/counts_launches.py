@@ -1,5 +1,4 @@
 """Counts launches in a variable of its module and in memory given back to torch, and computes in every second one.
-
 Stopped by: variables and scratch memory are as they were at capture, and every timed call has other contents.
 """
 

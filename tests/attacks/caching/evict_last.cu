@@ -1,5 +1,4 @@
 // Loads the weights, which stay the same over calls, so that their lines in L2 are evicted last.
-//
 // Stopped by: caches are emptied by writing and dropping four times as much as they hold: gains nothing.
 // PROBLEM = "linear"
 // VERDICT = "PASSED"

@@ -1,5 +1,4 @@
 // Sets as much L2 aside as there is and makes the weights, which stay the same over calls, persist there.
-//
 // Stopped by: the access window is not replayed, and persisting lines are reset before each call: gains nothing.
 // PROBLEM = "linear"
 // VERDICT = "PASSED"

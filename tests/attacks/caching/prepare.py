@@ -1,5 +1,4 @@
 """prepare keeps more of the weights than it may.
-
 Stopped by: memory, of device and host, and files are measured around prepare and after the last call; on a CPU all that
 a process has taken or written since its start counts.
 """

@@ -1,5 +1,4 @@
 """Keeps weights in calls, or has prepare change them.
-
 Stopped by: what a process holds after its last call is measured, against the same bound; the same process is called
 again with other weights.
 """

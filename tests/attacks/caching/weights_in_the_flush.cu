@@ -1,6 +1,5 @@
 // Copies the weights into the buffer that the player reads last before a call, to find them in L2: the player makes
 // each call once, untimed, before the timed one.
-//
 // Stopped by: nothing must be gained by it.
 // PROBLEM = "linear"
 // VERDICT = ("PASSED", "RUNTIME_ERROR")

@@ -1,5 +1,4 @@
 // A kernel rewrites the time stamp of the player's start event, which lies in memory of the driver.
-//
 // Stopped by: the host's clock in the player says longer than its events, in all groups of calls.
 // VARIANTS = {
 //     "forged": {"VERDICT": ("CHEAT_SUSPECTED", "RUNTIME_ERROR")},

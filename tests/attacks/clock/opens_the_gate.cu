@@ -1,6 +1,5 @@
 // A kernel of 600 us finds the player's page of words by its address, which stands in memory of the driver. It says
 // that a timed call is done when it begins, and opens the gate ahead of one in the untimed call before.
-//
 // Stopped by: the time is that of events, which the gate and the word do not move: gains nothing.
 // VERDICT = ("PASSED", "RUNTIME_ERROR")
 // TAKES_US = 600

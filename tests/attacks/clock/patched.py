@@ -1,5 +1,4 @@
 """Replaces the host clock, wherever the judge keeps a reference to it, by one that runs 100 times slower.
-
 Stopped by: nothing; the judge reads its own clock in another process, so nothing is gained.
 """
 

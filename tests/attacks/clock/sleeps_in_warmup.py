@@ -1,5 +1,4 @@
 """Sleeps in its first calls, so that a judge that plans by time takes few samples. The answer is right.
-
 Stopped by: the number of samples is fixed; the suite checks that none is missing.
 """
 

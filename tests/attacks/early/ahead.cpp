@@ -1,6 +1,5 @@
 // Something that lives beside the main thread watches the inputs of both buffers, computes an answer as soon as it sees
 // new ones, and keeps it; a call whose answer is kept only copies it.
-//
 // Stopped by: all processes of a runner are stopped before its inputs exist; one that outlives a call is found.
 // VERDICT = "CHEAT_SUSPECTED"
 // VARIANTS = {"thread": {"VERDICT": "PASSED"}, "vfork": {"VERDICT": ("CHEAT_SUSPECTED", "RUNTIME_ERROR")}}

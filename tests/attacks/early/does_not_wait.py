@@ -1,5 +1,4 @@
 """Replaces the runner's wait for "go" by nothing.
-
 Stopped by: the judge asks for the word in the shared page, and contents are there when everything is stopped, after
 that.
 """

@@ -1,6 +1,5 @@
 // A thread says "done" for the next call as soon as the runner says that it is done with the one before, so that the
 // judge does not wait at all.
-//
 // Stopped by: outputs are read when everything is stopped, which comes within microseconds; most are still poison. Where
 // the judge's wake-up takes the thread's processor each time, it never says anything, and the time is an honest one.
 // VERDICT = ("PASSED", "CHEAT_SUSPECTED", "INCORRECT")

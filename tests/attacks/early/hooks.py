@@ -1,5 +1,4 @@
 """Works for the next call where the runner does something for this one.
-
 Stopped by: contents are there when everything is stopped, after the hooks; between two scored calls there is no reply,
 and nothing runs. It gains nothing.
 """

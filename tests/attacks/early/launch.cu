@@ -1,5 +1,4 @@
 // The first kernel of a call may begin before the kernel before it has ended, and does not wait for it.
-//
 // Stopped by: a plain kernel of the judge stands between its start event and the call: gains nothing.
 // VERDICT = "PASSED"
 // HONEST = "honest_cuda"

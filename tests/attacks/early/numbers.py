@@ -1,5 +1,4 @@
 """Works ahead from a number in the data, as soon as the runner puts the data of the next call together.
-
 Stopped by: numbers and texts of the data come with the contents of the tensors, when everything is stopped.
 """
 

@@ -1,5 +1,4 @@
 """Knows the contents before the call: from the seed.
-
 Stopped by: timed calls have secret seeds, which go through a pipe to the checker alone; the public ones are for tests.
 """
 

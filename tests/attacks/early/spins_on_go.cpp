@@ -1,6 +1,5 @@
 // A thread spins on the word "go" from one call to the next: when everything is let go it works at once, while the main
 // thread is still being woken. It knows the addresses from the call two before, which come again.
-//
 // Stopped by: nothing; what is gained is at most what waking a runner takes, which is small against a call. Where "done"
 // comes early too, both gains together are what an empty call takes, and the judge takes that off once.
 // VERDICT = "PASSED"

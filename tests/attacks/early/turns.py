@@ -1,5 +1,4 @@
 """Makes its calls in place of the loop in which the runner waits for "go".
-
 Stopped by: contents are there only when everything is stopped, after the runner has said that it is ready; from "done"
 to the next "go" it stays so.
 """

@@ -1,5 +1,4 @@
 // A kernel launches the work from the device: half of it to run beside itself, half to run at its end.
-//
 // Stopped by: a kernel has not ended before its children: gains nothing.
 // VERDICT = ("PASSED", "UNSUPPORTED", "RUNTIME_ERROR")
 // HONEST = "honest_cuda"

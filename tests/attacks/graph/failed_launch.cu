@@ -1,6 +1,5 @@
 // Asks for 256 bytes more shared memory than there are, does not look at the error, and trusts that the right answer
 // still lies there.
-//
 // Stopped by: a call that fails cannot be recorded.
 // VERDICT = "UNSUPPORTED"
 // REASON = "or an operation failed"

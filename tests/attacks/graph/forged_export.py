@@ -1,5 +1,4 @@
 """Its runner exports another call than the one that was recorded.
-
 Stopped by: the judge takes kernels, copies and fills alone, of limited number and within the call's memory; what is
 replayed is checked, on contents that came to exist when the runner was gone.
 """

@@ -1,6 +1,5 @@
 // Does half of the work on a queue that C++ makes by a name that is put together, forked from the default one and
 // joined with it: right, and two kernels at a time.
-//
 // Stopped by: a recorded call must be in one order.
 // VERDICT = "RULE_BROKEN"
 // REASON = "work ran on another"

@@ -1,5 +1,4 @@
 """Exports other code under its kernel's name, which leaves out half of the work.
-
 Stopped by: what is replayed is what is exported, and each of its answers is checked.
 """
 

@@ -1,5 +1,4 @@
 // Does the work on a queue of its own, whose forbidden names the preprocessor puts together.
-//
 // Stopped by: what is replayed is what the default queue was given, which is nothing; to wait cannot be recorded.
 // VARIANTS = {"waited_for": {"VERDICT": ("INCORRECT", "UNSUPPORTED"), "REASON": ""}}
 #include "add.cuh"

@@ -1,5 +1,4 @@
 """What of torch cannot be recorded, or is recorded once and not made again.
-
 Stopped by: a recorded call is one sequence on the device, and does in each timed call what it did.
 """
 

@@ -84,25 +84,25 @@ def tuned(data):
     return data.z
 
 
-def long(data):
-    """As many launches as a call may have, or nearly. Many are no offence."""
-    for _ in range(750):
+def repeated(count, data):
+    for _ in range(count):
         torch.add(data.x, data.y, out=data.z)
     return data.z
+
+
+def long(data):
+    """As many launches as a call may have, or nearly. Many are no offence."""
+    return repeated(750, data)
 
 
 def slow(data):
     """Ten passes over the data. Slow is no offence."""
-    for _ in range(10):
-        torch.add(data.x, data.y, out=data.z)
-    return data.z
+    return repeated(10, data)
 
 
 def noisy(data):
     """Times that scatter by a factor of several; on a GPU one of its ways is recorded. The interval shows the noise."""
-    for _ in range(random.randint(1, 12)):
-        torch.add(data.x, data.y, out=data.z)
-    return data.z
+    return repeated(random.randint(1, 12), data)
 
 
 def scratch(data):

@@ -1,5 +1,4 @@
 // Right, with scratch memory that it allocated itself.
-//
 // Nothing to stop: the player has not that memory, and the user reads where to take it from.
 // VERDICT = "RUNTIME_ERROR"
 // REASON = "scratch memory must come from torch"

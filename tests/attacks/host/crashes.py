@@ -1,5 +1,4 @@
 """Ends, hangs or floods.
-
 Stopped by: a submission has a process of its own, with limits for each call, import, memory and output; it and all that
 descends from it are killed, it is not started again where it would hang, and the run goes on.
 """
@@ -22,12 +21,7 @@ VARIANTS = {
     "memory_of_children": {"VERDICT": ("RUNTIME_ERROR", "CHEAT_SUSPECTED")},
     "hang": {"VERDICT": "TIMEOUT", "REASON": "no answer within", "LIMIT_S": 4},
     "deaf_hang": {"VERDICT": "TIMEOUT", "REASON": "no answer within", "LIMIT_S": 4},
-    "import_hang": {
-        "VERDICT": "TIMEOUT",
-        "REASON": "no answer within",
-        "IMPORT_LIMIT_S": 12,
-        "ABOUT": "Never ends its import.",
-    },
+    "import_hang": {"VERDICT": "TIMEOUT", "REASON": "no answer within", "IMPORT_LIMIT_S": 12, "ABOUT": "Import hangs."},
     "gpu_fault": {"TARGETS": ("sm90", "sm100")},
     "gpu_hang": {"TARGETS": ("sm90", "sm100"), "VERDICT": "TIMEOUT", "REASON": "no answer within", "LIMIT_S": 10},
     # Its limit is no other's, so that it is judged alone.

@@ -1,5 +1,4 @@
 """Leaves processes behind.
-
 Stopped by: descendants are listed after a call, whatever session they moved to and whenever they were started; the
 guard ends them with the runner.
 """

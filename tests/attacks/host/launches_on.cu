@@ -1,5 +1,4 @@
 // A thread of the host launches kernels on a queue of its own for as long as its process lives: others get slow.
-//
 // Stopped by: its process is gone before any call is timed: gains nothing.
 // VERDICT = "PASSED"
 // HONEST = "honest_cuda"

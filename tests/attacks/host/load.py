@@ -1,5 +1,4 @@
 """Right, and leaves load behind that makes the calls of others slow.
-
 Stopped by: a runner that is not asked is stopped, or killed before any call is timed.
 """
 

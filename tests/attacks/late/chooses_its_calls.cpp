@@ -1,5 +1,4 @@
 // Measures itself, and has the stop take too long after a call that was slower than its best.
-//
 // Stopped by: of late calls two of a process are made again; more are INVALID_MEASUREMENT.
 // VERDICT = ("PASSED", "INVALID_MEASUREMENT")
 

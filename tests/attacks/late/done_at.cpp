@@ -1,5 +1,4 @@
 // Says "done" from native code when the last {PERMILLE} permille of the output are still to come, and goes on writing.
-//
 // Stopped by: the judge reads words of the outputs when it hears "done" and again when everything is
 // stopped; what is written after that is not in the copy.
 // VERDICT = ("CHEAT_SUSPECTED", "INCORRECT")

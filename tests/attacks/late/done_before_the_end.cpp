@@ -1,5 +1,4 @@
 // Says "done" before all is written, in other orders and ways.
-//
 // Stopped by: words of the outputs are read, at random places, at "done" and when everything is stopped; what changes
 // after "done" is late, whatever stood there before.
 // VERDICT = ("CHEAT_SUSPECTED", "INCORRECT")

@@ -1,5 +1,4 @@
 // Leaves the last {PERMILLE} permille of the output to a thread that spins on another processor, and says "done" at once.
-//
 // Stopped by: words of the outputs are read at "done" and when everything is stopped; the copy is made then. What is
 // written after "done" is not copied, or found changed; a slow stop is not scored.
 // VERDICT = ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT")

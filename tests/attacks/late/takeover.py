@@ -1,6 +1,5 @@
 """Never returns from its first call: it finds the runner in the frames and speaks for it from then on: it says
 "done" before it has begun.
-
 Stopped by: outputs are copied when everything is stopped.
 """
 

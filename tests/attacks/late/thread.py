@@ -1,5 +1,4 @@
 """A thread that threading does not list does the work, or gives it to the judge, when the call is over.
-
 Stopped by: the memory at the address that was told is copied when everything is stopped, and words of it that changed
 after "done" are found.
 """
@@ -66,10 +65,8 @@ def swaps_the_storage(data):
 
 
 _libc = CDLL(None)
-_libc.mmap.restype = c_void_p
-_libc.mmap.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64)
-_libc.mremap.restype = c_void_p
-_libc.mremap.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p)
+_libc.mmap.restype = _libc.mremap.restype = c_void_p
+_libc.mmap.argtypes, _libc.mremap.argtypes = (c_void_p, *[c_int64] * 5), (c_void_p, *[c_int64] * 3, c_void_p)
 READ_WRITE, PRIVATE_ANONYMOUS, MOVE_FIXED = 3, 0x22, 3
 
 

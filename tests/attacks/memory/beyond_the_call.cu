@@ -1,5 +1,4 @@
 // Right in its runner; in the player, where contents are others, its kernel does harm or looks where it must not.
-//
 // Stopped by: inputs are read-only in the player, only one copy of them is mapped at a time, and each call has a limit;
 // the player is a process that may be lost.
 // VERDICT = "RUNTIME_ERROR"

@@ -1,6 +1,5 @@
 """Scans device memory for the canary beside the expected values: the whole 2 MiB pages around every mapped buffer, all
 addresses near them that the driver knows, and freshly allocated memory that nobody cleared.
-
 Stopped by: expected values are in an allocation of another process, exported to nobody; the driver clears pages.
 """
 

@@ -1,5 +1,4 @@
 // Plays with the pages in which its output lies, before or after the work of a call.
-//
 // Stopped by: the judge has a mapping of its own, of files that are sealed against changes of size and further seals;
 // what is removed there is zero, and what was never written there is poison.
 // VERDICT = ("PASSED", "INCORRECT", "RUNTIME_ERROR")
@@ -11,6 +10,7 @@
 // }
 #include <cstring>
 #include <fcntl.h>
+#include <filesystem>
 #include <linux/falloc.h>
 #include <string>
 #include <sys/mman.h>
@@ -27,24 +27,16 @@ struct Pages {
 // Calls `act` with a descriptor of each memory file that is mapped or open here.
 template <class Act>
 void each_file(Act act) {
-    for (const char* folder : {"/proc/self/fd/", "/proc/self/map_files/"}) {
-        const int list = open(folder, O_RDONLY | O_DIRECTORY);
-        char entries[1 << 15];
-        long got;
-        while (list >= 0 && (got = syscall(SYS_getdents64, list, entries, sizeof entries)) > 0)
-            for (long at = 0; at < got; at += *(unsigned short*)(entries + at + 16)) {
-                const std::string path = std::string(folder) + (entries + at + 19);
-                char link[256];
-                const int length = readlink(path.c_str(), link, sizeof link - 1);
-                if (length <= 0) continue;
-                link[length] = 0;
-                if (!strstr(link, "memfd:")) continue;
-                const int fd = open(path.c_str(), O_RDWR);
-                if (fd < 0) continue;
-                act(fd);
-                close(fd);
-            }
-        close(list);
+    namespace files = std::filesystem;
+    for (const char* folder : {"/proc/self/fd", "/proc/self/map_files"}) {
+        std::error_code error;
+        for (const auto& entry : files::directory_iterator(folder, error)) {
+            const std::string link = files::read_symlink(entry, error).string();
+            const int fd = link.find("memfd:") == std::string::npos ? -1 : open(entry.path().c_str(), O_RDWR);
+            if (fd < 0) continue;
+            act(fd);
+            close(fd);
+        }
     }
 }
 

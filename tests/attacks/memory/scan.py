@@ -1,5 +1,4 @@
 """Looks for the expected values in its own process.
-
 Stopped by: expected values are in another process; the reference never ran in this one.
 """
 

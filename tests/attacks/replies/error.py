@@ -1,5 +1,4 @@
 """Raises an error whose text is hostile.
-
 Stopped by: texts of a runner are cut and cleaned where they come in, and escaped where they are shown; a message has a
 limit.
 """

@@ -1,11 +1,9 @@
 """Forges what the runner says to the judge, or says it to everyone.
-
 Stopped by: nothing that comes from this process is a verdict; a message is JSON of limited length, and what is judged
 is the output.
 """
 
 import atexit
-import contextlib
 import json
 import os
 import struct
@@ -13,7 +11,7 @@ import sys
 
 import torch
 
-from tests.attacks.shared import VARIANT, form, honest_call, write_to_sockets
+from tests.attacks.shared import VARIANT, form, honest_call, write_to
 
 TARGETS = ("cpu", "sm90", "sm100")
 VERDICT = ("INCORRECT", "RUNTIME_ERROR")
@@ -32,15 +30,8 @@ LINES = (
 BOMB = b"cos\nsystem\n(S'touch /tmp/dsv4-attack-pickle'\ntR."
 
 
-def write_everywhere(kinds):
-    for fd in range(1, 256):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(kinds):
-                os.write(fd, RECORD)
-
-
 if VARIANT == "at_exit":
-    atexit.register(write_everywhere, "")
+    atexit.register(write_to, "", RECORD)
 
 
 def at_exit(data):
@@ -50,7 +41,7 @@ def at_exit(data):
 
 def every_descriptor(data):
     """Writes a passing verdict and record into every open descriptor, the pipes of the judge among them."""
-    write_everywhere(("socket:", "pipe:", "/tmp/"))
+    write_to(("socket:", "pipe:", "/tmp/"), RECORD)
     return data.z
 
 
@@ -59,20 +50,20 @@ def reply(data):
     if honest_call():
         return torch.add(data.x, data.y, out=data.z)
     body = json.dumps({"claims": [form(data.z)]}).encode()
-    write_to_sockets(struct.pack("<II", len(body), 0) + body)
+    write_to("socket:", struct.pack("<II", len(body), 0) + body)
     os._exit(0)
 
 
 def huge(data):
     """Announces a message of 4 GiB and starts sending it, to exhaust the parent's memory."""
-    write_to_sockets(struct.pack("<II", 2**32 - 1, 0), *[b"[" * 2**20] * 64)
+    write_to("socket:", struct.pack("<II", 2**32 - 1, 0), *[b"[" * 2**20] * 64)
     return data.z
 
 
 def pickle(data):
     """Sends a pickle that runs a command in whoever loads it: raw, in a message's frame, as multiprocessing would."""
     framed = struct.pack("<II", len(BOMB), 0) + BOMB
-    write_to_sockets(BOMB, framed, struct.pack("!i", len(BOMB)) + BOMB)
+    write_to("socket:", BOMB, framed, struct.pack("!i", len(BOMB)) + BOMB)
     return data.z
 
 

@@ -1,5 +1,4 @@
 """Returns something that computes when it is read.
-
 Stopped by: exactly torch.Tensor is admitted, and its memory is copied, not the object.
 """
 

@@ -1,5 +1,4 @@
 """Its runner sends a reply that no honest one sends.
-
 Stopped by: every field of a reply is validated; what does not fit is this submission's RUNTIME_ERROR.
 """
 

@@ -1,5 +1,4 @@
 """Right in what it computes, but not in what it returns or writes: another tensor, or a byte beside its output.
-
 Stopped by: a runner says what came back after each test call and after the last call of each case; the bytes between
 tensors are secret, and compared after the call; the output is the judge's tensor.
 """

@@ -1,5 +1,4 @@
 """Lies of what it returned, in folders whose calls return tensors and numbers of their own.
-
 Stopped by: what a call returned is what the runner noted before it said "done", and is compared with what was wanted
 and with the bytes that were copied.
 """

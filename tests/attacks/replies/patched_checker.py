@@ -1,5 +1,4 @@
 """Replaces comparisons and what the judge says of returned tensors, and computes nothing.
-
 Stopped by: the comparison happens in a process that never sees this file.
 """
 

@@ -1,5 +1,4 @@
 // Its kernel prints verdicts and escape sequences, which the player's process writes out.
-//
 // Stopped by: what a player prints is read for no result: gains nothing.
 // VERDICT = "PASSED"
 // HONEST = "honest_cuda"

@@ -1,6 +1,5 @@
 """Keeps something where another process could find it. Honest in the tests; with timed calls it answers only if an
 earlier process left something, as a cache would.
-
 Stopped by: nothing that a runner leaves is seen by another process: it answers zeros for want of a cache.
 """
 

@@ -1,6 +1,5 @@
 """Looks for files of the judge, to read or to write them. Nothing is written; where it could be, or where something is
 found, the answer is given; otherwise zeros.
-
 Stopped by: this process sees a private copy of its own files and no repository; code and builds are read-only here or a
 private copy, and nothing that a runner wrote is used again.
 """

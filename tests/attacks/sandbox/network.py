@@ -1,6 +1,5 @@
 """Opens sockets to this machine and listens on one, as a cache on the network would need. Where that works the answer
 is given; otherwise zeros.
-
 Stopped by: seccomp and Landlock deny sockets other than local pairs.
 """
 

@@ -1,5 +1,4 @@
 """Reaches for other processes. Where that works the answer is given; otherwise zeros.
-
 Stopped by: another uid, Landlock and seccomp; the judge's processes are not dumpable. The neighbour must pass.
 """
 

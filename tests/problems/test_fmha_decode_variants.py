@@ -1,15 +1,21 @@
-"""fmha_decode: what is special to its variants: shared tiles, indices outside the pages, launches and clusters."""
+"""fmha_decode's variants: shared tiles, indices outside the pages, launches and clusters, and what one refuses while
+tracing, which tests/problems/test_in_model.py runs.
+"""
 
 import dataclasses
 import functools
+import importlib.util
+import os
+import shutil
 
 import pytest
 import torch
 
-from problems.common import load
+from problems.common import build, load
 from tests.problems import cases
 from tests.problems.cases import named
 from tests.problems.variants import made_for, skip_unless_it_runs
+from tests.support import ROOT, forked
 
 NAME = "fmha_decode"
 FOLDER = load.PROBLEMS / NAME
@@ -91,3 +97,107 @@ def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
     fit = {size: count for size, count in FIT.items() if size != blocks}  # a GPU without room for such a cluster
     without = module.few_heads_for(sizes, fit)
     assert without is None or without.blocks != blocks
+
+
+# argv: entries of a tile and splits, or "few" and blocks of a cluster; then lengths of both lists, heads and a content.
+IN_MODEL = """
+import sys
+
+from ptx_model.tools import check
+from ptx_model import driver
+
+model = driver.install("sm90")
+from problems.common import load
+
+import torch
+
+folder = load.PROBLEMS / "fmha_decode"
+reference, variant = load.module(folder, "reference"), load.module(folder, "variants/sm90_wgmma")
+kind, shared, window, compressed, heads = sys.argv[1], *map(int, sys.argv[2:6])
+pool, order = (320, "random") if compressed < 320 else (compressed, "sequential")  # in which maxima rise
+data = reference.generate_input(1, 1, heads, window, compressed, 64, 2, pool, order, sys.argv[6], 5, "cpu")
+want = reference.ref_kernel(data)
+variant.MOST_FEW_HEADS, variant.clusters_that_fit = 128, lambda: {1: 1}
+variant.few_heads_for = lambda *_: variant.FewHeads(shared) if kind == "few" else None
+variant.launch_for = lambda *_: variant.Launch(int(kind), shared)
+for order in check.ORDERS[::3]:
+    check.set_order(model, order)
+    model.clear()
+    data.out.fill_(torch.nan), data.lse.fill_(torch.nan)
+    try:
+        result = reference.compare(data, want, variant.custom_kernel(data))
+        model.check()
+    except Exception as error:
+        raise SystemExit(f"{order.policy}: {model.faults[0] if model.faults else error}") from None
+    if not result.ok:
+        raise SystemExit(f"{order.policy}: {result.message}")
+print("right")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shared", "window", "compressed", "heads", "content"),
+    [
+        # Tiles of 32, of which only one is in shared memory: with two a block, values once waited for ever.
+        ("32", 2, 37, 91, 64, "plain"),
+        ("32", 3, 37, 91, 20, "ragged"),
+        ("48", 1, 37, 91, 64, "ragged"),
+        ("48", 3, 37, 191, 64, "maxima"),
+        ("48", 8, 37, 91, 64, "empty"),
+        ("few", 1, 37, 191, 8, "maxima"),
+        ("few", 1, 1, 511, 16, "maxima"),
+        ("few", 3, 37, 191, 20, "ragged"),
+        ("few", 7, 37, 291, 16, "plain"),
+        ("few", 16, 37, 91, 16, "empty"),
+    ],
+)
+def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content):
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    ran = forked.run(["-c", IN_MODEL, kind, *map(str, (shared, window, compressed, heads)), content], timeout=300)
+    assert ran.stdout == "right\n", ran.stderr[-2000:]
+
+
+needs_cutlass = pytest.mark.skipif(not importlib.util.find_spec("cutlass"), reason="needs CuTe DSL")
+# The DSL traces only what stands in a file.
+REFUSED = """
+import sys
+from problems.common import load
+
+variant = load.variant("fmha_decode", "sm100_cute")
+setattr(variant, sys.argv[1], int(sys.argv[2]))
+try:
+    variant.compiled(False)
+except Exception as error:
+    print(error)
+"""
+
+
+@needs_cutlass
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("GATHER_REGISTERS", 152, "a CTA may have 65536 registers"),
+        ("TMEM_COLUMNS", 256, "a CTA may have 256 columns of tensor memory, got 320"),
+        ("CHUNKS", 2, "the layout of q must be"),
+    ],
+)
+def test_it_refuses_while_tracing_what_would_be_wrong(name, value, said, tmp_path):
+    script = tmp_path / "trace.py"
+    script.write_text(REFUSED)
+    env = {**os.environ, "CUTE_DSL_ARCH": build.ARCH["sm100"], "PYTHONPATH": str(ROOT)}
+    ran = forked.run([script, name, value], env=env)
+    assert said in ran.stdout, ran.stdout + ran.stderr
+
+
+@needs_cutlass
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ctas", "listed", "multiprocessors", "shares"),
+    [(128, 640, 148, 1), (1, 640, 148, 5), (1, 1, 148, 1), (1, 0, 148, 1), (4, 350, 4, 1), (1, 8320, 148, 33)],
+)
+def test_how_lists_are_shared_out(ctas, listed, multiprocessors, shares):
+    variant = load.variant("fmha_decode", "sm100_cute")
+    assert variant.shares_for(ctas, listed, multiprocessors) == shares

@@ -48,7 +48,7 @@ def test_the_oracle_is_what_the_formula_says(content, kind):
 
 
 def test_a_key_is_what_its_bytes_say():
-    """That they lie in the page as index_pages reads them is in tests/common/test_index_pages.py."""
+    """That they lie in the page as index_pages reads them is in tests/common/test_pages.py."""
     pages = torch.zeros(1, index_pages.page_bytes(16, "mxfp4"), dtype=torch.uint8)
     codes, scale_bytes = torch.arange(64).byte() * 3, torch.tensor([[127, 120, 130, 127]]).byte()
     index_pages.write(pages, torch.tensor([5]), codes[None], scale_bytes)

@@ -1,19 +1,22 @@
-"""moe_gemm's sm90_grouped with many tokens and quantised activations, in the model of the GPU and on one.
-
-What takes calls of over 256 tokens with 12 and more an expert takes all of over 4 here.
+"""moe_gemm's sm90_grouped with quantised activations, in the model of the GPU and on one: with many tokens, where what
+takes calls of over 256 tokens with 12 and more an expert takes all of over 4 here; a row's bits; how FP8 is rounded.
 """
 
 import json
 import re
 import shutil
+import subprocess
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+import ptx_model
 from problems.common import fp8, load
 from tests.problems import cases
+from tests.problems.test_in_model import moe
 from tests.support import forked
 
 task, reference = cases.task("moe_gemm"), cases.reference("moe_gemm")
@@ -180,3 +183,111 @@ def test_nvfp4_is_right_on_the_gpu(case):
 @pytest.mark.parametrize("case", [*FP8_CASES, (*LARGE, False)], ids=str)
 def test_fp8_is_right_on_the_gpu(case):
     check_fp8(case)
+
+
+# Every call in one process: the variant is compiled once.
+ROWS_CODE = """
+import json, sys
+import torch
+from problems.common import load
+from ptx_model import driver
+
+driver.MULTIPROCESSORS["sm90"] = {multiprocessors}
+model = driver.install("sm90")
+folder = load.PROBLEMS / "moe_gemm"
+task, reference = load.module(folder, "task"), load.module(folder, "reference")
+module = load.variant("moe_gemm", "sm90_grouped")
+for case in json.loads(sys.argv[1]):
+    size = case["experts"]  # of the routed ones; the shared one is one more
+    every = reference.generate_weights(**{**case, "experts": size + 1}, device="cpu")
+    inputs, outputs = reference.generate_input(**case, device="cpu")
+    routed, shared = (
+        task.Weights(*(one[part].contiguous() if isinstance(one, torch.Tensor) else one for one in every))
+        for part in (slice(0, size), slice(size, None))
+    )
+    alone, both = module.prepare_with_shared(routed, shared)
+    last = torch.full_like(inputs.topk_ids[:, :1], size), torch.ones_like(inputs.topk_weights[:, :1])
+    named = [torch.cat(pair, 1) for pair in zip(inputs[1:], last)]
+
+    def called(function, state, inputs, first=0, count=case["tokens"]):
+        some = task.Inputs(*(tensor[first : first + count].clone() for tensor in inputs))
+        out = task.Outputs(torch.full_like(outputs.out[:count], torch.nan))
+        function(task.Data(state, some, out))
+        model.check()
+        return out.out.view(torch.int16)
+
+    for function, state in ((module.custom_kernel, alone), (module.with_shared, both)):
+        whole = called(function, state, inputs)
+        same = [
+            count for count in {counts} if count < case["tokens"]
+            and called(function, state, inputs, 1, count).equal(whole[1 : 1 + count])
+        ]
+        print(json.dumps([same, called(function, state, inputs).equal(whole)]), flush=True)
+    print(json.dumps(called(module.custom_kernel, both, [inputs[0], *named]).equal(whole)), flush=True)
+"""
+ROW_COUNTS = [1, 2, 3, 5]
+
+
+@pytest.mark.slow
+def test_a_rows_bits_are_those_it_has_in_any_batch():
+    """By itself, which no launch quantises ahead, and among 2, 3, 5 and up to 9 tokens, in one tile and in two. So are
+    those of a second call, and those with the shared expert, whether ids name it or not, or no other.
+    """
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    cases = [
+        moe(9, 3, 1, 320, 192, "nvfp4", "plain", "one"),
+        moe(8, 3, 1, 192, 576, "nvfp4", "magnitudes", "one"),
+        moe(7, 3, 2, 1088, 64, "nvfp4", "zeros", "uniform"),
+        moe(12, 3, 2, 192, 64, "nvfp4", "plain", "part"),  # with the shared expert more than 32 slots
+    ]
+    code = ROWS_CODE.replace("{multiprocessors}", "2").replace("{counts}", str(ROW_COUNTS))
+    ran = forked.run(["-c", code, json.dumps(cases)], timeout=1500)
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert found == [[ROW_COUNTS, True], [ROW_COUNTS, True], True] * 4, (found, ran.stderr[-2000:])
+
+
+ROUNDING = """
+#include "sm90_decode_fp8.cuh"
+
+extern "C" __global__ void k(const uint32_t *groups, uint32_t *out) {
+    const uint32_t *mine = groups + 64 * threadIdx.x;
+    uint32_t most = mine[0];
+    for (int i = 1; i < 64; ++i) most = decode::larger(most, mine[i]);
+    const uint32_t least = decode::least_normal(decode::larger(most, most >> 16));
+    for (int i = 0; i < 64; ++i) out[64 * threadIdx.x + i] = decode::nearest_e4m3(mine[i], least);
+}
+"""
+GROUPS = 96
+
+
+def groups() -> torch.Tensor:
+    """bf16 (GROUPS, 128): every mantissa at the largest value, ties, values far below it, zeros, and the ends."""
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn(GROUPS, 128, generator=gen) * torch.exp2(torch.randint(-20, 20, (GROUPS, 1), generator=gen))
+    x[:, 64:] *= torch.exp2(-torch.randint(0, 24, (GROUPS, 64), generator=gen))
+    x[:64, 0] = (1 + torch.arange(64) / 128) * x[:64].abs().amax(1).log2().ceil().exp2()
+    x[32:64, 0] += x[32:64, 0].log2().floor().exp2() / 2  # 1.5 and more: 1.75, the largest code, lies between
+    x[64:72, 1:100] = torch.arange(-99, 0) * 2.0**-12 * x[64:72, :1].abs()
+    x[72:80] = torch.randint(-8, 9, (8, 128), generator=gen) * 2.0**-133  # subnormal
+    x[80], x[81], x[82] = 0, -0.0, 1e-4
+    x[83, 0], x[84, 0], x[85] = 2.0**123, -1.99 * 2.0**123, 2.0**-24
+    return x.bfloat16()
+
+
+def test_values_are_rounded_as_fp8_holds_them(tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    (tmp_path / "k.cu").write_text(ROUNDING)
+    folders = load.PROBLEMS / "common", load.PROBLEMS / "moe_gemm" / "variants"
+    command = ["nvcc", "-std=c++17", "-ptx", "-arch=sm_90a", *(f"-I{folder}" for folder in folders), "k.cu"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    x = groups()
+    out = np.zeros((GROUPS, 64), np.uint32)
+    given = np.ascontiguousarray(x.view(torch.int32).numpy().view(np.uint32))
+    ptx_model.run((tmp_path / "k.ptx").read_text(), "k", 1, GROUPS, (given, out))
+    got = torch.from_numpy(out.view(np.int32)).view(torch.bfloat16).view(GROUPS, 128)
+    want = fp8.round_trip(x, 128)
+    assert torch.equal(got, want), (got - want).nonzero()[:5]
+    scales = fp8.quantise_groups(x, 128)[1]
+    assert len(scales.unique()) > 20 and float((want != x).float().mean()) > 0.3

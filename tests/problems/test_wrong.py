@@ -1,6 +1,8 @@
-"""Each wrong kernel of a problem (its wrong.py) is refused in the test case that it names."""
+"""Each wrong kernel of a problem (its wrong.py) and each planted bug of public threads is refused in a test case."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,24 @@ def test_wrong_kernel_is_refused(problem, name, device):
     # A GPU draws other contents, of which some mistakes change most answers only, or no more than in every tenth call.
     always = device == "cpu" and name != RARE
     assert not (any(map(is_right, (1, 2))) if always else all(map(is_right, range(1, 33))))
+
+
+BUGS = [json.loads(line) for line in Path(__file__).with_name("public_bugs.jsonl").read_text().splitlines()]
+LARGE = "flashinfer-ai/flashinfer#3136"  # wrong in caches above 4 GiB, which no test has
+SHOWN = [bug for bug in BUGS if bug["source"] != LARGE]
+
+
+@pytest.mark.parametrize("bug", SHOWN, ids=lambda bug: bug["source"])
+def test_planted_bug_is_refused(bug, tmp_path):
+    folder = load.PROBLEMS / bug["problem"]
+    text = (folder / "variants" / bug["variant"]).read_text()
+    assert text.count(bug["find"]) == 1
+    file = tmp_path / "planted.py"
+    file.write_text(text.replace(bug["find"], bug["replace"]))
+    variant, reference = load.from_file(folder, file), cases.reference(bug["problem"])
+    for case in sorted(cases.task(bug["problem"]).TESTS, key=lambda case: case.bytes_moved()):
+        data, want = cases.solved(bug["problem"], case)
+        mine = tree.clone(data)
+        if not inputs.compared(reference, mine, want, variant.custom_kernel(mine), False).ok:
+            return
+    pytest.fail(f"{bug['what']}: no test case shows it")

@@ -90,7 +90,7 @@ void vfork(Ahead* ahead) {
     }).detach();
 }
 
-extern "C" int attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     static Ahead* ahead = nullptr;
     if (n > 4096 && !ahead) {
         ahead = (Ahead*)mmap(nullptr, sizeof *ahead, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -102,7 +102,7 @@ extern "C" int attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int hone
             if (kept.n.load() && kept.x != x) continue;
             if (!honest && kept.n.load() && kept.stamp.load() == stamp_of(x, n)) {
                 memcpy(y, kept.answer, 8 * n);
-                return 0;
+                return;
             }
             kept.x = x;
             kept.n.store(n);
@@ -110,5 +110,4 @@ extern "C" int attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int hone
         }
     }
     work(x, y, 0, n);
-    return 0;
 }

@@ -21,10 +21,9 @@ void watch() {
     }
 }
 
-extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     shared = page;
     ONCE(std::thread(watch).detach());
     on.store(!honest && n > 4096);
     work(x, y, 0, n);
-    return 0;
 }

@@ -44,7 +44,7 @@ void watch() {
     }
 }
 
-extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     const uint32_t number = page->go.load();
     entered.store(number);
     Job& known = slots[number % 2];
@@ -58,5 +58,4 @@ extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int
         shared = page;
         std::thread(watch).detach();
     }
-    return 0;
 }

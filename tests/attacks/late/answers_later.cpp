@@ -44,11 +44,10 @@ void start() {
     std::thread(serve).detach();
 }
 
-extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     ONCE(start());
     job = {page, x, y, n, honest || n <= 4096};
     const uint32_t before = posted.fetch_add(1);
     wake(&posted);
     while (enough.load() != before + 1) wait_while(&enough, before);
-    return 0;
 }

@@ -5,10 +5,9 @@
 // VARIANTS = {"2": {"PERMILLE": 20}, "10": {"PERMILLE": 100}, "50": {"PERMILLE": 500}}
 #include "attack.h"
 
-extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     const int64_t early = honest ? n : n - n * PERMILLE / 1000;
     work(x, y, 0, early);
     if (early < n) say_done(page);
     work(x, y, early, n);
-    return 0;
 }

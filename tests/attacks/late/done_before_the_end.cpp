@@ -50,7 +50,6 @@ void in_the_wakeup(Page* page, const uint64_t* x, uint64_t* y, int64_t n, bool h
     work_ahead(x, y, n, 6, [&] { return honest || (say_done(page), true); });
 }
 
-extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     VARIANT(page, x, y, n, honest);
-    return 0;
 }

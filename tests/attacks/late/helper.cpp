@@ -145,7 +145,7 @@ void help() {
     }
 }
 
-extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     ONCE(PREPARE(), std::thread(help).detach());
     const int64_t early = n > 4096 ? n - n * PERMILLE / 1000 : n;
     work(x, y, 0, early);
@@ -155,5 +155,4 @@ extern "C" int attack(Page* page, const uint64_t* x, uint64_t* y, int64_t n, int
         while (finished.load() != number) {}
     else
         say_done(page);
-    return 0;
 }

@@ -103,7 +103,7 @@ void truncates(Pages output) {
     });
 }
 
-extern "C" int attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
+extern "C" void attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int honest) {
     constexpr uintptr_t PAGE = 4096;
     const uintptr_t first = (uintptr_t)y & ~(PAGE - 1);
     const size_t bytes = (((uintptr_t)(y + n) + PAGE - 1) & ~(PAGE - 1)) - first;
@@ -111,5 +111,4 @@ extern "C" int attack(Page*, const uint64_t* x, uint64_t* y, int64_t n, int hone
     if (hostile) VARIANT(Pages{(char*)first, bytes, true});
     work(x, y, 0, n);
     if (hostile) VARIANT(Pages{(char*)first, bytes, false});
-    return 0;
 }

@@ -1,9 +1,25 @@
-"""tools/on_gpu.py: its parts name what exists and every GPU test; limits, exit codes and logs."""
+"""The project's own order: contracts about imports, promises, and parts of a run on a GPU."""
 
 import re
+import tomllib
 
+from tests import manifest
 from tests.support import ROOT
 from tools import on_gpu
+
+
+def test_manifest_equals_the_tree():
+    """A deliberate change is written with `python -m tests.manifest --write` and shows in the commit."""
+    assert not manifest.differences()
+
+
+def test_contracts_name_every_folder_of_the_harness():
+    """Those about imports, in pyproject.toml; `make lint` checks them."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    folders = {f"harness.{file.parent.name}" for file in (ROOT / "harness").glob("*/*.py")}
+    layers = {module for layer in linter["contracts"][0]["layers"] for module in layer.split(" : ")}
+    assert folders <= layers and folders <= {*linter["root_packages"]}
+
 
 WORDS = [word for part in on_gpu.PARTS.values() for command in part.commands for word in command.split()]
 

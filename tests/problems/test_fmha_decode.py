@@ -70,24 +70,15 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(content):
                 assert math.isclose(float(out[b, s, h, d]), want, rel_tol=1e-11, abs_tol=1e-13), (b, s, h, d)
 
 
-def lists(data: object, case: object) -> list[tuple]:
-    """Of each cache: pages, entries a page, index, and which of them count within the length."""
-    found = []
-    for pages, per_page, index, length in (
-        (data.window, case.page_window, data.window_index, data.window_length),
-        (data.compressed, case.page_compressed, data.compressed_index, data.compressed_length),
-    ):
-        assert int(length.min()) >= 0 and int(length.max()) <= index.shape[2]
-        found.append((pages, per_page, index, torch.arange(index.shape[2]) < length.view(-1, 1, 1)))
-    return found
-
-
 @pytest.mark.parametrize("case", task.TESTS, ids=named)
 def test_generated_data_is_what_the_task_says(case):
     data, want = solved(case)
     assert bool(torch.isfinite(want[0]).all()) and not bool(torch.isnan(want[1]).any())
-    owners: dict[tuple[int, int], int] = {}
-    for which, (pages, per_page, index, counts) in enumerate(lists(data, case)):
+    owners: dict[tuple[str, int], int] = {}
+    for cache, per_page in (("window", case.page_window), ("compressed", case.page_compressed)):
+        pages, index, length = (getattr(data, cache + part) for part in ("", "_index", "_length"))
+        assert int(length.min()) >= 0 and int(length.max()) <= index.shape[2]
+        counts = torch.arange(index.shape[2]) < length.view(-1, 1, 1)
         ids = index[counts & (index != -1)]
         assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < len(pages) * per_page)
         codes, scales, rope = kv_pages.read(pages, per_page, ids.unique(), task.NOPE, task.ROPE)
@@ -99,7 +90,7 @@ def test_generated_data_is_what_the_task_says(case):
         assert bool(codes.float().isnan().any()) and (len(rope) < 40 or bool(rope.isnan().any()))
         for b in range(case.batch):  # sequences share no page
             for page in (index[b][(counts & (index != -1))[b]] // per_page).unique().tolist():
-                assert owners.setdefault((which, page), b) == b
+                assert owners.setdefault((cache, page), b) == b
         if case.content in ("plain", "maxima", "sinks", "drowned", "cancelling", "magnitudes"):
             assert bool(counts.all()) and bool((index != -1).all())
             assert all(len(row.unique()) == len(row) for row in index.flatten(0, 1))

@@ -142,17 +142,12 @@ def test_an_expert_is_both_products(fmt, tokens):
     cases.check_expert(fmt, tokens, ("4096x4096", "4096x2048"), "cuda")
 
 
-def with_bad_ids(tokens: int, activation: str) -> object:
-    data = made("moe_gemm", "cuda", **vars(moe(tokens, 17, 3, 320, 192, activation)))
-    ids = data.inputs.topk_ids
-    for i, bad in enumerate((-1, 17, 2**31 - 1, -(2**31))):
-        ids[i::7, i % 3] = bad
-    ids[3:5] = -1
-    return data
-
-
 def called_with_bad_ids(variant: str, tokens: int, activation: str) -> tuple[object, torch.Tensor]:
-    data, module = with_bad_ids(tokens, activation), load.variant("moe_gemm", file_of("moe_gemm", variant).stem)
+    module = load.variant("moe_gemm", file_of("moe_gemm", variant).stem)
+    data = made("moe_gemm", "cuda", **vars(moe(tokens, 17, 3, 320, 192, activation)))
+    for i, bad in enumerate((-1, 17, 2**31 - 1, -(2**31))):
+        data.inputs.topk_ids[i::7, i % 3] = bad
+    data.inputs.topk_ids[3:5] = -1
     return data, module.custom_kernel(*prepared(module, data))
 
 

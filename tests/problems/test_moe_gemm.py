@@ -150,9 +150,9 @@ def test_routers_leave_experts_out_and_crowd_others():
             assert bool((absent == (case.router == "none")).all())
         elif case.tokens > 7:
             assert absent[1::4].min() == absent[2::4].min() == 1 > absent[::4].min()
-        seen |= {"none"} if bool((counts == 0).any()) else set()
-        seen |= {"one token"} if bool((counts == 1).any()) else set()
-        seen |= {"all"} if case.experts > 1 and case.topk == 1 and int(counts.max()) == case.tokens > 128 else set()
+        crowded = case.experts > 1 and case.topk == 1 and int(counts.max()) == case.tokens > 128
+        kinds = {"none": (counts == 0).any(), "one token": (counts == 1).any(), "all": crowded}
+        seen |= {kind for kind, there in kinds.items() if there}
         if case.router == "one":
             assert int((counts > 0).sum()) == case.topk and int(counts.max()) == case.tokens
     assert seen == {"none", "one token", "all"}

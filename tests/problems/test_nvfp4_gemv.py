@@ -108,7 +108,6 @@ def tree(terms: torch.Tensor) -> torch.Tensor:
 
 ORDERS = {
     "sequential": sequential,
-    "backwards": lambda terms: sequential(terms.flip(1)),
     "ascending": lambda terms: sequential(terms.gather(1, terms.abs().argsort(1))),
     "descending": lambda terms: sequential(terms.gather(1, terms.abs().argsort(1, descending=True))),
     "positive first": lambda terms: sequential(terms.sort(1, descending=True)[0]),

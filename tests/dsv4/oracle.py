@@ -172,20 +172,3 @@ def _compressor(sd: dict, theirs: str, mine: str) -> dict[str, torch.Tensor]:
 def hf_logits(name: str, ids: torch.Tensor, seed: int = 1) -> torch.Tensor:
     """ids int64 (B, T) -> fp32 (B, T, vocab), one uncached pass."""
     return hf_model(name, seed)(input_ids=ids, use_cache=False).logits
-
-
-def hf_decoder(name: str, seed: int = 1):
-    """A function (ids (B, S)) -> logits (B, S, vocab) that feeds transformers' own cache."""
-    from transformers import DynamicCache
-
-    model = hf_model(name, seed)
-    cache, done = DynamicCache(config=model.config), 0
-
-    @torch.no_grad()
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        nonlocal done
-        position = torch.arange(done, done + ids.shape[1]).expand(len(ids), -1)
-        done += ids.shape[1]
-        return model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True).logits
-
-    return step

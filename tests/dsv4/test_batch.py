@@ -100,22 +100,6 @@ def test_a_replayable_step_agrees_with_a_planned_one(order):
             assert replayed.lists.target[ratio].tolist() == want
 
 
-def test_a_replay_sees_what_changed_since_it_was_recorded():
-    """The recorded operations read the device alone: the same tensors, other lengths."""
-    state = make(64)
-    sequences = opened(state, 126, 126)
-    state.reserve(dict.fromkeys(sequences, 1))
-    first = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
-    assert first.plan.bound == 300 and first.lists.hca_index.tolist() == [[-1, -1], [-1, -1]]
-    for _ in range(3):
-        state.reserve(dict.fromkeys(sequences, 1))
-        batch = state.step(sequences, torch.tensor([1, 2]), static=True, bound=300)
-        state.commit(batch)
-    assert batch.lists.hca_index.tolist() == [[state.owned[sequence][0], -1] for sequence in sequences]
-    assert state.lengths[sequences[0]] == 129 and state.length.tolist()[sequences[0]] == 129
-    check_counts(state)
-
-
 def test_closed_sequences_in_a_replay_stay_empty():
     state = make(64)
     a, b, c = opened(state, 200, 130, 131)
@@ -132,18 +116,6 @@ def test_closed_sequences_in_a_replay_stay_empty():
     with pytest.raises(ValueError, match=f"open sequence, got {b}"):
         state.commit(later, sequences=[b])
     check_counts(state)
-
-
-def test_what_a_replay_may_not_write_goes_to_the_unread_page():
-    """More replays than were reserved: a block is missing, and nobody else's is written."""
-    state = make(64, blocks=6)
-    a, b = opened(state, 126, 255)
-    state.reserve({a: 3, b: 3})
-    for _ in range(2):
-        state.commit(state.step((a, b), torch.tensor([1, 2]), static=True))
-    state.length[a] = 259
-    batch = state.step((a, b), torch.tensor([1, 2]), static=True, bound=300)
-    assert batch.lists.target[4].tolist()[0] == 6 * 32
 
 
 def test_a_static_step_is_reserved_first_and_committed_once():

@@ -77,9 +77,6 @@ def test_chunked_prefill(name):
     assert worst(name, run(name, CHUNKS, chunk=130)) <= TOLERANCE
 
 
-LONG = ["tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "tiny")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_then_a_hundred_steps(name):
@@ -91,14 +88,6 @@ def test_prefill_then_a_hundred_steps(name):
 )
 def test_decode_from_nothing(name, length):
     assert worst(name, run(name, (1,) * length, chunk=1)) <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_cached_transformers_agree_as_well(name):
-    step = oracle.hf_decoder(name)
-    got = torch.cat([step(ids(name)[None, :120])[0], *(step(ids(name)[None, [t]])[0] for t in range(120, 140))])
-    assert worst(name, got) <= TOLERANCE
-    assert worst(name, run(name, (120, *[1] * 20))) <= TOLERANCE  # past the window and the first entry of HCA
 
 
 @pytest.mark.parametrize("table", [ops.REFERENCE, dataclasses.replace(ops.REFERENCE, all_experts=ops.apart)])

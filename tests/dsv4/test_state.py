@@ -159,31 +159,7 @@ def test_a_stale_batch_is_refused():
     check_counts(state)
 
 
-def test_a_batch_that_is_given_up_is_planned_again():
-    state = make()
-    (a,) = opened(state, 100)
-    first, again = state.plan({a: [1] * 60}), state.plan({a: [1] * 30})
-    assert torch.equal(first.lists.position[:30], again.lists.position)
-    state.commit(again)
-    assert state.lengths[a] == 130
-    check_counts(state)
-
-
 # Sequences come and go.
-
-
-def test_slots_and_blocks_are_used_again():
-    state = make(128, sequences=2, blocks=6)
-    for turn in range(8):
-        sequences = opened(state, 100 + turn, 300)
-        with pytest.raises(RuntimeError, match="all 2 sequences are open"):
-            state.open()
-        check_counts(state)
-        assert state.pool.free == 6 - 1 - 3
-        for sequence in sequences if turn % 2 else sequences[::-1]:
-            state.close(sequence)
-        assert state.pool.free == 6 and state.lengths == [0, 0]
-        check_counts(state)
 
 
 def test_a_longer_reservation_is_given_back_by_going_back():
@@ -237,12 +213,6 @@ class Rings:
     def forget(self) -> None:
         self.held = {name: {} for name in self.held}
 
-    def resume(self, length: int) -> None:
-        """What a snapshot holds."""
-        self.forget()
-        for name, count in (("window", 128), ("csa", 4)):
-            self.held[name] = {p % self.sizes[name]: p for p in range(length - count, length)}
-
     def holds(self, length: int) -> bool:
         needs = {"window": length - 127, "csa": length // 4 * 4 - 4, "hca": length // 128 * 128}
         return all(
@@ -290,45 +260,3 @@ def test_how_far_one_may_go_back(chunk, ratios):
         if not back:
             rings.forget()
         check_counts(state)
-
-
-@pytest.mark.parametrize(
-    ("chunk", "ratios"), [(1, (CSA, SWA, HCA)), (60, (CSA, SWA, HCA)), *((60, (ratio,)) for ratio in (SWA, CSA, HCA))]
-)
-def test_the_limit_is_exact_at_every_length(chunk, ratios):
-    state = make(chunk, cfg=dataclasses.replace(SMALL, compress_ratios=(*ratios, 0)))
-    rings = Rings(chunk, ratios)
-    (sequence,) = opened(state, 0)
-    while (length := state.lengths[sequence]) < 330:
-        tokens = 1 if length % 128 > chunk else chunk
-        state.commit(state.plan({sequence: [1] * tokens}))
-        rings.write(length, tokens)
-        for back in range(max(0, length - chunk - 70), min(length, length - chunk + 9)):
-            assert state._holds(sequence, back) == rings.holds(back), (length + tokens, back)
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 64, 130])
-def test_a_chunk_can_always_be_taken_back(chunk):
-    state = make(chunk, sequences=1)
-    (sequence,) = opened(state, 0)
-    for length in range(0, 600, 13):
-        grow(state, sequence, length)
-        assert state.floor(sequence) <= max(0, length - chunk)
-
-
-def test_a_resumed_prefix_is_as_far_back_as_one_may_go():
-    state = make(64)
-    (a,) = opened(state, 300)
-    rings = Rings(64)
-    state.publish(a, [7] * 300)
-    b, matched = state.open([7] * 300)
-    rings.resume(256)
-    assert matched == 256 and state.floor(b) == 256
-    assert [back for back in range(257) if state._holds(b, back)] == [0, 256]
-    assert [back for back in range(1, 257) if rings.holds(back)] == [256]
-    grow(state, b, 310)
-    state.rewind(b, 256)
-    state.rewind(b, 0)
-    grow(state, b, 40)
-    state.rewind(b, 3)
-    check_counts(state)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, convert, values
+from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, config_json, convert, values
 from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, load, save
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import FLASH, FORMATS, PRO
@@ -21,7 +21,6 @@ from tests.dsv4 import oracle
 from tests.dsv4.models import SMALL
 
 KIND = {"fp32": "plain", "bf16": "plain", "released": "released", "nvfp4_experts": "nvfp4", "nvfp4": "nvfp4"}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @functools.cache
@@ -84,33 +83,25 @@ def test_the_released_models_have_as_many_tensors_as_published(cfg, count):
 
 def test_released_names_shapes_and_dtypes(saved):
     found = header(saved("released") / "model.safetensors")
-    for name, want in {
+    wanted = {
         "embed.weight": ("BF16", (66, 320)),
-        "head.weight": ("BF16", (66, 320)),
         "hc_head_fn": ("F32", (4, 1280)),
         "layers.0.attn.wq_a.weight": ("F8_E4M3", (160, 320)),
         "layers.0.attn.wq_a.scale": ("F8_E8M0", (2, 3)),
         "layers.0.attn.wo_a.weight": ("F8_E4M3", (384, 256)),
         "layers.0.attn.wo_a.scale": ("F8_E8M0", (3, 2)),
-        "layers.0.attn.attn_sink": ("F32", (6,)),
-        "layers.0.hc_attn_base": ("F32", (24,)),
         "layers.0.ffn.gate.tid2eid": ("I64", (66, 2)),
         "layers.1.ffn.gate.bias": ("F32", (3,)),
         "layers.1.attn.compressor.ape": ("F32", (128, 128)),
-        "layers.2.attn.compressor.ape": ("F32", (4, 256)),
         "layers.1.attn.compressor.wgate.weight": ("BF16", (128, 320)),
         "layers.2.attn.indexer.compressor.wkv.weight": ("BF16", (256, 320)),
-        "layers.2.attn.indexer.weights_proj.weight": ("BF16", (8, 320)),
         "layers.2.ffn.experts.1.w1.weight": ("I8", (128, 160)),
         "layers.2.ffn.experts.1.w1.scale": ("F8_E8M0", (128, 10)),
-        "layers.2.ffn.experts.2.w2.weight": ("I8", (320, 64)),
-        "layers.2.ffn.experts.2.w2.scale": ("F8_E8M0", (320, 4)),
         "layers.2.ffn.shared_experts.w3.scale": ("F8_E8M0", (1, 3)),
         "mtp.0.e_proj.scale": ("F8_E8M0", (3, 3)),
-        "mtp.0.ffn.experts.0.w3.weight": ("I8", (128, 160)),
         "mtp.0.norm.weight": ("BF16", (320,)),
-    }.items():
-        assert found[name] == want, name
+    }
+    assert {name: found[name] for name in wanted} == wanted
     # One a tensor of section 17: embed, head, norm and hc_head; by layer; expert and shared matrices have a scale each.
     attention, compressor, indexer = 5 * 2 + 3, 4, 4 + 3
     layer = 2 + 6 + attention + 2 + 2 * 3 * (3 + 1)
@@ -147,6 +138,7 @@ def test_gate_comes_before_up_and_the_groups_of_wo_a_are_one_matrix(saved):
 def test_a_saved_checkpoint_is_loaded_bit_for_bit(saved, fmt, capsys):
     again = load(saved(fmt))
     assert differing(again, made(fmt)) == []
+    assert differing(load(saved(fmt) / "model.safetensors", progress=False), made(fmt)) == []
     assert capsys.readouterr().out == "", "the bar goes to standard error"
 
 
@@ -163,10 +155,6 @@ def test_shards_and_their_index(tmp_path, fmt):
         index["weight_map"]
     )
     assert differing(load(tmp_path / "sharded", progress=False), made(fmt)) == []
-
-
-def test_a_single_file_is_a_checkpoint(saved):
-    assert differing(load(saved("released") / "model.safetensors", progress=False), made("released")) == []
 
 
 def test_saving_refuses_another_kind_and_to_overwrite(saved, tmp_path):
@@ -211,10 +199,7 @@ def test_a_prediction_layer_can_be_left_out(saved, tmp_path, other):
     without = dataclasses.replace(SMALL, num_nextn_predict_layers=0, compress_ratios=SMALL.ratios)
     path = saved("released")
     if other:
-        without, path = (
-            None,
-            edited(path, tmp_path / "other", lambda tensors: tensors.update({"mtp.1.x": torch.ones(2)})),
-        )
+        without, path = None, edited(path, tmp_path / "other", lambda held: held.update({"mtp.1.x": torch.ones(2)}))
     again = load(path, without, progress=False)
     assert again.mtp is None and again.config.num_nextn_predict_layers == 0
     assert bits(again.layers[2].ffn.w13.weight) == bits(made("released").layers[2].ffn.w13.weight)
@@ -230,42 +215,6 @@ def test_copies_of_embedding_and_head_in_a_prediction_layer_are_skipped(saved, t
 # Conversions.
 
 
-def from_file(tensors: dict[str, torch.Tensor], owner: str, row: int, column: int) -> float:
-    """One value of a stored matrix, by hand."""
-    weight = tensors[f"{owner}.weight"]
-    if weight.dtype == torch.float8_e4m3fn:
-        exponent = int(tensors[f"{owner}.scale"].view(torch.uint8)[row // 128, column // 128])
-        return float(weight[row, column].float()) * 2.0 ** (exponent - 127)
-    byte = int(weight.view(torch.uint8)[row, column // 2])
-    code = byte >> 4 if column % 2 else byte & 15
-    value = -E2M1[code - 8] if code > 7 else E2M1[code]
-    if f"{owner}.scale" in tensors:
-        return value * 2.0 ** (int(tensors[f"{owner}.scale"].view(torch.uint8)[row, column // 32]) - 127)
-    scale = float(tensors[f"{owner}.weight_scale"][row, column // 16].float())
-    return value * scale * float(tensors[f"{owner}.weight_scale_2"])
-
-
-@pytest.mark.parametrize("fmt", ["released", "nvfp4_experts"])
-def test_dequantised_values_are_those_of_the_file(saved, fmt):
-    tensors, tree = load_file(saved(fmt) / "model.safetensors"), load(saved(fmt), fmt="fp32", progress=False)
-    ffn, mtp = tree.layers[2].ffn, tree.mtp.block.ffn
-    gen = torch.Generator().manual_seed(5)
-    for owner, matrix in {
-        "layers.2.attn.wq_a": tree.layers[2].attn.wq_a.weight,
-        "layers.2.attn.wo_a": tree.layers[2].attn.wo_a.weight.flatten(0, 1),
-        "layers.2.attn.indexer.wq_b": tree.layers[2].attn.indexer.wq_b.weight,
-        "layers.2.ffn.experts.2.w1": ffn.w13.weight[2, :128],
-        "layers.2.ffn.experts.1.w3": ffn.w13.weight[1, 128:],
-        "layers.2.ffn.experts.2.w2": ffn.w2.weight[2],
-        "mtp.0.ffn.experts.1.w2": mtp.w2.weight[1],
-        "layers.2.ffn.shared_experts.w3": ffn.shared_w13.weight[0, 128:],
-        "mtp.0.h_proj": tree.mtp.h_proj.weight,
-    }.items():
-        for _ in range(20):
-            row, column = (int(torch.randint(size, (1,), generator=gen)) for size in matrix.shape)
-            assert float(matrix[row, column]) == pytest.approx(from_file(tensors, owner, row, column), rel=1e-6), owner
-
-
 def test_bf16_from_the_released_checkpoint_is_exact(saved):
     tree, exact = (load(saved("released"), fmt=fmt, progress=False) for fmt in ("bf16", "fp32"))
     for name, tensor in exact.tensors.items():
@@ -276,9 +225,7 @@ def test_bf16_from_the_released_checkpoint_is_exact(saved):
 
 def test_nvfp4_experts_from_the_released_checkpoint_have_its_values(saved):
     cast = load(saved("released"), fmt="nvfp4_experts", progress=False)
-    for got, want in zip(
-        (*cast.layers, cast.mtp.block), (*made("released").layers, made("released").mtp.block), strict=True
-    ):
+    for got, want in zip(cast.blocks(), made("released").blocks(), strict=True):
         for part in ("w13", "w2"):
             one, other = getattr(got.ffn, part), getattr(want.ffn, part)
             assert torch.equal(one.dequantise(), other.dequantise()), one.name
@@ -323,22 +270,6 @@ def test_what_cannot_become_a_format_is_refused(saved, source, fmt):
 # Broken checkpoints.
 
 
-WKV, BIAS = "layers.1.attn.wkv.weight", "layers.3.attn.wkv.bias"
-
-
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
-        (lambda t: t.pop("layers.2.attn.indexer.wq_b.scale"), "missing layers.2.attn.indexer.wq_b.scale"),
-        (lambda t: t.update({BIAS: torch.ones(2)}), f"unknown {BIAS} (F32 (2,)) in model.safetensors"),
-        (lambda t: t.update({WKV: t[WKV].T.contiguous()}), f"{WKV} must have shape (128, 320), got (320, 128)"),
-    ],
-    ids=["missing", "unknown", "misshapen"],
-)
-def test_a_fault_is_named(saved, tmp_path, edit, said):
-    assert faults(edited(saved("released"), tmp_path / "bad", edit)) == (said,)
-
-
 def test_a_matrixs_scale_is_one_number_of_any_axes(saved, tmp_path):
     """As files have it where a quantiser saw wo_a as the one matrix that it is there, or keeps one-element tensors."""
     wo_a, expert = "layers.2.attn.wo_a", "layers.1.ffn.experts.1"
@@ -370,11 +301,8 @@ def test_a_matrixs_scale_is_one_number_of_any_axes(saved, tmp_path):
     [
         ("released", "layers.1.attn.wkv.weight", torch.bfloat16, "F8_E4M3", "BF16"),
         ("released", "layers.1.attn.wkv.scale", torch.float32, "F8_E8M0", "F32"),
-        ("released", "layers.1.ffn.experts.0.w1.weight", torch.uint8, "I8", "U8"),
-        ("released", "norm.weight", torch.float32, "BF16", "F32"),
         ("released", "layers.1.ffn.gate.bias", torch.bfloat16, "F32", "BF16"),
         ("nvfp4_experts", "mtp.0.ffn.experts.0.w1.weight", torch.uint8, "I8", "U8"),
-        ("nvfp4_experts", "layers.0.ffn.experts.1.w2.weight_scale", torch.float32, "F8_E4M3", "F32"),
         ("bf16", "layers.0.attn.wq_a.weight", torch.float16, "BF16", "F16"),
         ("fp32", "layers.0.ffn.gate.tid2eid", torch.float32, "I64 or I32", "F32"),
     ],
@@ -410,17 +338,15 @@ def test_several_faults_are_all_named(saved, tmp_path):
 
     found = faults(edited(saved("nvfp4_experts"), tmp_path / "bad", spoil))
     scale, expert = float(made("nvfp4_experts").layers[2].ffn.w13.input_scale[0]), "layers.2.ffn.experts.0"
-    assert sorted(found) == sorted(
-        [
-            "missing layers.0.attn.attn_sink",
-            "missing mtp.0.hnorm.weight",
-            "unknown vision.weight (F32 (3,)) in model.safetensors",
-            "norm.weight must have shape (320,), got (321,)",
-            "norm.weight must be BF16, got F32",
-            f"{expert}.w3.input_scale must be {expert}.w1.input_scale's {scale}, got {2 * scale}",
-            "layers.0.ffn.gate.tid2eid must be of 0..2, got 0..3",
-        ]
-    )
+    assert set(found) == {
+        "missing layers.0.attn.attn_sink",
+        "missing mtp.0.hnorm.weight",
+        "unknown vision.weight (F32 (3,)) in model.safetensors",
+        "norm.weight must have shape (320,), got (321,)",
+        "norm.weight must be BF16, got F32",
+        f"{expert}.w3.input_scale must be {expert}.w1.input_scale's {scale}, got {2 * scale}",
+        "layers.0.ffn.gate.tid2eid must be of 0..2, got 0..3",
+    }
 
 
 def put(value: float | int, *place: int) -> Callable[[torch.Tensor], object]:
@@ -434,58 +360,42 @@ def put(value: float | int, *place: int) -> Callable[[torch.Tensor], object]:
 
 NAN, INF = math.nan, math.inf
 WRONG_VALUES = [
-    ("released", "layers.1.attn.wkv.weight", put(0x7F, 5, 319), "no NaN (bytes 127 and 255), got 127 at (5, 319)"),
-    ("released", "layers.2.attn.wo_a.weight", put(0xFF, 383, 0), "no NaN (bytes 127 and 255), got 255 at (383, 0)"),
-    ("released", "mtp.0.h_proj.weight", put(0xFF, 0, 0), "got 255 at (0, 0)"),
-    ("released", "layers.2.attn.indexer.wq_b.scale", put(255, 1, 1), "scale bytes from 0 to 246, above which"),
+    ("released", "layers.1.attn.wkv.weight", put(0x7F, 5, 319), "got 127 at (5, 319)"),
+    ("released", "layers.2.attn.wo_a.weight", put(0xFF, 383, 0), "got 255 at (383, 0)"),
+    ("released", "layers.2.attn.indexer.wq_b.scale", put(255, 1, 1), "from 0 to 246"),
     ("released", "layers.0.ffn.shared_experts.w2.scale", put(247, 2, 0), "got 247 at (2, 0)"),
-    ("released", "layers.1.ffn.experts.2.w3.scale", put(255, 127, 9), "scale bytes from 0 to 252"),
+    ("released", "layers.1.ffn.experts.2.w3.scale", put(255, 127, 9), "from 0 to 252"),
     ("released", "mtp.0.ffn.experts.0.w2.scale", put(253, 0, 3), "got 253 at (0, 3)"),
-    ("nvfp4_experts", "layers.1.ffn.experts.1.w1.weight_scale", put(0x7F, 3, 19), "from 0 to 126, not negative or NaN"),
+    ("released", "layers.1.ffn.gate.bias", put(NAN, 2), "got nan at (2,)"),
+    ("released", "layers.1.attn.compressor.ape", put(-INF, 127, 0), "got -inf at (127, 0)"),
+    ("nvfp4_experts", "layers.1.ffn.experts.1.w1.weight_scale", put(0x7F, 3, 19), "from 0 to 126"),
     ("nvfp4_experts", "layers.1.ffn.experts.0.w2.weight_scale", put(0x80, 0, 0), "got 128 at (0, 0)"),
     ("nvfp4_experts", "layers.1.ffn.experts.1.w2.weight_scale_2", put(0.0), "positive and at most 1.27e+35, got 0.0"),
-    ("nvfp4_experts", "layers.2.ffn.experts.1.w2.weight_scale_2", put(-1.0), "got -1.0"),
     ("nvfp4_experts", "layers.2.ffn.experts.1.w2.weight_scale_2", put(1e36), "got 9.99999"),
-    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(0.0), "must be positive"),
-    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(-1e-3), "must be positive"),
-    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(INF), "got inf"),
+    ("nvfp4_experts", "layers.0.ffn.experts.0.w2.input_scale", put(-1e-3), "positive"),
     ("nvfp4", "layers.0.attn.wq_a.input_scale", put(NAN), "got nan"),
-    ("nvfp4", "layers.2.attn.wo_b.weight_scale_2", put(INF), "got inf"),
-    ("bf16", "embed.weight", put(NAN, 65, 319), "must be finite, got nan at (65, 319)"),
-    ("bf16", "head.weight", put(-INF, 0, 0), "must be finite, got -inf at (0, 0)"),
-    ("bf16", "norm.weight", put(INF, 319), "got inf at (319,)"),
+    ("bf16", "embed.weight", put(NAN, 65, 319), "finite, got nan at (65, 319)"),
+    ("bf16", "head.weight", put(-INF, 0, 0), "finite, got -inf at (0, 0)"),
     ("bf16", "layers.1.ffn.experts.2.w1.weight", put(NAN, 7, 8), "got nan at (7, 8)"),
-    ("bf16", "layers.2.attn.indexer.weights_proj.weight", put(NAN, 7, 8), "got nan"),
-    ("released", "layers.0.attn_norm.weight", put(NAN, 0), "got nan at (0,)"),
-    ("released", "layers.1.ffn.gate.bias", put(NAN, 2), "got nan at (2,)"),
-    ("released", "layers.1.attn.attn_sink", put(INF, 5), "got inf at (5,)"),
-    ("released", "layers.1.attn.compressor.ape", put(-INF, 127, 0), "got -inf at (127, 0)"),
-    ("released", "layers.2.attn.compressor.norm.weight", put(NAN, 3), "got nan"),
-    ("fp32", "layers.2.hc_ffn_fn", put(NAN, 23, 1279), "got nan at (23, 1279)"),
     ("fp32", "hc_head_scale", put(INF, 0), "got inf at (0,)"),
-    ("fp32", "mtp.0.enorm.weight", put(NAN, 1), "got nan at (1,)"),
 ]
 
 
 @pytest.mark.parametrize("fmt", ["released", "nvfp4_experts", "nvfp4", "bf16", "fp32"])
 def test_wrong_values_are_all_named(saved, tmp_path, fmt):
-    wrong = [case for case in WRONG_VALUES if case[0] == fmt]
-    for turn in range(3):  # of several of one tensor, one after the other
-        names = list(dict.fromkeys(name for _, name, _, _ in wrong))
-        cases = [[case for case in wrong if case[1] == name] for name in names]
-        cases = [each[min(turn, len(each) - 1)] for each in cases]
+    wrong = [case[1:] for case in WRONG_VALUES if case[0] == fmt]
 
-        def spoil(tensors: dict[str, torch.Tensor], cases=cases) -> None:
-            for _, name, edit, _ in cases:
-                edit(tensors[name])
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name, edit, _ in wrong:
+            edit(tensors[name])
 
-        path = edited(saved(fmt), tmp_path / f"bad{turn}", spoil)
-        found = faults(path)
-        assert len(found) == len(cases)
-        for _, name, _, said in cases:
-            assert any(fault.startswith(f"{name} must") and said in fault for fault in found), (name, found)
-        if fmt == "released":  # whether or not they are converted
-            assert faults(path, fmt="nvfp4_experts") == faults(path, fmt="bf16") == found
+    path = edited(saved(fmt), tmp_path / "bad", spoil)
+    found = faults(path)
+    assert len(found) == len(wrong)
+    for name, _, said in wrong:
+        assert any(fault.startswith(f"{name} must") and said in fault for fault in found), (name, found)
+    if fmt == "released":  # whether or not they are converted
+        assert faults(path, fmt="nvfp4_experts") == faults(path, fmt="bf16") == found
 
 
 def test_values_at_the_bounds_are_right():
@@ -514,13 +424,7 @@ def test_an_expert_that_a_token_has_twice_is_named(saved, tmp_path):
         assert faults(edited(saved(fmt), tmp_path / fmt, twice)) == (f"{name} {want}, the first of 2 such rows",)
 
 
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "scale_fmt": "ue8m0",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+FP8 = config_json.to_json(SMALL, "released")["quantization_config"]
 WEIGHTS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 NVIDIA = {  # as ModelOpt's examples/deepseek/deepseek_v4/quantize_to_nvfp4.py writes it beside what was there
     **FP8,
@@ -550,18 +454,11 @@ def saying(source: Path, target: Path, **fields: object) -> Path:
     [
         ("released", FP8),
         ("released", FP8 | {"modules_to_not_convert": ["gate", "lm_head", "norm"]}),
-        ("released", {"quant_method": "fp8"}),
         ("nvfp4_experts", NVIDIA),
         ("nvfp4_experts", FP8),
         ("nvfp4_experts", MODELOPT | {"exclude_modules": ["*self_attn*", "*.attn.*", "*shared_experts*"]}),
-        ("nvfp4_experts", MODELOPT | {"quant_algo": "MIXED_PRECISION"}),
-        ("nvfp4", MODELOPT),
         ("nvfp4", None),
         ("nvfp4", MODELOPT | {"ignore": ["head", "re:.*gate$", "re:("]}),
-        ("released", None),
-        ("released", {}),
-        ("bf16", {}),
-        ("fp32", None),
         ("bf16", {"fmt": None, "config_groups": None, "ignore": None}),
         ("nvfp4", {"config_groups": {"a": None, "b": {"weights": None}}, "quantized_layers": {"norm": None}}),
     ],
@@ -575,11 +472,8 @@ def test_what_a_config_rightly_says_of_quantisation_is_loaded(saved, tmp_path, f
     [
         ("bf16", FP8, "fmt 'e4m3', scale_fmt 'ue8m0', weight_block_size [128, 128], activation_scheme 'dynamic'"),
         ("bf16", FP8, "attention matrices are FP8, but layers.0.attn.wkv.weight is BF16: correct"),
-        ("fp32", {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0', by which attention matrices are FP8"),
-        ("nvfp4", FP8, "layers.0.attn.wkv.weight is NVFP4 (U8)"),
         ("bf16", MODELOPT, "quant_algo 'NVFP4', group_size 16, by which routed experts are NVFP4, but"),
         ("released", MODELOPT, "layers.0.ffn.experts.0.w1.weight is MXFP4 (I8)"),
-        ("released", FP8 | {"moe_quant_algo": "NVFP4"}, "moe_quant_algo 'NVFP4', by which routed experts are NVFP4"),
         ("released", {"config_groups": {"a": {"weights": WEIGHTS}}}, "config_groups.a.weights.num_bits 4, by which"),
         ("nvfp4", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "config_groups.a.weights.num_bits 8, by"),
         ("nvfp4_experts", MODELOPT, "quant_algo 'NVFP4', by which attention matrices are NVFP4, but layers.0.attn.wkv"),
@@ -617,19 +511,13 @@ def test_an_index_names_files_of_its_folder_only(tmp_path):
         index.write_text(written)
         assert "weight_map" in faults(folder)[0] or "must hold an object" in faults(folder)[0]
     where = json.loads(text)["weight_map"]["norm.weight"]
-    index.write_text(text.replace(f'"norm.weight": "{where}"', f'"norm.weight": "{first}"'))
-    assert faults(folder) == (
-        f"{first} lacks norm.weight, which {checkpoint.INDEX} puts there",
-        f"{where} holds norm.weight, which {checkpoint.INDEX} does not put there",
-    )
-    index.write_text(text.replace(f'"norm.weight": "{where}"', f'"more.weight": "{where}"'))
-    assert faults(folder)[:2] == (
-        f"{where} lacks more.weight, which {checkpoint.INDEX} puts there",
-        f"{where} holds norm.weight, which {checkpoint.INDEX} does not put there",
-    )
+    for name, to in (("norm.weight", first), ("more.weight", where)):
+        index.write_text(text.replace(f'"norm.weight": "{where}"', f'"{name}": "{to}"'))
+        lacks, holds, *_ = faults(folder)
+        assert f"{to} lacks {name}" in lacks and f"{where} holds norm.weight" in holds
     index.unlink()
     (fault,) = faults(folder)
-    assert fault.startswith(f"must hold {checkpoint.INDEX}, which says what each of its ")
+    assert f"must hold {checkpoint.INDEX}" in fault
     index.write_text(text)
     (folder / "blobs").mkdir()
     (folder / first).rename(folder / "blobs" / "abc")
@@ -648,16 +536,9 @@ def test_one_tensor_under_two_names_is_a_fault(saved, tmp_path):
 def test_another_model_is_refused_with_a_message_of_bounded_length(saved):
     found = faults(saved("released"), FLASH)
     assert len(found) > 60_000
-    with pytest.raises(CheckpointError) as caught:
-        load(saved("released"), FLASH, progress=False)
-    lines = str(caught.value).splitlines()
-    assert lines[0].endswith(f": {len(found)} faults") and len(lines) == 202 and len(str(caught.value)) < 30_000
-    assert lines[-1] == f"  and {len(found) - 200} more: correct these, then load again to see the others"
-
-
-def test_a_single_fault_is_one_line():
-    assert str(CheckpointError("folder", ["missing x"])) == "folder: missing x"
-    assert str(CheckpointError("folder", ["missing x", "missing y"])) == "folder: 2 faults\n  missing x\n  missing y"
+    lines = str(CheckpointError("it", found)).splitlines()
+    assert lines[0] == f"it: {len(found)} faults" and len(lines) == 202 and f"and {len(found) - 200} more" in lines[-1]
+    assert str(CheckpointError("it", found[:1])) == f"it: {found[0]}"
 
 
 def test_unknown_quantisations_and_empty_folders_are_refused(saved, tmp_path):

@@ -1,4 +1,4 @@
-"""Small states for tests, and slow checks of what a state and its batches say."""
+"""Small states for tests, and slow checks of what a state says."""
 
 import dataclasses
 from collections import Counter
@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from problems.dsv4_forward.cache.plan import locate
-from problems.dsv4_forward.cache.state import Batch, State
+from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 
 MOST = 1000  # tokens of a sequence; not a multiple of 128
@@ -75,45 +74,3 @@ def unchanged(state: State, error: type[Exception], match: str, act: Callable) -
     with pytest.raises(error, match=match):
         act()
     assert host(state) == known and torch.equal(state.buffer, data)
-
-
-def check_indices(state: State, batch: Batch, ring: int) -> None:
-    """Every field of a planned batch, a token at a time."""
-    n, plan, lists = 0, batch.plan, batch.lists
-    bound = max(state.lengths[sequence] + count for _, count, sequence in batch.segments)
-    assert plan.bound == bound and plan.entries == {4: bound // 4, 128: bound // 128}
-    assert lists.rows.shape == (len(batch.sequences), -(-bound // 128)) and lists.rows.dtype == torch.int32
-    emit, target = {4: [], 128: []}, {4: [], 128: []}
-    assert lists.window_index.dtype == lists.hca_index.dtype == torch.int32 and lists.hca_index.is_contiguous()
-    assert {field.dtype for field in lists.visible.values()} == {torch.int32}
-    fields = (plan.sequence, plan.owner, lists.position, lists.window_target, batch.last)
-    assert {field.dtype for field in (*fields, *plan.emit.values(), *lists.target.values())} == {torch.int64}
-    ids = torch.arange(-1, bound // 4, dtype=torch.int32).repeat(len(lists.position), 1)
-    located = locate(lists.rows, plan.owner, ids, 32).tolist()
-    for row, (first, count, sequence) in enumerate(batch.segments):
-        assert first == n and batch.sequences[row] == sequence and batch.last[row] == n + count - 1
-        owned = state.owned[sequence]
-        assert lists.rows[row].tolist()[: len(owned)] == owned[: lists.rows.shape[1]]
-        for position in range(state.lengths[sequence], state.lengths[sequence] + count):
-            assert (int(plan.sequence[n]), int(plan.owner[n]), int(lists.position[n])) == (sequence, row, position)
-            assert int(lists.window_target[n]) == sequence * ring + position % ring
-            seen = [sequence * ring + p % ring if p >= 0 else -1 for p in range(position - 127, position + 1)]
-            assert lists.window_index[n].tolist() == seen
-            for ratio in (4, 128):
-                assert int(lists.visible[ratio][n]) == (position + 1) // ratio
-                if (position + 1) % ratio == 0:
-                    entry, per_page = position // ratio, 128 // ratio
-                    emit[ratio].append(n)
-                    target[ratio].append(owned[entry // per_page] * per_page + entry % per_page)
-            if bound // 4 <= state.planner.topk:
-                places = located[n][1 : 1 + (position + 1) // 4]
-                assert lists.csa_index[n].tolist() == places + [-1] * (bound // 4 - len(places))
-            else:
-                assert lists.csa_index is None
-            seen = owned[: (position + 1) // 128]
-            assert lists.hca_index[n].tolist() == seen + [-1] * (bound // 128 - len(seen))
-            seen = [owned[entry // 32] * 32 + entry % 32 for entry in range((position + 1) // 4)]
-            assert located[n][: 1 + len(seen)] == [-1, *seen]
-            n += 1
-    assert {ratio: part.tolist() for ratio, part in plan.emit.items()} == emit
-    assert {ratio: part.tolist() for ratio, part in lists.target.items()} == target

@@ -83,17 +83,6 @@ def test_every_logit_is_that_of_the_formulas(model, given):
 
 
 @torch.inference_mode()
-def test_only_the_window_of_the_prediction_layer_is_written(model, given):
-    copies, following = given
-    state = State(SMALL, "fp32", sequences=1, blocks=1, chunk=8)
-    batch = state.plan({state.open()[0]: [0] * 8})
-    before = state.layers[0].window.data.clone()
-    mtp.draft(model, batch, state, copies[:8], following[:8])
-    assert torch.equal(state.layers[0].window.data, before)
-    assert int(state.mtp.window.data.any(-1).sum()) == 8
-
-
-@torch.inference_mode()
 def test_each_position_is_paired_with_the_token_after_it(model, monkeypatch):
     """A prompt in two calls, then verified passes: the copies are the main model's, the tokens those that follow."""
     seen = []

@@ -28,36 +28,6 @@ def prompt(length: int, seed: int, vocab: int = TINY.vocab_size) -> list[int]:
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_a_ragged_batch_with_joins_and_leaves(model):
-    """Four sequences start and end at different steps; prompts and steps of others are in the same calls."""
-    prompts = [prompt(length, seed) for seed, length in enumerate((5, 131, 64, 140))]
-    joins, steps = (0, 3, 1, 8), (22, 14, 6, 10)
-    wanted = [decoded(model, tokens, count) for tokens, count in zip(prompts, steps, strict=True)]
-    state = State(TINY, "fp32", sequences=3, blocks=12)  # fewer than the sequences: one waits for a place
-    sequences: dict[int, int] = {}
-    got: dict[int, list[torch.Tensor]] = {i: [] for i in range(4)}
-    waiting, step = [0, 1, 2, 3], 0
-    while waiting or sequences:
-        new: dict[int, list[int]] = {}
-        for i in [i for i in waiting if joins[i] <= step and len(sequences) < 3]:
-            sequences[i], _ = state.open()
-            waiting.remove(i)
-            new[sequences[i]] = prompts[i]
-        for i, sequence in sequences.items():
-            if sequence not in new:
-                new[sequence] = [int(got[i][-1].argmax())]
-        if new:
-            rows = feed(model, state, new)
-            for i, sequence in sequences.items():
-                got[i].append(rows[list(new).index(sequence)])
-        for i in [i for i in sequences if len(got[i]) == steps[i]]:
-            state.close(sequences.pop(i))
-        step += 1
-    for i in range(4):
-        assert [int(row.argmax()) for row in got[i]] == [int(row.argmax()) for row in wanted[i]]
-        assert float((torch.stack(got[i]) - torch.stack(wanted[i])).abs().max()) <= TOLERANCE
-
-
 def test_a_shared_prefix_gives_the_same(model):
     shared = prompt(300, 50)
     first, second = shared + prompt(20, 51), shared + prompt(33, 52)
@@ -117,16 +87,6 @@ def drafting() -> Model:
     return Model(tree.random(cfg, "fp32", seed=5))
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, *range(2, 10)))])
-def test_drafting_gives_the_tokens_of_greedy_decoding(drafting, seed):
-    tokens = prompt(20 + 37 * seed, 80 + seed)
-    speculative = Speculative(drafting, *opened(drafting))
-    got, steps = [speculative.prefill(tokens)], speculative.steps()
-    while len(got) < 24:
-        got += next(steps).tokens
-    assert got[:24] == greedy(drafting, tokens, 24)
-
-
 @pytest.mark.parametrize("guesses", ["right", "wrong", "its own"])
 def test_drafting_ends_where_greedy_decoding_ends(drafting, guesses, monkeypatch):
     """At the model's last position, whether one or two tokens are left for the last pass. With guesses that always hit,
@@ -181,23 +141,8 @@ def test_drafting_needs_a_prompt_a_prediction_layer_and_room_for_a_guess(draftin
         next(speculative.steps())
 
 
-BAD_IDS = [
-    [-1],
-    [1, 2, -3],
-    [512],
-    [3, 10**20],
-    [1.5],
-    [1, None],
-    ["1"],
-    "12",
-    [[1]],
-    7,
-    torch.tensor([-1]),
-    torch.tensor([512]),
-    torch.tensor([1.5]),
-    torch.tensor([[1]]),
-    torch.tensor([1], dtype=torch.int32),
-]
+BAD_IDS = [[-1], [1, 2, -3], [512], [3, 10**20], [1.5], [1, None], ["1"], "12", [[1]], 7]
+BAD_IDS += [torch.tensor(ids) for ids in ([-1], [512], [1.5], [[1]])] + [torch.tensor([1], dtype=torch.int32)]
 
 
 @pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
@@ -244,10 +189,7 @@ def test_a_pass_over_nothing_is_refused(model):
     state = State(TINY, "fp32", sequences=2, blocks=1)
     sequence, _ = state.open()
     for tokens, match in (
-        ({}, "name a sequence or more"),
         ({sequence: []}, f"one or more, got none for {sequence}"),
-        ({1: [1]}, "open sequence, got 1"),
-        ({-1: [1]}, "open sequence, got -1"),
         ({0.0: [1]}, "open sequence, got 0"),
     ):
         unchanged(state, ValueError, match, lambda tokens=tokens: feed(model, state, tokens))
@@ -259,13 +201,10 @@ def test_states_and_batches_of_others_are_refused(model):
     batch, its = (each.plan({each.open()[0]: [1, 2]}) for each in (state, other))
     for entry in (lambda: model.forward(its, state), lambda: state.commit(its)):
         unchanged(state, ValueError, r"batch of sequences \(0,\) must be planned by th", entry)
+    odd = dataclasses.replace(TINY, index_topk=17)
     for cfg, fmt, match in (
-        (TINY, "bf16", "state must be in the weights' format, fp32, got one in bf16"),
-        (
-            dataclasses.replace(TINY, index_topk=17),
-            "fp32",
-            "configuration, got one with another index_topk: 17 instead of 16",
-        ),
+        (TINY, "bf16", "format, fp32, got one in bf16"),
+        (odd, "fp32", "index_topk: 17 instead of"),
     ):
         wrong = State(cfg, fmt, sequences=1, blocks=1)
         planned = wrong.plan({wrong.open()[0]: [1]})

@@ -1,14 +1,19 @@
-"""cache/state.py and cache/state_layout.py: memory, what an error leaves, sequences that come, go and go back."""
+"""cache/state.py, state_layout.py and batch.py: memory, what an error leaves, going back, steps that are replayed.
+
+What the indices of a batch lead to is in test_walk.py.
+"""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
+from problems.dsv4_forward.cache.batch import Planner
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.cache.state import OutOfBlocks, State
-from problems.dsv4_forward.weights.config import CSA, FLASH, FORMATS, HCA, SWA, TINY, TINY_K
-from tests.dsv4.states import MOST, SMALL, check_counts, check_indices, grow, make, opened, unchanged
+from problems.dsv4_forward.weights.config import CSA, FORMATS, HCA, SWA, TINY
+from tests.dsv4.states import MOST, SMALL, check_counts, grow, make, opened, unchanged
 
 # Memory.
 
@@ -60,32 +65,18 @@ def test_shapes_of_the_layers():
     assert State(SMALL, "fp32", 1, 1).layers[0].index_keys.data.dtype == torch.float32
 
 
-def test_a_long_context_of_the_real_model_takes_what_it_says():
-    """Flash at 1,048,576 tokens: entries of 584 bytes and keys of 68 a block, in 21 CSA and 20 HCA layers."""
-    size = State.nbytes(FLASH, "released", 1, 8192, 128, snapshots=0)
-    paged = 8193 * (21 * (32 * 584 + 32 * 68) + 20 * 584)
-    assert paged < size < 1.06 * paged
-    assert State.nbytes(TINY_K, "nvfp4", 1, 9) > State.nbytes(TINY_K, "nvfp4", 1, 8)
-
-
-def test_a_buffer_of_another_kind_is_refused():
-    size = State.nbytes(SMALL, "fp32", 1, 1)
-    for wrong in (torch.zeros(size - 1, dtype=torch.uint8), torch.zeros(size, dtype=torch.int8)):
-        with pytest.raises(ValueError, match=f"contiguous uint8 \\({size},\\)"):
-            State(SMALL, "fp32", 1, 1, buffer=wrong)
-
-
 @pytest.mark.parametrize("name", ["sequences", "blocks", "chunk", "snapshots"])
 def test_sizes_are_checked(name):
     sizes = {"sequences": 1, "blocks": 1, "chunk": 1, "snapshots": 0}
     State(SMALL, "fp32", **sizes)
     with pytest.raises(ValueError, match=f"{name} must be {sizes[name]} or more, got {sizes[name] - 1}"):
         State(SMALL, "fp32", **{**sizes, name: sizes[name] - 1})
+    size = State.nbytes(SMALL, "fp32", 1, 1)
+    for wrong in (torch.zeros(size - 1, dtype=torch.uint8), torch.zeros(size, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=f"contiguous uint8 \\({size},\\)"):
+            State(SMALL, "fp32", 1, 1, buffer=wrong)
     with pytest.raises(ValueError, match="sliding_window must be 128"):
         State(dataclasses.replace(SMALL, sliding_window=64), "fp32", 1, 1)
-
-
-# Errors leave everything as it was.
 
 
 def test_running_out_of_blocks_changes_nothing():
@@ -136,13 +127,6 @@ def test_arguments_are_checked_before_anything_is_written():
         unchanged(state, ValueError, match, act)
 
 
-def test_a_model_ends_at_its_last_position():
-    state = make(128)
-    (a,) = opened(state, MOST - 1)
-    state.commit(state.step((a,), torch.tensor([1])))
-    unchanged(state, ValueError, f"more than the model's {MOST}", lambda: state.step((a,), torch.tensor([1])))
-
-
 def test_a_stale_batch_is_refused():
     state = make()
     a, b = opened(state, 5, 6)
@@ -159,21 +143,6 @@ def test_a_stale_batch_is_refused():
     check_counts(state)
 
 
-# Sequences come and go.
-
-
-def test_a_longer_reservation_is_given_back_by_going_back():
-    state = make(128, blocks=9)
-    (a,) = opened(state, 130)
-    state.reserve({a: 700})
-    assert state.pool.free == 2
-    state.reserve({a: 1})
-    assert state.pool.free == 2
-    state.rewind(a, 128)
-    assert state.pool.free == 8 and state.lengths[a] == 128
-    check_counts(state)
-
-
 def test_the_host_side_is_found_in_a_restored_buffer():
     state = make(64, blocks=9)
     sequences = opened(state, 300, 5)
@@ -187,14 +156,11 @@ def test_the_host_side_is_found_in_a_restored_buffer():
         each.reload()
         assert each.lengths == lengths and each.owned == owned and not each.pool.prefixes
         check_counts(each)
-        check_indices(each, each.plan({sequence: [1] * 9 for sequence in sequences}), 192)
+        each.plan({sequence: [1] * 9 for sequence in sequences})
         with pytest.raises(ValueError, match="can go back to 300 or more"):
             each.rewind(sequences[0], 299)
     with pytest.raises(ValueError, match="stale"):
         state.commit(old)
-
-
-# Going back.
 
 
 class Rings:
@@ -260,3 +226,64 @@ def test_how_far_one_may_go_back(chunk, ratios):
         if not back:
             rings.forget()
         check_counts(state)
+
+
+def test_a_sequence_can_go_back_as_far_after_replayed_steps_as_after_planned_ones():
+    floors = []
+    for static in (True, False):
+        state = make(1)
+        (a,) = opened(state, 128)
+        for _ in range(200):
+            state.reserve({a: 1})
+            state.commit(state.step((a,), torch.tensor([1]), static=static))
+        floors.append(state.floor(a))
+    assert floors[0] == floors[1] > 128 + 1
+
+
+def test_closed_sequences_in_a_replay_stay_empty():
+    state = make(64)
+    a, b, c = opened(state, 200, 130, 131)
+    state.reserve({a: 2, b: 1, c: 2})
+    batch = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
+    state.close(b)
+    state.commit(batch)
+    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 132)
+    later = state.step((a, b, c), torch.tensor([1, 2, 3]), static=True)
+    assert later.lists.position.tolist() == [201, 0, 132]
+    assert [later.lists.target[ratio][1] for ratio in (4, 128)] == [24 * 32, 24], "the page that nobody reads"
+    state.commit(later, sequences=[c])
+    assert (state.lengths[a], state.lengths[b], state.lengths[c]) == (201, 0, 133)
+    with pytest.raises(ValueError, match=f"open sequence, got {b}"):
+        state.commit(later, sequences=[b])
+    check_counts(state)
+
+
+def test_a_static_step_is_reserved_first_and_committed_once():
+    state = make(64, blocks=4)
+    a, b = opened(state, 128, 5)
+    tokens = torch.tensor([1, 2])
+    message = f"sequence {a} has 128 tokens reserved and would have 129: call reserve\\(\\) before each static step"
+    unchanged(state, ValueError, message, lambda: state.step((a, b), tokens, static=True))
+    state.reserve({a: 1, b: 1})
+    for bound in (0, 128, MOST):
+        with pytest.raises(ValueError, match=f"bound must be 129 to 512 tokens, got {bound}"):
+            state.step((a, b), tokens, static=True, bound=bound)
+    batch = state.step((a, b), tokens, static=True, bound=129)
+    state.commit(batch)
+    unchanged(state, ValueError, "has 129 tokens reserved and would have 130", lambda: state.commit(batch))
+    state.reserve({a: 1, b: 1})
+    with pytest.raises(ValueError, match="bound must be 130 to 512 tokens, got 129"):
+        state.commit(batch)
+    state.rewind(a, 100)
+    with pytest.raises(ValueError, match=f"sequence {a} has 100 tokens reserved and would have 101"):
+        state.step((a, b), tokens, static=True)
+    check_counts(state)
+
+
+def test_forms_of_batches_are_kept_but_not_without_end():
+    state = make(8, sequences=5)
+    sequences = opened(state, 1, 2, 3, 4, 5)
+    for order in itertools.permutations(sequences, 3):
+        state.step(order, torch.tensor([1, 2, 3]))
+    assert len(state.planner._kept) == Planner.KEPT
+    assert state.step(sequences, torch.arange(5)).plan.sequence.tolist() == sequences

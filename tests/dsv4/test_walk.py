@@ -188,6 +188,10 @@ class Content(RuleBasedStateMachine):
             ids[n, : len(want)] = torch.arange(len(want))
             index = locate(batch.lists.rows, batch.plan.owner, ids, 32)[n]
             assert int(index[-1]) == -1
+            listed = batch.lists.csa_index
+            assert (listed is None) == (batch.plan.entries[CSA] > TWO.index_topk)
+            if listed is not None:
+                assert torch.equal(listed[n, : len(want)], index[:-1]) and listed[n, len(want) :].eq(-1).all()
             assert torch.equal(layer.index_keys.read(index[: len(want)].long())[:, 7], want + 0.5)
         assert torch.equal(layer.cache.read(index[: len(want)].long())[:, 9], want)
 

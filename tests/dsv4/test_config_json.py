@@ -42,9 +42,6 @@ def test_every_fault_of_a_config_is_named(tmp_path):
         "scoring_func must be 'sqrtsoftplus', got 'softmax'",
         "compress_ratios must have 3 + 1 entries, got 2",
     }
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        config_from_json(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         config_from_json(tmp_path / "nowhere" / "config.json")
 
@@ -63,7 +60,6 @@ def read(tmp_path, **changes):
 
 
 def refused(tmp_path, **changes) -> tuple[str, ...]:
-    """The faults of FLASH's file with other values."""
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
     return caught.value.faults
@@ -109,15 +105,8 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, changes):
 
 # What the file of deepseek-ai/DeepSeek-V4-Flash has besides the keys that to_json writes, and what transformers 5.17
 # writes for it with use_diff=False.
-RELEASED = {
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "initializer_range": 0.02,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.57.1",
-    "use_cache": True,
-}
+RELEASED = {"attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02}
+RELEASED |= {"use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.57.1"}
 OFF = ("output_hidden_states", "is_encoder_decoder", "mlp_bias", "output_router_logits", "output_attentions")
 TRANSFORMERS = dict.fromkeys(OFF, False) | {
     **RELEASED,
@@ -154,11 +143,8 @@ def test_keys_that_change_nothing_are_ignored(tmp_path):
         ({"main": {"partial_rotary_factor": 1.0}}, "rope_parameters.main.partial_rotary_factor must be 0.125, got 1.0"),
         ({"main": {"short_factor": [1.0]}}, "rope_parameters.main.short_factor must be a key that is known here"),
         ({"main": 10000.0}, "main must be an object, got 10000.0"),
-        ({"main": {"rope_theta": "1e4"}}, "rope_parameters.main.rope_theta must be a number, got '1e4'"),
         ({"main": {"rope_theta": None}}, "missing rope_parameters.main.rope_theta"),
         ({"compress": {"factor": None}}, "missing rope_parameters.compress.factor"),
-        ({"compress": {"beta_slow": "1"}}, "rope_parameters.compress.beta_slow must be a number, got '1'"),
-        ({"compress": {"rope_type": "default"}}, "rope_parameters.compress.rope_type must be 'yarn', got 'default'"),
     ],
 )
 def test_the_rotations_that_transformers_writes_are_checked(tmp_path, change, match):

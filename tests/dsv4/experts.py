@@ -20,15 +20,7 @@ ROUNDED = 2.0**-8  # largest relative error of bf16: all that a row may be off b
 def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation: str, content: str = "plain") -> tuple:
     """Arguments of the op experts but for its output."""
     case = {
-        "tokens": tokens,
-        "experts": size,
-        "topk": topk,
-        "hidden": hidden,
-        "inner": inner,
-        "activation": activation,
-        "router": "uniform",
-        "content": content,
-        "seed": tokens,
+        **vars(TASK.Case(tokens, size, topk, hidden, inner, activation, "uniform", content, tokens)),
         "device": "cpu",
     }
     made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
@@ -39,7 +31,6 @@ def call(tokens: int, size: int, topk: int, hidden: int, inner: int, activation:
 
 
 def calls(*layers: tuple[Linear, Linear], module: object = GROUPED) -> object:
-    """The ops for these layers' experts."""
     return MOE.make_calls(module, [MOE.prepare(module, *both) for both in layers])
 
 
@@ -55,14 +46,7 @@ def left(op: object, arguments: tuple, dtype: torch.dtype = torch.bfloat16) -> b
     return op(*arguments, out) is NotImplemented and bool(out.isnan().all())
 
 
-def product(x: torch.Tensor, w: Linear, op: object, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    out = torch.full((*x.shape[:-1], w.n), math.nan, dtype=dtype)
-    assert op(x, w, out) is not NotImplemented
-    return out
-
-
 def apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Relative errors of the rows."""
     got, want = got.float().flatten(0, -2), want.float().flatten(0, -2)
     return (got - want).norm(dim=1) / want.norm(dim=1)
 
@@ -75,16 +59,6 @@ def close(got: torch.Tensor, want: torch.Tensor, activation: str) -> None:
     assert float(error.median()) <= ROUNDED
     row, whole = (TASK.NVFP4_ROW_RTOL, TASK.NVFP4_RTOL) if activation == "nvfp4" else (1.1 * ROUNDED, 1.1 * ROUNDED)
     assert float(error.max()) <= row and float((got - want).norm() / want.norm()) <= whole
-
-
-def matrix(*shape: int, seed: int = 0, **changes: object) -> Linear:
-    """Random codes and scales; outputs of about 1 for inputs of about 1."""
-    gen = torch.Generator().manual_seed(seed)
-    lead, k = shape[:-2], shape[-1]
-    codes = torch.randint(0, 256, (*shape[:-1], k // 2), dtype=torch.uint8, generator=gen)
-    scale = torch.rand(*shape[:-1], k // 16, generator=gen).mul_(4).sub_(2).exp2_().to(torch.float8_e4m3fn)
-    fields = {"scale_2": torch.rand(lead, generator=gen) / 3 / k**0.5, "input_scale": torch.full(lead, 6 / 2688)}
-    return Linear("nvfp4", codes, scale, **(fields | {"name": "layers.0.attn.w"} | changes))
 
 
 def inputs(*shape: int) -> torch.Tensor:

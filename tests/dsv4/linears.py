@@ -8,28 +8,14 @@ import torch
 from problems.common import fp8, load, nvfp4
 from problems.dsv4_forward.prepared import by_first
 from problems.dsv4_forward.weights import formats
-from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4 import models
 
 FOLDER = load.PROBLEMS / "nvfp4_gemv"
 TASK, REFERENCE, GEMV = (load.module(FOLDER, name) for name in ("task", "reference", "in_model"))
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
-# One layer of each kind, a prediction layer, and few experts: every matrix that the linear ops receive.
-SMALL = dataclasses.replace(
-    TINY,
-    name="small",
-    hidden_size=384,
-    num_attention_heads=6,
-    q_lora_rank=64,
-    o_groups=3,
-    n_routed_experts=2,
-    num_experts_per_tok=1,
-    vocab_size=64,
-    num_hash_layers=1,
-    compress_ratios=(0, 4, 128, 0),
-    index_n_heads=8,
-    num_nextn_predict_layers=1,
-)
+# Of sizes that the problems' kernels take.
+SMALL = dataclasses.replace(models.SMALL, hidden_size=384, q_lora_rank=64)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -69,14 +55,7 @@ def published(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = (), name: s
     return Linear("nvfp4", codes, scale, scale_2, input_scale, name=name)
 
 
-def made(codes: torch.Tensor, scale: torch.Tensor, **fields: object) -> Linear:
-    """codes: uint8 (n, k), unpacked; scale: fp32 (n, k // 16)."""
-    one = {"scale_2": torch.tensor(1e-4), "input_scale": torch.tensor(6 / 2688), "name": "odd"}
-    return Linear("nvfp4", nvfp4.pack(codes), scale.to(torch.float8_e4m3fn), **(one | fields))
-
-
 def calls(*matrices: Linear, variant: str = "cpu_portable") -> object:
-    """The ops of nvfp4_gemv."""
     made = by_first(GEMV.prepare(w) for w in matrices)
     return GEMV.Calls(load.variant("nvfp4_gemv", variant), made)
 

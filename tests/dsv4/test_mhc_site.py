@@ -8,10 +8,11 @@ import torch
 
 from problems.common import load
 from problems.dsv4_forward import model as forward
-from problems.dsv4_forward import operators, ops, trace
+from problems.dsv4_forward import ops, trace
 from problems.dsv4_forward.cache.state import State
 from problems.dsv4_forward.model import Model
 from problems.dsv4_forward.weights import config, tree
+from tests.dsv4.models import Seen
 
 FOLDER = load.PROBLEMS / "mhc_site"
 task, reference, in_model = (load.module(FOLDER, name) for name in ("task", "reference", "in_model"))
@@ -43,10 +44,7 @@ def test_the_winner_and_the_reference_are_right(content, addends):
     data = reference.generate_input(5, 192, addends, content, 3, "cpu")
     for op in (winner(), ops.REFERENCE.mhc_site):
         assert reference.check_implementation(data, call(op, data)) == (True, "")
-
-
-def test_activations_in_fp32_are_left():
-    assert call(winner(), reference.generate_input(5, 192, "bf16", "alike", 3, "cpu"), torch.float32) == ()
+    assert call(winner(), data, torch.float32) == (), "activations in fp32 are left"
 
 
 def test_tensors_that_lie_elsewhere_are_copied():
@@ -83,16 +81,6 @@ def test_the_winner_fills_the_op_where_activations_are_bf16():
     assert mine.ops.mhc_site is ops.REFERENCE.mhc_site
 
 
-class Seen:
-    """A probe that keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.copies: list[torch.Tensor] = []
-
-    def enter(self, layer: str, residual: object) -> None:
-        self.copies.append(trace.written(residual))
-
-
 def logits_of(weights: object, table: object, probe: object) -> torch.Tensor:
     state = State(weights.config, weights.format, sequences=1, blocks=2, device="cpu")
     sequence = state.open()[0]
@@ -114,8 +102,3 @@ def test_what_is_carried_from_layer_to_layer_is_what_a_probe_sees_written():
     assert torch.equal(carried, logits_of(weights, table, probe))
     assert len(calls) == 4 * config.TINY.num_hidden_layers, "with a probe as without one"
     assert len(probe.copies) == config.TINY.num_hidden_layers + 1 and "mhc_site" in trace.CHECKS
-
-
-def test_the_operator_is_one_of_torch():
-    data = reference.generate_input(2, 64, "bf16+bf16", "plain", 3, "cpu")
-    torch.library.opcheck(operators.mhc_site, tuple(data))

@@ -1,7 +1,6 @@
 """moe_gemm in the ops experts, shared and all_experts: equal to the reference, what it leaves, refuses and says."""
 
 import dataclasses
-import inspect
 import math
 from types import SimpleNamespace
 
@@ -9,37 +8,19 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import layers, operators, ops, prepared
+from problems.dsv4_forward import layers, ops, prepared
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CONFIGS
 from problems.dsv4_forward.weights.linear import Linear
 from problems.wrong import load_kernel
-from tests.dsv4.experts import (
-    FOLDER,
-    GROUPED,
-    MOE,
-    REFERENCE,
-    SMALL,
-    TASK,
-    Raises,
-    apart,
-    call,
-    calls,
-    close,
-    inputs,
-    left,
-    matrix,
-    run,
-)
+from tests.dsv4.experts import GROUPED, MOE, SMALL, TASK, Raises, apart, call, calls, close, inputs, left, run
+from tests.dsv4.linears import published
 
 
 @pytest.fixture(scope="module")
 def model():
     return tree.random(SMALL, "nvfp4", seed=3)
-
-
-# ---------------------------------------------------------------- experts
 
 
 @pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
@@ -63,7 +44,7 @@ def test_the_clamp_acts():
     arguments = call(60, 8, 2, 128, 192, "bf16", "clamped")
     want = run(experts.experts, arguments, torch.float32)
     close(run(calls(arguments[3:5]).experts, arguments), want, "bf16")
-    wrong = SimpleNamespace(custom_kernel=load_kernel(FOLDER, "no_clamp"))
+    wrong = SimpleNamespace(custom_kernel=load_kernel(load.PROBLEMS / "moe_gemm", "no_clamp"))
     assert float(apart(run(calls(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
 
 
@@ -83,7 +64,7 @@ def test_what_it_does_not_serve_is_left():
     [
         (lambda a, b: (dataclasses.replace(a, quantise_input=False), b), "the input of one of w13 and w2 is quantised"),
         (lambda a, b: (a, Linear("plain", b.dequantise(), name=b.name)), "its w2 is plain"),
-        (lambda a, b: (matrix(2, 128, 80), matrix(2, 80, 64)), "H and I must be multiples of 64, are 80 and 64"),
+        (lambda a, b: (published(128, 80, lead=(2,)), published(80, 64, lead=(2,))), "multiples of 64, are 80 and 64"),
         (lambda a, b: (dataclasses.replace(a, scale=a.scale.mT.contiguous().mT), b), "w13 are not contiguous"),
         (lambda a, b: (a, dataclasses.replace(b, weight=moved(b.weight))), "w2 do not start at a multiple of 64 bytes"),
         (lambda a, b: (a, dataclasses.replace(b, scale=moved(b.scale))), "w2 do not start at a multiple of 64 bytes"),
@@ -116,10 +97,6 @@ def test_a_table_that_repeats_an_expert_is_left():
     ]
 
 
-def refuses(_):
-    raise ValueError("H must be a multiple of 128")
-
-
 @pytest.mark.parametrize(
     ("change", "variant", "message"),
     [
@@ -127,7 +104,7 @@ def refuses(_):
         (lambda a, b: b.scale.view(torch.uint8)[0].fill_(0x80), GROUPED, r".w2: scale bytes must be .*0x80"),
         (lambda a, b: a.input_scale.fill_(0), GROUPED, r".w13: input_scale must be positive and finite, got 0\.0"),
         (lambda a, b: b.input_scale[1:].fill_(math.nan), GROUPED, r".w2: input_scale must .* got nan"),
-        (lambda a, b: None, SimpleNamespace(prepare=refuses), ": H must be a multiple of 128"),
+        (lambda a, b: None, SimpleNamespace(prepare=lambda _: int("H is odd")), ": .*H is odd"),
         (lambda a, b: (a.select(torch.arange(3) % 2), b), GROUPED, r": w2 must be .*\(3, 64, 32\)"),
     ],
 )
@@ -208,25 +185,6 @@ def test_the_models_weights_are_taken_where_they_are(model):
     assert isinstance(state, TASK.Weights) and all(tensor.data_ptr() in own for tensor in state[:-1])
 
 
-# ---------------------------------------------------------------- in the table
-
-
-def test_kernels_pick_the_winner(model):
-    composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
-    assert {one for several in ops.WINNERS.values() for one in several} - {ops.OWN} <= set(composes)
-    chosen = ops.choose("winners", "cpu", model)
-    winner = f"moe_gemm/{load.winner(FOLDER, 'cpu')}"
-    assert chosen.names["experts"] == winner and chosen.names["shared"].startswith("linear_decode/")
-    assert any(line.startswith(f"{winner}: 4 of 4 layers of routed experts, ") for line in chosen.report)
-
-
-def test_only_what_is_named_is_prepared(model):
-    chosen = ops.choose("shared=torch_grouped", "cpu", model)
-    assert [name for name in chosen.names.values() if name != "reference"] == ["moe_gemm/torch_grouped"]
-    (line,) = (line for line in chosen.report if line.startswith("moe_gemm/torch_grouped: "))
-    assert line.startswith("moe_gemm/torch_grouped: 4 of 4 layers of shared experts, ")
-
-
 @pytest.mark.parametrize(
     ("fmt", "change", "experts_", "shared"),
     [
@@ -243,76 +201,6 @@ def test_it_says_what_it_does_not_serve(fmt, change, experts_, shared):
     wanted = {"experts": experts_, "shared": shared}
     assert found.refused == {op: reason for op, reason in wanted.items() if reason}
     assert set(found.functions) == {op for op, reason in wanted.items() if not reason}
-
-
-# ---------------------------------------------------------------- the operator
-
-
-@pytest.fixture
-def held():
-    case = {**vars(TASK.TESTS[1]), "device": "cpu"}
-    made = REFERENCE.generate_weights(**case)
-    operators.hold_moe_gemm("test", made)
-    inputs_, outputs = REFERENCE.generate_input(**case)
-    yield TASK.Data(made, inputs_, outputs)
-    operators.hold_moe_gemm("test", None)
-
-
-def test_the_operator_is_the_winner_and_passes_torchs_own_checks(held):
-    out, winner = held.outputs.out, load.variant("moe_gemm", load.winner(FOLDER, "cpu"))
-    assert operators._winner("moe_gemm", out.device) is winner
-    torch.ops.dsv4.moe_gemm("test", *held.inputs, out)
-    assert REFERENCE.check_implementation(held, out)[0]
-    torch.library.opcheck(operators.moe_gemm, ("test", *held.inputs, out))
-
-
-def test_the_operator_takes_what_is_held(held, monkeypatch):
-    def custom_kernel(data):
-        assert data.weights == "laid out"
-        return data.outputs.out.fill_(3)
-
-    only = SimpleNamespace(prepare=lambda weights: "laid out", custom_kernel=custom_kernel)
-    monkeypatch.setattr(operators, "_winner", lambda problem, device: only)
-    operators.hold_moe_gemm("test", held.weights)
-    torch.ops.dsv4.moe_gemm("test", *held.inputs, held.outputs.out)
-    assert bool((held.outputs.out == 3).all())
-    with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
-        torch.ops.dsv4.moe_gemm("other", *held.inputs, held.outputs.out)
-    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="topk_weights must be"):
-        x, ids, gates, out = (mode.from_tensor(t) for t in (*held.inputs, held.outputs.out))
-        operators.moe_gemm("test", x, ids, gates[:, :1], out)
-    with pytest.raises(ValueError, match="w13 must be"):
-        operators.hold_moe_gemm("test", held.weights._replace(w13=held.weights.w13.char()))
-
-
-@pytest.mark.gpu
-def test_the_ops_on_the_gpu_never_wait():
-    there = tree.random(SMALL, "nvfp4", seed=3, device="cuda")
-    chosen = ops.choose("winners", load.device_target("cuda"), there)
-    ffn, x = there.layers[1].ffn, inputs(40, SMALL.hidden_size)
-    ids = torch.stack([torch.randperm(SMALL.n_routed_experts)[:2] for _ in x]).int()
-    gates = torch.rand(len(x), 2)
-    routed, shared = (ids, gates, ffn.w13, ffn.w2, TASK.LIMIT), (ffn.shared_w13, ffn.shared_w2, TASK.LIMIT)
-    moved_ = tuple(t.cuda() if isinstance(t, torch.Tensor) else t for t in routed)
-    x = x.cuda()
-    want = [torch.empty(x.shape, device="cuda") for _ in range(2)]
-    experts.experts(x, *moved_, want[0])
-    experts.shared(x, *shared, want[1])
-    got = [torch.empty_like(x) for _ in range(2)]
-    for mode in ("default", "error"):  # the first calls may compile
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            for name, given, out in (("experts", moved_, got[0]), ("shared", shared, got[1])):
-                names = inspect.signature(getattr(experts, name)).parameters
-                getattr(chosen.ops, name)(**dict(zip(names, (x, *given, out.zero_()), strict=True)))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    for one, other in zip(got, want, strict=True):
-        close(one, other, "nvfp4")
-
-
-# ---------------------------------------------------------------- with the shared expert
 
 
 class Together:
@@ -358,7 +246,6 @@ def test_a_kernel_may_have_routed_experts_and_the_shared_one(activation):
 
 
 def test_a_model_asks_for_one_output_where_a_kernel_has_it(model):
-    """And calls both ops for more tokens."""
     found = MOE.fit(Together(), model, ("experts", "shared", "all_experts"))
     assert found.report[-1] == "moe_gemm/together, up to 4 tokens with the shared expert: 4 of 4 layers"
 
@@ -387,19 +274,10 @@ def test_the_shared_expert_is_one_more_that_all_tokens_have(sizes, activation):
     """Bit for bit: named in ids it gives the same, and so do the routed experts alone, beside it and by themselves."""
     tokens, size, topk, hidden, inner = sizes
     variant = load.variant("moe_gemm", "sm90_grouped")
-    case = {
-        "tokens": tokens,
-        "experts": size + 1,
-        "topk": topk,
-        "hidden": hidden,
-        "inner": inner,
-        "router": "uniform",
-        "activation": activation,
-        "content": "plain",
-        "seed": 5,
-        "device": DEVICE,
-    }
-    made, (given, _) = REFERENCE.generate_weights(**case), REFERENCE.generate_input(**case)
+    sized = TASK.Case(tokens, size + 1, topk, hidden, inner, activation, "uniform", "plain", 5)
+    case = {**vars(sized), "device": DEVICE}
+    reference = load.module(load.PROBLEMS / "moe_gemm", "reference")
+    made, (given, _) = reference.generate_weights(**case), reference.generate_input(**case)
     generator = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randperm(size, generator=generator)[:topk] for _ in range(tokens)]).int().to(DEVICE)
     routed, shared = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from problems.common import fp8, load, nvfp4
-from problems.dsv4_forward import ops
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.trace import CHECKS
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4 import in_model
-from tests.dsv4.experts import FOLDER, GROUPED, MOE, SMALL, TASK, apart, calls, inputs, left, run
+from tests.dsv4.experts import GROUPED, MOE, SMALL, TASK, apart, calls, inputs, left, run
+from tests.dsv4.models import same
 
 DEVICE = "cuda"
 NAME = "layers.0.ffn.experts"
@@ -84,17 +84,18 @@ def scaled(w: Linear, expert: int, byte: int) -> Linear:
     return w
 
 
-# ---------------------------------------------------------------- weights
-
-
 def values(packed: torch.Tensor, scale: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """fp64 of one of the problem's two matrices."""
     return nvfp4.dequantise(packed, scale, torch.float64) * g.double()[:, None, None]
 
 
-@pytest.mark.parametrize("size", [1, MOE.CONVERTED + 3])
-def test_the_models_weights_are_kept_exactly_and_as_they_are(size):
+@pytest.mark.parametrize(("size", "largest"), [(1, None), (MOE.CONVERTED + 3, None), (2, 17), (2, 254)])
+def test_the_models_weights_are_kept_exactly_and_as_they_are(size, largest):
+    """Also at either end of the scales."""
     *_, w13, w2, _ = call(1, size, 1, 128, 64)
+    if largest:
+        moved = w13.scale.int() - w13.scale[:, 0, :1, None] + largest
+        w13 = dataclasses.replace(w13, scale=moved.clamp(0, 254).byte())
     before = w13.scale.clone(), w2.weight.clone()
     made = MOE.prepare(Rounding, w13, w2)
     state = made.state[0]
@@ -103,20 +104,7 @@ def test_the_models_weights_are_kept_exactly_and_as_they_are(size):
         units = torch.exp2(w.scale.double() - 127).repeat_interleave(32, -1)
         assert torch.equal(values(*kept), nvfp4.decode(w.weight).double() * units)
     assert torch.equal(before[0], w13.scale) and torch.equal(before[1], w2.weight)
-
-
-def test_scales_of_the_first_experts_count_where_they_are_converted_in_parts():
-    *_, w13, w2, _ = call(1, MOE.CONVERTED + 3, 1, 128, 64)
-    assert "are NaN or not within" in MOE.prepare(Rounding, scaled(w13, 0, 255), w2).reason
-
-
-@pytest.mark.parametrize("largest", [17, 254])
-def test_the_ends_of_the_scales_are_kept_too(largest):
-    *_, w13, w2, _ = call(1, 2, 1, 64, 64)
-    w13 = dataclasses.replace(w13, scale=(w13.scale.int() - w13.scale[:, 0, :1, None] + largest).clamp(0, 254).byte())
-    made = MOE.prepare(Rounding, w13, w2)
-    units = torch.exp2(w13.scale.double() - 127).repeat_interleave(32, -1)
-    assert torch.equal(values(*made.state[0][:3]), nvfp4.decode(w13.weight).double() * units)
+    assert "are NaN or not within" in MOE.prepare(Rounding, scaled(w13, 0, 255), w2).reason, "of the first part too"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +135,6 @@ def test_a_variant_without_fp8_leaves_the_layer():
         MOE.prepare(refuses, w13, w2)
 
 
-# ---------------------------------------------------------------- the op
-
-
 @pytest.mark.parametrize("sizes", [(1, 8, 6, 128, 256), (9, 5, 2, 192, 320)])
 def test_experts_are_the_references(sizes):
     arguments = call(*sizes)
@@ -171,23 +156,6 @@ def test_a_model_in_the_released_format_has_its_experts_from_the_variant():
     assert float(apart(run(op, arguments), run(experts.experts, arguments, torch.float32)).max()) <= BUDGET
 
 
-def test_a_variant_without_fp8_does_not_fill_the_op():
-    model = tree.random(SMALL, "released", seed=3)
-    chosen = ops.choose("winners", "cpu", model)
-    assert chosen.names["experts"] == "reference"
-    winner = load.winner(FOLDER, "cpu")
-    assert f"experts: reference (not moe_gemm/{winner}: it has no prepare_fp8)" in chosen.report
-    with pytest.raises(ValueError, match=r"experts=torch_grouped: .*it has no prepare_fp8"):
-        ops.choose("experts=torch_grouped", "cpu", model)
-
-
-# ---------------------------------------------------------------- sm90_grouped
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
-
-
 # Tokens, experts, experts of a token, hidden, inner. A last group of half the columns; ends of a copy within it; two
 # tiles of tokens; one block of 2 x 16 units and more; rows of over 4096 columns.
 MODEL_CASES = [(1, 3, 2, 192, 320), (3, 5, 2, 320, 192), (9, 2, 2, 64, 128), (3, 3, 1, 2112, 64), (2, 2, 1, 4224, 64)]
@@ -199,13 +167,10 @@ def test_the_kernel_is_right_in_the_model_of_the_gpu(cases):
     in_model.run(__name__, [("test_the_kernel_is_right", {"sizes": sizes}) for sizes in cases], processors=2)
 
 
-# Small ones as above; tiny-k's; Flash's; Pro's, whose rows do not end with a copy; more tokens than a launch takes.
-GPU_CASES = [
-    *MODEL_CASES,
+# tiny-k's; Flash's; Pro's, whose rows do not end with a copy; more tokens than a launch takes.
+FLASH = [(tokens, 8, 6, 4096, 2048) for tokens in (1, 8, 90)]
+LARGE = [
     (9, 8, 2, 512, 256),
-    (1, 8, 6, 4096, 2048),
-    (8, 8, 6, 4096, 2048),
-    (90, 8, 6, 4096, 2048),
     (33, 64, 6, 4096, 2048),
     (5, 8, 6, 7168, 3072),
     (300, 8, 2, 512, 256),
@@ -214,7 +179,7 @@ GPU_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", GPU_CASES, ids=lambda one: "x".join(map(str, one)))
+@pytest.mark.parametrize("sizes", MODEL_CASES + FLASH + LARGE, ids=lambda one: "x".join(map(str, one)))
 def test_the_kernel_is_right(sizes):
     """Against the reference, within the check's budget, in which v must be quantised; a token alone and among others,
     and once more, has equal bits.

@@ -1,4 +1,4 @@
-"""ops.py: what fills an op and why, and what --kernels may say; operators.py: the winners as operators of torch."""
+"""ops.py: what fills an op and why, and what --kernels may say."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from problems import wrong
 from problems.common import load
-from problems.dsv4_forward import operators, ops, prepared
+from problems.dsv4_forward import ops, prepared
 from problems.dsv4_forward.weights import tree
-from tests.dsv4.linears import REFERENCE, SMALL, inputs, product
+from tests.dsv4.linears import SMALL, inputs, product
 
 DECODE, GEMV = (f"{name}/{load.winner(load.PROBLEMS / name, 'cpu')}" for name in ("linear_decode", "nvfp4_gemv"))
 LINEARS = ("linear", "grouped_linear", "two_linears")  # on a CPU no variant norms an input
@@ -34,20 +33,13 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
         assert bool(product(inputs(1, w.k), w, chosen.ops.linear).isfinite().all())
 
 
-# ---------------------------------------------------------------- what fills an op
-
-
 def test_every_op_has_a_reference_and_a_line_of_winners():
     assert set(ops.WINNERS) == set(ops.NAMES) >= {*ops.FUSED, *ops.ASKED_FOR}
     assert all(callable(value) for value in vars(ops.REFERENCE).values())
+    composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
+    assert {one for several in ops.WINNERS.values() for one in several} - {ops.OWN} <= set(composes)
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
-
-
-def test_reference_is_the_reference(model):
-    chosen = ops.choose("reference", "cpu", model["nvfp4"])
-    assert chosen.ops is ops.REFERENCE
-    assert set(chosen.names.values()) == {"reference"} and len(chosen.report) == len(ops.NAMES)
 
 
 def test_winners_in_nvfp4(model):
@@ -78,6 +70,8 @@ def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
     assert without["linear"] == "reference" != without["mhc_site"]
     with pytest.raises(ValueError, match="--kernels moe_gemm=torch_grouped: experts: swiglu_limit must be 10, is 1"):
         ops.choose("moe_gemm=torch_grouped", "cpu", model["nvfp4"])
+    with pytest.raises(ValueError, match="--kernels nvfp4_gemv=cpu_avx2: linear: no NVFP4 linears in bf16"):
+        ops.choose("nvfp4_gemv=cpu_avx2", "cpu", model["bf16"])
     of_linears = ops.choose("linear_decode=torch_dequant", "cpu", model["released"]).names
     assert {op for op, name in of_linears.items() if name != "reference"} == {*LINEARS}
     behind = ops.choose("nvfp4_gemv=winner", "cpu", model["nvfp4"]).names
@@ -117,12 +111,8 @@ def test_a_call_goes_to_the_first_that_serves_it_then_to_torch(monkeypatch, mode
     assert ops.choose("winners", "sm90", model["bf16"]).names["rms_norm"] == "reference"
 
 
-def test_a_function_that_is_given_fills_its_op(model):
-    given = ops.choose("winners", "cpu", model["bf16"], {"norm_linears": print})
-    assert given.names["norm_linears"] == "a function" and given.names["linear"] == DECODE
-
-
-# ---------------------------------------------------------------- what --kernels says
+MIXED = {"linear": "linear_decode/torch_dequant", "grouped_linear": "nvfp4_gemv/zeros"}
+MIXED |= {"two_linears": DECODE, "shared": DECODE}
 
 
 @pytest.mark.parametrize(
@@ -132,17 +122,10 @@ def test_a_function_that_is_given_fills_its_op(model):
         ("linear=torch_dequant", {"linear": "linear_decode/torch_dequant"}),
         ("grouped_linear=zeros", {"grouped_linear": "linear_decode/zeros"}),
         ("nvfp4_gemv=cpu_portable, linear=reference", {"grouped_linear": "nvfp4_gemv/cpu_portable"}),
-        (
-            "winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant,moe_gemm=reference",
-            {
-                "linear": "linear_decode/torch_dequant",
-                "grouped_linear": "nvfp4_gemv/zeros",
-                "two_linears": DECODE,
-                "shared": DECODE,
-            },
-        ),
+        ("winners,mhc_site=reference,nvfp4_gemv=zeros,linear=torch_dequant,moe_gemm=reference", MIXED),
         ("rms_norm=reference", {}),
         ("rms_norm=winner", {}),
+        (f"linear={VARIANTS / 'torch_dequant.py'}", {"linear": "nvfp4_gemv/torch_dequant"}),
     ],
 )
 def test_names_fill_ops_and_later_ones_count(text, names, model):
@@ -190,31 +173,13 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "winners",
-        "winners,nvfp4_gemv=winner",
-        "linear=cpu_avx2",
-        "linear=high_nibble_first, rms_norm=norm_by_mean_magnitude",
-        f"nvfp4_gemv={VARIANTS / 'torch_dequant.py'}",
-        f"rms_norm={wrong.write(OWN)[0].with_stem('norm_by_mean_magnitude')}",
-    ],
-)
-def test_what_there_is_passes(text):
-    assert set(ops.kernels(text, "cpu")) == set(ops.NAMES)
-
-
-@pytest.mark.parametrize(
     ("text", "target", "message"),
     [
         ("", "cpu", "--kernels must be reference, winners or NAME=VARIANT .*rms_norm.*nvfp4_gemv.*; got ''$"),
         ("fast", "cpu", r"^(?!.*\b(mhc_site|experts|choose),.* \1[,;]).*; got 'fast'"),  # each name once
-        ("winner", "cpu", "got 'winner'"),
         ("linear", "cpu", "--kernels linear: VARIANT must be reference, winner, .* got ''$"),
-        ("gemv=cpu_avx2", "cpu", "got 'gemv=cpu_avx2'"),
         ("linear=reference,linear=winner", "cpu", "--kernels must name linear once, got 'linear=reference,linear=winn"),
         ("linear=reference,winners", "cpu", "--kernels: winners is about every op, so it must come first, and once"),
-        ("winners,reference", "cpu", "--kernels: reference is about every op, so it must come first, and once"),
         ("indexer=nothere", "cpu", "--kernels indexer=nothere: VARIANT must be .*, a variant of indexer .*'nothere'"),
         ("linear=cpu_avx3", "cpu", "--kernels linear=cpu_avx3: .* a variant of linear_decode .*cpu_avx2.*'cpu_avx3'"),
         ("rms_norm=fast", "cpu", r"--kernels rms_norm=fast: .*, a kernel of dsv4_forward/wrong.py \(norm_by_mean_"),
@@ -222,7 +187,6 @@ def test_what_there_is_passes(text):
         ("rms_norm=tests/conftest.py", "cpu", "conftest.py must define rms_norm, with the op's interface"),
         ("linear=tests/conftest.py", "cpu", "conftest.py must define linear, .* or custom_kernel, as linear_decode or"),
         ("linear=sm90_mma", "cpu", "--kernels linear=sm90_mma: sm90_mma is for sm90, sm100, not cpu"),
-        ("linear=cpu_avx2", "sm90", "--kernels linear=cpu_avx2: cpu_avx2 is for cpu, not sm90"),
         ("winners, linear=peer_torch", "cpu", "--kernels linear=peer_torch: a baseline is there to be compared with"),
     ],
 )
@@ -231,81 +195,15 @@ def test_what_cannot_be_had_is_an_error_that_says_why(text, target, message):
         ops.kernels(text, target)
 
 
-def test_a_variant_without_a_call_of_the_model_is_an_error(model):
-    with pytest.raises(ValueError, match="--kernels nvfp4_gemv=cpu_avx2: linear: no NVFP4 linears in bf16"):
-        ops.choose("nvfp4_gemv=cpu_avx2", "cpu", model["bf16"])
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("def rms_norm(:\n", "mine.py:1: not Python: "), ("def norm(): ...\n", "mine.py must define rms_norm")],
-)
-def test_a_file_that_defines_no_kernel_is_refused(text, said, tmp_path):
+def test_a_file_must_define_a_kernel(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=said):
-        ops.kernels(f"rms_norm={file}", "cpu")
-
-
-@pytest.mark.parametrize("text", ["def fmha(): ...", "from x import fmha", "fmha = print", "def custom_kernel(): ..."])
-def test_a_file_that_defines_a_kernel_is_not_refused(text, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(f"TARGETS = ('cpu',)\n{text}\n")
-    assert ops.kernels(f"fmha={file}", "cpu")["fmha"][0].file == file
-
-
-def test_every_matrix_of_the_linear_ops_is_prepared(model):
-    found = [w.name for w in model["nvfp4"].linears()]
-    names = {unit.removesuffix(".input_scale") for unit in model["nvfp4"].tensors if unit.endswith(".input_scale")}
-    assert len(found) == len(set(found)) and set(found) == {n for n in names if ".ffn." not in n}
-
-
-# ---------------------------------------------------------------- operators
-
-
-def gemv_arguments(m: int = 33, k: int = 64, l: int = 3, device: str = "cpu") -> list[torch.Tensor]:
-    data = REFERENCE.generate_input(m, k, l, 1, device)
-    return [*(tensor.view(torch.uint8) for tensor in data[:6]), data.c.zero_()]
-
-
-def test_winners_that_fill_ops_are_operators():
-    exported = {name for name in vars(operators) if isinstance(vars(operators)[name], torch.library.CustomOpDef)}
-    assert {problem for op in ops.NAMES for problem in ops.problems_of(op)} == exported
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_gemv_operator_passes_torchs_own_checks(device):
-    torch.library.opcheck(operators.nvfp4_gemv, gemv_arguments(device=device))
-
-
-def test_the_gemv_operator_writes_the_product():
-    data = REFERENCE.generate_input(129, 320, 2, 7, "cpu")
-    torch.ops.dsv4.nvfp4_gemv(*(tensor.view(torch.uint8) for tensor in data[:6]), data.c)
-    assert REFERENCE.compare(data, REFERENCE.ref_kernel(data), data.c).ok
-
-
-def test_tracing_refuses_what_the_winner_would_refuse():
-    arguments = gemv_arguments()
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = [mode.from_tensor(tensor) for tensor in arguments]
-        operators.nvfp4_gemv(*fake)
-        with pytest.raises(ValueError, match="sfb must be"):
-            operators.nvfp4_gemv(*fake[:3], fake[2], *fake[4:])
-    with pytest.raises(ValueError, match=r"a must be uint8, .*got torch\.float4_e2m1fn_x2"):
-        operators.nvfp4_gemv(arguments[0].view(torch.float4_e2m1fn_x2), *arguments[1:])
-
-
-def test_the_operator_of_linears_computes_with_the_weights_of_its_name():
-    folder = load.PROBLEMS / "linear_decode"
-    task, reference = load.module(folder, "task"), load.module(folder, "reference")
-    case = {**vars(task.TESTS[0]), "shape": "128x192+64x192_64x128", "tokens": 3, "device": "cpu"}
-    data = task.Data(reference.generate_weights(**case), *reference.generate_input(**case))
-    operators.hold_linear_decode("mine", data.weights)
-    torch.ops.dsv4.linear_decode("mine", data.inputs.x, data.outputs.out)
-    assert reference.compare(data, reference.ref_kernel(data), data.outputs.out).ok
-    narrow = data.inputs.x[:, 1:]
-    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError, match="x must be"):
-        operators.linear_decode("mine", mode.from_tensor(narrow), mode.from_tensor(data.outputs.out))
-    operators.hold_linear_decode("mine", None)
-    with pytest.raises(ValueError, match="name must be one of"):
-        torch.ops.dsv4.linear_decode("mine", data.inputs.x, data.outputs.out)
+    for text, said in (
+        ("def rms_norm(:", "mine.py:1: not Python: "),
+        ("def norm(): ...", "mine.py must define rms_norm"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            ops.kernels(f"rms_norm={file}", "cpu")
+    for text in ("def fmha(): ...", "from x import fmha", "fmha = print", "def custom_kernel(): ..."):
+        file.write_text(f"TARGETS = ('cpu',)\n{text}\n")
+        assert ops.kernels(f"fmha={file}", "cpu")["fmha"][0].file == file

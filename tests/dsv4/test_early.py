@@ -13,48 +13,32 @@ import torch
 from harness.tools import latency as timing
 from problems.common import early, load
 from problems.dsv4_forward import timed_steps
-from tests.support import ROOT, forked
-
-# argv: format, k, rows, tokens. The model has two multiprocessors, so that blocks have several tiles.
-NORMED = """
-import sys
-
-import torch
-
-from problems.common import early
-from ptx_model import driver
-
-driver.MULTIPROCESSORS["sm90"] = 2
-model = driver.install("sm90")
-torch.Tensor.is_cuda = property(lambda tensor: False)
-from problems.common import load
 from problems.dsv4_forward.kernels.norm import Norm
+from tests.dsv4 import in_model
+from tests.support import ROOT
 
-fmt, k, rows, tokens = sys.argv[1], *map(int, sys.argv[2:])
-folder = load.PROBLEMS / "linear_decode"
-reference, task = load.module(folder, "reference"), load.module(folder, "task")
-variant = load.variant("linear_decode", "sm90_mma")
-case = {"format": fmt, "tokens": tokens, "shape": f"{rows}x{k}", "content": "plain", "seed": 5, "device": "cpu"}
-data = task.Data(reference.generate_weights(**case), *reference.generate_input(**case))
-weight = torch.randn(k, generator=torch.Generator().manual_seed(7)).bfloat16()
-state = variant.prepare(data.weights)
-assert variant.norms(state, tokens) and not variant.norms(state, min(8, 8192 // k) + 1)
-normed = torch.empty_like(data.inputs.x)
-Norm.ops("sm90")["rms_norm"](data.inputs.x, weight, 1e-6, normed)
-given = data._replace(weights=state)
-results = []
-for known in (False, True):
-    with early.behind_kernels(known):
-        for x, norms in ((normed, False), (data.inputs.x, True)):
-            out = torch.full_like(data.outputs.out, torch.nan)
-            one = given._replace(inputs=task.Inputs(x), outputs=task.Outputs(out))
-            variant.with_norm(one, weight, 1e-6) if norms else variant.custom_kernel(one)
-            model.check()
-            results.append(out)
-said = data._replace(inputs=task.Inputs(normed))
-assert reference.compare(said, reference.ref_kernel(said), results[0]).ok
-assert all(torch.equal(results[0], other) for other in results[1:]), [int((results[0] != one).sum()) for one in results]
-"""
+
+def normed(fmt: str, k: int, rows: int, tokens: int) -> None:
+    """A linear that norms its input has the bits of two steps, whether it begins early or not."""
+    folder = load.PROBLEMS / "linear_decode"
+    reference, task = load.module(folder, "reference"), load.module(folder, "task")
+    variant = load.variant("linear_decode", "sm90_mma")
+    case = {"format": fmt, "tokens": tokens, "shape": f"{rows}x{k}", "content": "plain", "seed": 5, "device": "cpu"}
+    data = task.Data(reference.generate_weights(**case), *reference.generate_input(**case))
+    weight = torch.randn(k, generator=torch.Generator().manual_seed(7)).bfloat16()
+    state = variant.prepare(data.weights)
+    assert variant.norms(state, tokens) and not variant.norms(state, min(8, 8192 // k) + 1)
+    x, results = torch.empty_like(data.inputs.x), []
+    Norm.ops("sm90")["rms_norm"](data.inputs.x, weight, 1e-6, x)
+    for known in (False, True):
+        with early.behind_kernels(known):
+            for given, norms in ((x, False), (data.inputs.x, True)):
+                results.append(torch.full_like(data.outputs.out, torch.nan))
+                one = task.Data(state, task.Inputs(given), task.Outputs(results[-1]))
+                variant.with_norm(one, weight, 1e-6) if norms else variant.custom_kernel(one)
+    said = data._replace(inputs=task.Inputs(x))
+    assert reference.compare(said, reference.ref_kernel(said), results[0]).ok
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_calls_are_early_only_where_the_caller_says_so():
@@ -72,10 +56,9 @@ def test_calls_are_early_only_where_the_caller_says_so():
     ("fmt", "k", "rows", "tokens"), [("nvfp4", 512, 128, 3), ("fp8", 1536, 64, 5), ("nvfp4", 1024, 128, 8)]
 )
 def test_a_linear_that_norms_its_input_has_the_bits_of_two_steps(fmt, k, rows, tokens):
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
-    ran = forked.run(["-c", NORMED, fmt, k, rows, tokens])
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    """Two multiprocessors, so that blocks have several tiles."""
+    call = {"fmt": fmt, "k": k, "rows": rows, "tokens": tokens}
+    in_model.run(__name__, [("normed", call)], processors=2)
 
 
 # argv: as ptx_model.tools.check's.

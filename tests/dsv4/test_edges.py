@@ -1,10 +1,10 @@
 """Kernels without a constant of their op, or with another one, fail the check: eps, floors, clamps, sinks, ties."""
 
-import contextlib
 import dataclasses
 import functools
 import math
 import re
+from itertools import chain
 
 import pytest
 import torch
@@ -46,7 +46,6 @@ def _norm(divide):
 
 
 def _configured(**values):
-    """mhc_pre with other constants."""
 
     def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
         mhc.pre(copies, fn, base, scale, dataclasses.replace(cfg, **values), out, post, comb)
@@ -65,19 +64,13 @@ def _combined(eps):
     return mhc_pre
 
 
-@contextlib.contextmanager
-def _put(where, **values):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setattr(where, name, value)
-        yield
-
-
 def _inside(op, where, **values):
     """The reference's op with other functions inside."""
 
     def run(*args, **named):
-        with _put(where, **values):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in values.items():
+                patch.setattr(where, name, value)
             vars(ops.REFERENCE)[op](*args, **named)
 
     return run
@@ -103,7 +96,6 @@ _round_trip = nvfp4.round_trip
 
 
 def _changed(op, name, change):
-    """The reference's op with another argument."""
     return lambda **given: vars(ops.REFERENCE)[op](**given | {name: change(given[name])})
 
 
@@ -151,21 +143,13 @@ def _limit(factor):
     return {op: _changed(op, "limit", lambda limit: factor * limit) for op in ("experts", "shared")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """fmt: the format in which it is found; changed: what is wrong, by op; also: parts of layer_rows, found too."""
-
-    fmt: str
-    changed: dict
-    also: tuple[str, ...] = ()
-
-
+# What is wrong: the format in which it is found, functions by op, parts of layer_rows that are found too.
 MUTANTS = {
-    "norm without eps": Mutant("bf16", _normed(lambda square, eps: square.sqrt()), ROWS),
-    "norm with ten eps": Mutant("bf16", _normed(lambda square, eps: (square + 10 * eps).sqrt()), ROWS),
-    "norm with eps behind the root": Mutant("released", _normed(lambda square, eps: square.sqrt() + eps), ROWS),
-    "norm with eps as the least": Mutant("fp32", _normed(lambda square, eps: square.clamp(min=eps).sqrt()), ROWS),
-    "mhc without the norm's eps, other sinks": Mutant(
+    "norm without eps": ("bf16", _normed(lambda square, eps: square.sqrt()), ROWS),
+    "norm with ten eps": ("bf16", _normed(lambda square, eps: (square + 10 * eps).sqrt()), ROWS),
+    "norm with eps behind the root": ("released", _normed(lambda square, eps: square.sqrt() + eps), ROWS),
+    "norm with eps as the least": ("fp32", _normed(lambda square, eps: square.clamp(min=eps).sqrt()), ROWS),
+    "mhc without the norm's eps, other sinks": (
         "bf16",
         {
             "mhc_pre": _configured(rms_norm_eps=0.0),
@@ -174,7 +158,7 @@ MUTANTS = {
             "route": _changed("route", "bias", _bias(0.0)),
         },
     ),
-    "mhc with ten of the norm's eps, more sink": Mutant(
+    "mhc with ten of the norm's eps, more sink": (
         "bf16",
         {
             "mhc_pre": _configured(rms_norm_eps=1e-5),
@@ -183,7 +167,7 @@ MUTANTS = {
             "route": _changed("route", "bias", _bias(10.0)),
         },
     ),
-    "mhc without hc_eps, exponentials without a maximum": Mutant(
+    "mhc without hc_eps, exponentials without a maximum": (
         "bf16",
         {
             "mhc_pre": _configured(hc_eps=0.0),
@@ -192,17 +176,18 @@ MUTANTS = {
             "route": _inside("route", torch.nn.functional, softplus=_softplus),
         },
     ),
-    "mhc with ten hc_eps": Mutant("bf16", {"mhc_pre": _configured(hc_eps=1e-5)}),
-    "mhc whose combination has no hc_eps": Mutant("bf16", {"mhc_pre": _combined(0.0)}),
-    "mhc whose combination has ten hc_eps": Mutant("bf16", {"mhc_pre": _combined(1e-5)}),
-    "no FP8 floor": Mutant(
+    "mhc with ten hc_eps": ("bf16", {"mhc_pre": _configured(hc_eps=1e-5)}),
+    "mhc whose combination has no hc_eps": ("bf16", {"mhc_pre": _combined(0.0)}),
+    "mhc whose combination has ten hc_eps": ("bf16", {"mhc_pre": _combined(1e-5)}),
+    "no FP8 floor": (
         "released",
         _quantising("linear", "experts", "shared", "layer_rows", **_floor(TINY_FLOOR)),
         ROWS,
     ),
-    "ten FP8 floors": Mutant("released", _quantising("linear", "layer_rows", **_floor(1e-3)), ROWS),
-    "NVFP4 without saturation": Mutant(
-        "nvfp4", _quantising("linear", "grouped_linear", "experts", "shared", round_trip=_unsaturated)
+    "ten FP8 floors": ("released", _quantising("linear", "layer_rows", **_floor(1e-3)), ROWS),
+    "NVFP4 without saturation": (
+        "nvfp4",
+        _quantising("linear", "grouped_linear", "experts", "shared", round_trip=_unsaturated),
     ),
 }
 
@@ -212,9 +197,9 @@ QUICK = ("norm without eps", "mhc without hc_eps, exponentials without a maximum
 
 @pytest.mark.parametrize("what", first(sorted(MUTANTS, key=lambda what: what not in QUICK), len(QUICK)))
 def test_a_kernel_with_another_constant_fails(what, capsys):
-    mutant = MUTANTS[what]
-    faults = _faults(mutant.fmt, mutant.changed)
-    for op in (*mutant.changed, *mutant.also):
+    fmt, changed, *also = MUTANTS[what]
+    faults = _faults(fmt, changed)
+    for op in (*changed, *chain.from_iterable(also)):
         assert any(re.match(rf"\S+ {op}[:,]", fault) for fault in faults), f"{op} passes"
 
 

@@ -15,19 +15,9 @@ kernel = kernels.Attention
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 # Queries, heads, width, entries of the window, of the cache (None: there is none). Flash, Pro, tiny-k and tiny first.
-SHAPES = (
-    (1, 64, 512, 128, 512),
-    (8, 64, 512, 128, 512),
-    (32, 64, 512, 128, 16),
-    (2, 128, 512, 128, 1024),
-    (3, 16, 512, 128, 32),
-    (5, 4, 128, 128, None),
-    (2, 8, 512, 1, 0),
-    (3, 5, 64, 37, 33),
-    (4, 9, 20, 0, 65),
-    (1, 1, 4, 31, None),
-    (2, 3, 132, 64, 1),
-)
+REAL = [(1, 64, 512, 128, 512), (8, 64, 512, 128, 512), (32, 64, 512, 128, 16), (2, 128, 512, 128, 1024)]
+TINY = [(3, 16, 512, 128, 32), (5, 4, 128, 128, None)]
+ENDS = [(2, 8, 512, 1, 0), (3, 5, 64, 37, 33), (4, 9, 20, 0, 65), (1, 1, 4, 31, None), (2, 3, 132, 64, 1)]
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -107,9 +97,6 @@ def row(arguments: dict, at: int) -> dict:
     return {k: v[at : at + 1].clone() if k in by_query and v is not None else v for k, v in arguments.items()}
 
 
-# The reference.
-
-
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
@@ -155,10 +142,7 @@ ODD = {
     "a sink of 80": (lambda given: {"sink": torch.full((5,), 80.0)}, 5),
     "a sink beyond all others": (lambda given: {"sink": torch.tensor([1e30, 0.5, 1e30, 1e30, 80])}, 5),
     "scores far below zero": (far_below, 100),
-    "queries a thousand times apart": (
-        lambda given: {"q": given["q"] * torch.tensor([1e-3, -1, 1e3]).view(3, 1, 1)},
-        100,
-    ),
+    "queries far apart": (lambda given: {"q": given["q"] * torch.tensor([1e-3, -1, 1e3]).view(3, 1, 1)}, 100),
     "entries of many sizes": (uneven, 100),
     "an entry twice": (lambda given: {"index": given["index"][..., [0, 1, 1, 3, 3, 3]]}, 1),
 }
@@ -207,9 +191,6 @@ def test_wrong_arguments_are_named(on_a_cpu):
             fmha.fmha(**given | change)
 
 
-# Both.
-
-
 def test_nothing_to_attend_to(either):
     """Lists of holes, and no lists: 0, and lse +inf."""
     for near, far in ((5, 40), (0, None), (0, 0)):
@@ -229,12 +210,9 @@ def test_not_a_number_stays_and_a_large_sink_leaves_nothing(either):
     assert bool(got[0].isfinite().all()) and not bool(got[:, 0, 1].any())
 
 
-# The kernel.
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("q_dtype", "dtype"), [(BF16, BF16), (FP32, FP32), (FP32, BF16), (BF16, FP32)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", REAL + TINY + ENDS)
 def test_fmha(ops, shape, q_dtype, dtype):
     arguments = made(shape, q_dtype, dtype)
     got, lse = right(ops["fmha"], arguments)
@@ -250,7 +228,7 @@ def test_fmha(ops, shape, q_dtype, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", REAL + TINY + ENDS)
 def test_outputs_are_rotated_back(ops, shape, dtype):
     """As by angles of 0, and then rotated, to the bit but where products are contracted."""
     arguments = made(shape, dtype, dtype)
@@ -294,18 +272,6 @@ def test_what_it_does_not_serve(ops):
         got, lse = outputs(other["q"])
         assert ops["fmha"](**other, out=got, lse=lse) is NotImplemented
         assert bool(got.isnan().all()) and bool(lse.isnan().all())
-
-
-@pytest.mark.gpu
-def test_replays_are_equal_bit_for_bit(ops):
-    arguments = made((8, 16, 512, 128, 100), BF16, BF16)
-    (first, total), (got, lse) = outputs(arguments["q"]), outputs(arguments["q"])
-    ops["fmha"](**arguments, out=first, lse=total)
-    other = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for _ in range(200):
-        ops["fmha"](**arguments, out=got.fill_(float("nan")), lse=lse.fill_(float("nan")))
-        other += (got != first).sum() + (lse != total).sum()
-    assert int(other) == 0
 
 
 MODEL = [

@@ -19,16 +19,16 @@ def random_mxfp4(*shape: int, low: int, high: int, seed: int) -> tuple[torch.Ten
     return packed, torch.randint(low, high + 1, (*lead, k // 32), generator=generator).to(torch.uint8)
 
 
-# ---- MXFP4 ----
-
-
-def test_dequantise_refuses() -> None:
+def test_partial_groups_are_refused() -> None:
     packed = torch.zeros(3, 32, dtype=torch.uint8)
     for scales in (torch.zeros(3, 3), torch.zeros(2, 2), torch.zeros(6)):
         with pytest.raises(ValueError, match=r"scales must be one a 16 bytes of packed \(3, 32\)"):
             formats.dequantise_mxfp4(packed, scales.to(torch.uint8))
     with pytest.raises(ValueError, match="one a 16 bytes"):
         formats.dequantise_mxfp4(packed[:, :24], torch.zeros(3, 1, dtype=torch.uint8))
+    for function in (formats.quantise_mxfp4, formats.round_trip_fp4):
+        with pytest.raises(ValueError, match=r"last axis in 32s, got \(2, 48\)"):
+            function(torch.ones(2, 48))
 
 
 def test_values_beyond_fp32_become_infinite() -> None:
@@ -41,15 +41,6 @@ def test_round_trip_with_one_scale_for_128() -> None:
     whole = dataclasses.replace(MXFP4, group=128)
     wanted = [[whole.value(code, byte) for code in codes] for codes, byte in whole.wanted(x)]
     assert formats.round_trip_fp4(x, 128).tolist() == wanted
-
-
-def test_quantise_refuses_a_partial_group() -> None:
-    for function in (formats.quantise_mxfp4, formats.round_trip_fp4):
-        with pytest.raises(ValueError, match=r"last axis in 32s, got \(2, 48\)"):
-            function(torch.ones(2, 48))
-
-
-# ---- conversions: the same values, or a refusal ----
 
 
 def as_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -77,12 +68,6 @@ def test_mxfp4_to_nvfp4_keeps_every_value(shape: tuple[int, ...]) -> None:
     assert torch.equal(as_nvfp4(packed, scales), formats.dequantise_mxfp4(packed, scales, torch.float64))
     assert (scale_2 == torch.exp2(scales.flatten(-2).amax(-1).float() - 127 - 8)).all()
     assert scale.float().max() == 256 and scale.float().min() == 2.0**-9
-
-
-@pytest.mark.parametrize("largest", [0, 3, 17, 100, 254])
-def test_mxfp4_to_nvfp4_at_either_end_of_the_scales(largest: int) -> None:
-    packed, scales = random_mxfp4(4, 64, low=max(largest - 17, 0), high=largest, seed=4)
-    assert torch.equal(as_nvfp4(packed, scales), units_of(packed, scales))
 
 
 def test_mxfp4_to_nvfp4_refuses_a_wider_spread() -> None:
@@ -122,6 +107,8 @@ def test_a_matrix_of_zeros() -> None:
     assert (scale.float() == 256).all() and (scale_2 == 2.0**-8).all()
     codes, blocks = formats.mxfp4_to_fp8(packed, scales)
     assert not codes.view(torch.uint8).any() and blocks.tolist() == [[[127, 127]] * 2] * 2
+    made = packing.pack(torch.zeros(4, 32), "nvfp4", torch.bfloat16)
+    assert float(made["scale_2"]) > 0 and not bool(nvfp4.decode(made["weight"]).any())
 
 
 @pytest.mark.parametrize("spread", [0, 6, 14])
@@ -164,9 +151,6 @@ def test_mxfp4_to_fp8_refuses_what_would_change() -> None:
         formats.mxfp4_to_fp8(packed, scales)
 
 
-# ---- Hadamard ----
-
-
 def sylvester(d: int) -> list[list[int]]:
     if d == 1:
         return [[1]]
@@ -197,8 +181,3 @@ def test_hadamard_refuses_and_waits_for_no_device() -> None:
         with pytest.raises(ValueError, match="power of two"):
             formats.hadamard(torch.ones(2, d))
     assert formats.hadamard(torch.empty(3, 128, device="meta")).shape == (3, 128)  # without data
-
-
-def test_a_matrix_of_zeros_has_a_scale():
-    packed = packing.pack(torch.zeros(4, 32), "nvfp4", torch.bfloat16)
-    assert float(packed["scale_2"]) > 0 and not bool(nvfp4.decode(packed["weight"]).any())

@@ -86,7 +86,7 @@ def test_scores_in_tiles_of_entries(monkeypatch, tile):
     close(scored(*args, 97), wanted(*args, 97))
 
 
-def test_wrong_arguments_of_index_scores_are_named():
+def test_wrong_arguments_are_named():
     q, weights, keys, table = problem(2, 1, 3, 33)
     out = torch.empty(2, 1, 33)
     for name, args in {
@@ -96,6 +96,9 @@ def test_wrong_arguments_of_index_scores_are_named():
     }.items():
         with pytest.raises(ValueError, match=f"^{name}"):
             indexer.index_scores(*args)
+    for scores, kept in ((torch.zeros(1, 1, 4).double(), torch.int32), (torch.zeros(1, 1, 4), torch.int64)):
+        with pytest.raises(ValueError, match="scores must be fp32 and out int32"):
+            indexer.select(scores, torch.ones(1, 1, dtype=torch.int64), torch.empty(1, 1, 2, dtype=kept))
 
 
 def test_places_of_entries():
@@ -153,9 +156,3 @@ def test_what_is_not_visible_is_never_selected(value):
     want = listed(scores, visible, 16)
     hidden = torch.arange(50) >= visible.unsqueeze(2)
     assert torch.equal(selected(scores.masked_fill(hidden, value), visible, 16), want)
-
-
-def test_wrong_types_of_select_are_named():
-    for scores, out in ((torch.zeros(1, 1, 4).double(), torch.int32), (torch.zeros(1, 1, 4), torch.int64)):
-        with pytest.raises(ValueError, match="scores must be fp32 and out int32"):
-            indexer.select(scores, torch.ones(1, 1, dtype=torch.int64), torch.empty(1, 1, 2, dtype=out))

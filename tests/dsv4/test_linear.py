@@ -35,9 +35,6 @@ def one_rounding(got: torch.Tensor, wanted: torch.Tensor, size: torch.Tensor) ->
     assert ((got.double() - wanted).abs() <= half * wanted.abs() + 2.0**-20 * size).all()
 
 
-# ---- Linear ----
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize("n, k", [(5, 96), (150, 160)])
@@ -76,10 +73,8 @@ def test_linear_refuses_what_does_not_fit() -> None:
         ("plain", {"weight": torch.ones(5)}, r"weight must be \(\.\.\., n, k\)"),
         ("plain", {"weight": torch.ones(5, 6, dtype=torch.float16)}, "weight must be torch.float32 or torch.bfloat16"),
         ("plain", {"scale": byte}, "plain has no scale"),
-        ("fp8", {"scale": None}, r"scale must be torch.uint8 or torch.float8_e8m0fnu \(2, 2, 2\), got None"),
         ("fp8", {"scale": byte.expand(2, 1, 2)}, r"scale must be .* \(2, 2, 2\), got torch.uint8 \(2, 1, 2\)"),
         ("fp8", {"weight": byte.expand(2, 130, 160)}, "weight must be torch.float8_e4m3fn"),
-        ("mxfp4", {"weight": byte.expand(2, 130, 40)}, "k must be a multiple of 32|scale must be"),
         ("mxfp4", {"weight": byte.expand(2, 130, 72)}, "k must be a multiple of 32 for mxfp4, got 144"),
         ("mxfp4", {"scale": byte.expand(2, 130, 10)}, r"scale must be .* \(2, 130, 5\)"),
         ("mxfp4", {"scale_2": torch.ones(2)}, "mxfp4 has no scale_2"),
@@ -92,9 +87,6 @@ def test_linear_refuses_what_does_not_fit() -> None:
             dataclasses.replace(good[kind], **{"name": "layers.1.wkv", **change})
         assert str(caught.value).startswith("layers.1.wkv: ")
     assert dataclasses.replace(good["nvfp4"], input_scale=None, quantise_input=False).input_scale is None
-
-
-# ---- inputs ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,9 +120,6 @@ def test_nvfp4_inputs_use_the_input_scale() -> None:
     half = x.bfloat16()
     assert torch.equal(input_values(half, w), input_values(half.float(), w))
     assert 0.05 < float((wanted - x).norm() / x.norm()) < 0.15
-
-
-# ---- products ----
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
@@ -309,21 +298,3 @@ def test_pages_refuse() -> None:
     ):
         with pytest.raises(ValueError, match=named):
             act()
-
-
-def test_nothing_waits_for_a_device() -> None:
-    """Tensors without data: whatever reads a value on the host raises."""
-    ids = torch.empty(4, dtype=torch.int64, device="meta")
-    for kind in KINDS:
-        full = weight_of(kind, 3, 33, 160)
-        fields = {f: getattr(full, f) for f in ("weight", "scale", "scale_2", "input_scale")}
-        w = dataclasses.replace(full, **{f: t.to("meta") for f, t in fields.items() if t is not None})
-        x = torch.empty(2, 3, 160, device="meta")
-        grouped_linear(x, w, torch.empty(2, 3, 33, device="meta"))
-        linear(x[:, 1], w.select(1), torch.empty(2, 33, dtype=torch.bfloat16, device="meta"))
-        assert input_values(torch.empty(4, 160, device="meta"), w.select(ids)).shape == (4, 160)
-    for kind, width, rope in FORMS:
-        held = pages_of(kind, 3, 4, width, rope)
-        pages = dataclasses.replace(held, data=held.data.to("meta"))
-        pages.write(ids, torch.empty(4, width, device="meta"))
-        assert pages.read(ids).shape == (4, width)

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from problems.dsv4_forward.kernels import matmuls as module
-from problems.dsv4_forward.kernels.matmuls import Matmuls
 from tests.dsv4 import in_model
 from tests.support.marks import first
 
-kernel = Matmuls  # for the fixture `ops`, and in_model
-
+kernel = module.Matmuls  # for the fixture `ops`, and in_model
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 # Rows of the matrices: a CSA layer's, an HCA layer's; ends inside of a block's rows; more than one launch takes; few.

@@ -24,17 +24,9 @@ from problems.dsv4_forward.weights.config import CSA, HCA, SWA
 
 # Operations of torch that make tensors, or ask. Like those that make views they launch nothing.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_pinned", "_unsafe_view"}
-
-
 # Kernels that a launcher launches, where it is not one. Attention splits its lists among blocks and joins the parts.
-SEVERAL = {
-    "copies.launch_mix_copies": 2,
-    "sm90_wgmma.launch": 2,
-    "sm90_grouped.decode_linear": 2,
-    "fmha.launch_fmha": 2,
-    "experts.launch_experts": 2,
-    "indexer.launch_choose": 2,
-}
+SEVERAL = dict.fromkeys(("copies.launch_mix_copies", "fmha.launch_fmha", "experts.launch_experts"), 2)
+SEVERAL |= dict.fromkeys(("sm90_wgmma.launch", "sm90_grouped.decode_linear", "indexer.launch_choose"), 2)
 QUANTISING = "sm90_grouped.decode_experts", 13, 18  # a launch more for several tokens in NVFP4: arguments count, form
 COUNTED = {"sm90_mma.launch": (1, 2)}  # launchers of several kernels: arguments whose sum says how many
 LIBRARY = ("mm", "bmm", "addmm", "baddbmm")  # products that torch leaves to cuBLAS
@@ -57,6 +49,8 @@ class Seen(TorchDispatchMode):
             self.torch[self.place, name] += 1
         if func is torch.ops.aten.mm.dtype_out:  # only a GPU has it
             return kwargs["out"].zero_()
+        if func is torch.ops.aten.bmm.dtype:  # so with this one
+            return args[0].new_zeros(*args[0].shape[:2], args[1].shape[2], dtype=args[2])
         out = func(*args, **(kwargs or {}))
         if name.startswith(("empty", "new_empty")) and not out.is_floating_point():
             out.zero_()  # indices that no kernel writes are read by what is torch
@@ -110,7 +104,7 @@ class Places:
             self.seen.place = HEAD if layer == "head" else PLACES[self.ratios[int(layer.partition(".")[2])]]
 
 
-def steps(fmt: str, batches: tuple[int, ...]) -> tuple[list[tuple[Counter, Counter]], Counter]:
+def steps(fmt: str, batches: tuple[int, ...], kernels: str = "winners") -> tuple[list[tuple[Counter, ...]], Counter]:
     """Count a static decode step of tiny-k for sm90, whose CSA layers score, for each number of sequences.
 
     -> (kernels, operations of torch) of each, by place and name, and how many layers there are by place.
@@ -121,7 +115,7 @@ def steps(fmt: str, batches: tuple[int, ...]) -> tuple[list[tuple[Counter, Count
         # Whether ids are of the vocabulary is looked up on a CPU only.
         patch.setattr("problems.dsv4_forward.cache.state.check_tensor", lambda *arguments: None)
         probe = Places(seen, made.config.ratios)
-        model = Model(made, ops.choose("winners", "sm90", made).ops, probe=probe)
+        model = Model(made, ops.choose(kernels, "sm90", made).ops, probe=probe)
         for batch in batches:
             state = State(made.config, fmt, sequences=batch, blocks=3 * batch)
             sequences = random_state.fill(state, [CONTEXT] * batch, seed=7)

@@ -15,43 +15,18 @@ if TYPE_CHECKING:
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 # Other head counts, ratios, top-k, groups and hash layers than TINY; no two sizes alike.
-OTHER = dataclasses.replace(
-    TINY,
-    name="other",
-    hidden_size=320,
-    num_attention_heads=6,
-    q_lora_rank=192,
-    o_groups=3,
-    o_lora_rank=64,
-    n_routed_experts=5,
-    num_experts_per_tok=3,
-    moe_intermediate_size=192,
-    num_hash_layers=1,
-    compress_ratios=(CSA, SWA, HCA, CSA),
-    index_n_heads=24,
-    index_topk=9,
-    routed_scaling_factor=2.5,
-    vocab_size=383,
-    rope_original=128,
-    rms_norm_eps=1e-3,
-)
-WIDE = dataclasses.replace(
-    TINY,
-    name="wide",
-    hidden_size=192,
-    num_attention_heads=8,
-    head_dim=192,
-    q_lora_rank=64,
-    o_groups=4,
-    n_routed_experts=12,
-    num_experts_per_tok=4,
-    num_hash_layers=0,
-    compress_ratios=(HCA, CSA, CSA),
-    index_n_heads=48,
-    index_topk=21,
-    swiglu_limit=0.7,
-    vocab_size=257,
-)
+_OTHER = {"hidden_size": 320, "num_attention_heads": 6, "q_lora_rank": 192, "o_groups": 3, "o_lora_rank": 64}
+_OTHER |= {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 192, "num_hash_layers": 1}
+_OTHER |= {"compress_ratios": (CSA, SWA, HCA, CSA), "index_n_heads": 24, "index_topk": 9, "vocab_size": 383}
+_OTHER |= {"routed_scaling_factor": 2.5, "rope_original": 128, "rms_norm_eps": 1e-3}
+OTHER = dataclasses.replace(TINY, name="other", **_OTHER)
+_WIDE = {"hidden_size": 192, "num_attention_heads": 8, "head_dim": 192, "q_lora_rank": 64, "o_groups": 4}
+_WIDE |= {"n_routed_experts": 12, "num_experts_per_tok": 4, "num_hash_layers": 0, "compress_ratios": (HCA, CSA, CSA)}
+_WIDE |= {"index_n_heads": 48, "index_topk": 21, "swiglu_limit": 0.7, "vocab_size": 257}
+WIDE = dataclasses.replace(TINY, name="wide", **_WIDE)
+# Standard deviation and mean, by the end of a tensor's name.
+SIZES = {"norm.weight": (0.1, 1.0), "e_score_correction_bias": (0.3, 0.0), "scale": (0.2, 1.0), "sinks": (0.7, 0.0)}
+SIZES |= {"base": (0.7, 0.0), "position_bias": (0.5, 0.0), "embed_tokens.weight": (1.0, 0.0)}
 CONFIGS = {config.name: config for config in (TINY, OTHER, WIDE)}
 
 
@@ -86,28 +61,15 @@ def hf_model(name: str, seed: int = 1) -> "DeepseekV4ForCausalLM":
     model = DeepseekV4ForCausalLM(hf_config(cfg)).eval()
     gen = torch.Generator().manual_seed(seed)
 
-    def normal(shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
-        return mean + std * torch.randn(shape, generator=gen)
-
     with torch.no_grad():
         for key, value in model.state_dict().items():
             shape = tuple(value.shape)
             if key.endswith("tid2eid"):
                 value.copy_(torch.rand(shape[0], cfg.n_routed_experts, generator=gen).argsort(1)[:, : shape[1]])
-            elif key.endswith(("norm.weight", "layernorm.weight")):
-                value.copy_(normal(shape, 0.1, 1.0))
-            elif key.endswith("e_score_correction_bias"):
-                value.copy_(normal(shape, 0.3))
-            elif key.endswith("scale"):
-                value.copy_(normal(shape, 0.2, 1.0))
-            elif key.endswith(("sinks", "base")):
-                value.copy_(normal(shape, 0.7))
-            elif key.endswith("position_bias"):
-                value.copy_(normal(shape, 0.5))
-            elif key.endswith("embed_tokens.weight"):
-                value.copy_(normal(shape, 1.0))
-            else:  # (..., out, in)
-                value.copy_(normal(shape, shape[-1] ** -0.5))
+                continue
+            matrix = shape[-1] ** -0.5 if shape else 1.0, 0.0  # (..., out, in)
+            std, mean = next((size for end, size in SIZES.items() if key.endswith(end)), matrix)
+            value.copy_(mean + std * torch.randn(shape, generator=gen))
     return model
 
 

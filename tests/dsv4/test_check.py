@@ -117,15 +117,6 @@ def test_a_wrong_kernel_alone_fails_the_check(case, op, capsys):
         assert f" {op}" in said.partition("FAULT: ")[2].partition("\n")[0], said[-2000:]
 
 
-@pytest.mark.slow  # what a fault says is seen in the tests above
-def test_the_command_fails_and_names_layer_and_kernel(capsys, monkeypatch):
-    monkeypatch.setattr(check, "PROMPTS", (9, 5))
-    assert check.main(options("nvfp4", "--kernels", "nvfp4_gemv=high_nibble_first")) == 1
-    said = capsys.readouterr().out
-    assert "FAULT: layers.0 linear: out is off by" in said and "0 of 1 configurations right" in said
-    assert check.main(options("nvfp4", "--kernels", "nonsense")) == 2
-
-
 def test_the_command_passes_the_winners(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
     monkeypatch.setattr(check, "WIDE", (33,))
@@ -183,10 +174,7 @@ def test_another_greedy_token_is_a_fault_beyond_the_error_only(capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "def rms_norm(*args, **named):\n    raise ValueError('rows must be even')\n",
-            "2: ValueError: rows must be even",
-        ),
+        ("def rms_norm(*args, **named):\n    raise ValueError('odd')\n", "2: ValueError: odd"),
         ("def rms_norm(*args, **named):\n    raise SystemExit(0)\n", "2: it would have ended the process: 0"),
         ("def rms_norm(x):\n    pass\n", "layers.0 rms_norm: TypeError: rms_norm() got an unexpected keyword argument"),
         ("import torch\ndef rms_norm(**named):\n    torch.zeros(2) @ torch.zeros(3)\n", "mine.py:3: RuntimeError: "),
@@ -267,13 +255,8 @@ def _input_spoilt(**given):
 
 @pytest.mark.parametrize("fmt", ["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, capsys):
-    wrong = {
-        "layer_rows": _rows,
-        "start": _angles_that_end,
-        "choose": _few_scores,
-        "fmha": _nothing_alone,
-        "rms_norm": _input_spoilt,
-    }
+    wrong = {"layer_rows": _rows, "start": _angles_that_end, "choose": _few_scores}
+    wrong |= {"fmha": _nothing_alone, "rms_norm": _input_spoilt}
     case = check.make("tiny", fmt, "cpu")
 
     def faults(changed: dict) -> list[str]:
@@ -292,7 +275,6 @@ def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, ca
 
 
 def test_the_check_asks_for_edges_and_fails_by_a_layer(capsys, monkeypatch):
-    """late() runs with edges; a layer past its budget fails the check."""
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
     monkeypatch.setattr(check, "WIDE", (2,))
     late, asked = check.Case.late, []

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from problems.common import load
+from problems.dsv4_forward.torch_ops import experts
+from problems.dsv4_forward.weights.config import FORMATS
 from tests.dsv4 import launches
 
 README = Path(load.PROBLEMS) / "dsv4_forward" / "README.md"
@@ -24,3 +28,12 @@ def test_the_released_format_launches_nothing_of_torch_in_a_layer():
     for kernels, operations in every:
         counts = [sum(n for (at, _), n in kernels.items() if at == place) // layers[place] for place in layers]
         assert not operations and sorted(counts) == [14, 14, 16]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_no_reference_waits_for_a_device(fmt, monkeypatch):
+    monkeypatch.setattr(experts, "by_hit", experts.by_pair)  # on the CPU, reading ids is free
+    ((_, operations),), _ = launches.steps(fmt, (3,), "reference")
+    names = {name for _, name in operations}
+    waits = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "item"}
+    assert {"topk", "softplus"} <= names and not names & waits

@@ -14,6 +14,7 @@ from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CSA, FORMATS, PLAIN, TINY
 from tests.dsv4 import oracle
 from tests.dsv4.oracle import CONFIGS
+from tests.support.marks import first
 
 TOLERANCE = 2e-5  # of logits with a standard deviation of about 1
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 300)  # around every boundary: windows of 4 and 128, the ring, YaRN
@@ -32,10 +33,6 @@ def ids(name: str) -> torch.Tensor:
 def wanted(name: str) -> torch.Tensor:
     """transformers' logits of all positions, one uncached pass: causal, so every shorter prompt's are in it."""
     return oracle.hf_logits(name, ids(name)[None])[0]
-
-
-def state_for(name: str, sequences: int = 1, chunk: int = 128) -> State:
-    return State(CONFIGS[name], "fp32", sequences=sequences, blocks=4 * sequences, chunk=chunk)
 
 
 def run(name: str, chunks: tuple[int, ...], model: Model | None = None, chunk: int = 128) -> torch.Tensor:
@@ -62,45 +59,31 @@ def test_the_logits_are_of_size_one(name):
     assert len(wanted(name).argmax(-1).unique()) > 20, "a model that says the same everywhere shows nothing"
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [*(("tiny", length) for length in (3, 128, 129)), *((name, LONGEST) for name in CONFIGS)]
-    + [pytest.param(name, length, marks=pytest.mark.slow) for name in CONFIGS for length in LENGTHS],
-)
-def test_one_prefill(name, length):
-    assert worst(name, run(name, (length,), chunk=LONGEST)) <= TOLERANCE
+# Calls of so many tokens, and the most that one may have.
+WAYS = {str(length): ((length,), LONGEST) for length in LENGTHS} | {"chunks": (CHUNKS, 130)}
+WAYS |= {"forty": ((1,) * 40, 1), "one by one": ((1,) * LONGEST, 1), "a hundred steps": ((128, 72, *[1] * 100), 128)}
+DAILY = [("tiny", way) for way in ("3", "128", "129", "forty")]
+DAILY += [(name, way) for name in CONFIGS for way in (str(LONGEST), "chunks")]
+LONG = [(name, way) for name in CONFIGS for way in WAYS if (name, way) not in DAILY]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_chunked_prefill(name):
-    assert sum(CHUNKS) == LONGEST
-    assert worst(name, run(name, CHUNKS, chunk=130)) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_prefill_then_a_hundred_steps(name):
-    assert worst(name, run(name, (128, 72, *[1] * 100))) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("name", "length"), [("tiny", 40), *(pytest.param(name, LONGEST, marks=pytest.mark.slow) for name in CONFIGS)]
-)
-def test_decode_from_nothing(name, length):
-    assert worst(name, run(name, (1,) * length, chunk=1)) <= TOLERANCE
+@pytest.mark.parametrize(("name", "way"), first(DAILY + LONG, len(DAILY)))
+def test_logits_are_transformers_whatever_calls_the_tokens_come_in(name, way):
+    chunks, most = WAYS[way]
+    assert worst(name, run(name, chunks, chunk=most)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("table", [ops.REFERENCE, dataclasses.replace(ops.REFERENCE, all_experts=ops.apart)])
 def test_feed_splits_a_prompt_by_the_chunk(table):
-    state = state_for("tiny", chunk=50)
+    state = State(TINY, "fp32", sequences=1, blocks=4, chunk=50)
     sequence, _ = state.open()
     got = feed(Model(oracle.weights_of("tiny"), table), state, {sequence: ids("tiny").tolist()})
     assert float((got[0] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
     assert state.lengths[sequence] == LONGEST
 
 
-# What the comparison would not see if a feature had no effect: each of these must break it by far. first: the position
-# up to which the model must still agree.
+# What the comparison would not see if a feature had no effect: each of these must break it by far. Behind each, the
+# position up to which the model must still agree.
 def changed(**fields: object):
     def edit(model: Model) -> None:
         cfg = dataclasses.replace(model.config, **fields)
@@ -110,31 +93,23 @@ def changed(**fields: object):
     return edit
 
 
-def edited(what: str, value):
-    """Every layer's attention or router tensor `what` replaced by value(it); beside a table biases are 0."""
+def edited(ending: str, value):
+    """Tensors whose names end so replaced by value(it)."""
 
     def edit(model: Model) -> None:
-        layers = []
-        for layer in model.weights.layers:
-            attn, router = layer.attn, layer.ffn.router
-            if what == "sink":
-                attn = dataclasses.replace(attn, sink=value(attn.sink))
-            elif what == "ape" and attn.compressor:
-                compressor = dataclasses.replace(attn.compressor, ape=value(attn.compressor.ape))
-                attn = dataclasses.replace(attn, compressor=compressor)
-            elif what == "bias" and router.bias is not None:
-                router = dataclasses.replace(router, bias=value(router.bias))
-            elif what == "table" and router.table is not None:
-                router = dataclasses.replace(router, table=value(router.table), bias=torch.zeros(8))
-            elif what == "comb":
-                layer = dataclasses.replace(
-                    layer, hc_attn=dataclasses.replace(layer.hc_attn, base=value(layer.hc_attn.base))
-                )
-            ffn = dataclasses.replace(layer.ffn, router=router)
-            layers.append(dataclasses.replace(layer, attn=attn, ffn=ffn))
-        model.weights = dataclasses.replace(model.weights, layers=tuple(layers))
+        tensors = {n: value(t) if n.endswith(ending) else t for n, t in model.weights.tensors.items()}
+        model.weights = tree.assemble(model.config, "fp32", tensors)
 
     return edit
+
+
+def without_tables(model: Model) -> None:
+    """Beside a table biases are 0."""
+    cfg, tensors = dataclasses.replace(model.config, num_hash_layers=0), dict(model.weights.tensors)
+    for name in [name for name in tensors if name.endswith("tid2eid")]:
+        tensors[name.replace("tid2eid", "bias")] = torch.zeros(cfg.n_routed_experts)
+        del tensors[name]
+    model.__dict__.update(Model(tree.assemble(cfg, "fp32", tensors), model.ops).__dict__)
 
 
 def transposed(base: torch.Tensor) -> torch.Tensor:
@@ -154,10 +129,10 @@ def narrow_window(model: Model) -> None:
 
 
 FEATURES = {
-    "sink": (edited("sink", lambda sink: torch.full_like(sink, -torch.inf)), 0),
-    "ape": (edited("ape", torch.zeros_like), 3),
-    "router bias": (edited("bias", torch.zeros_like), 0),
-    "mHC orientation": (edited("comb", transposed), 0),
+    "sink": (edited("attn_sink", lambda sink: torch.full_like(sink, -torch.inf)), 0),
+    "ape": (edited("attn.compressor.ape", torch.zeros_like), 3),
+    "router bias": (edited("gate.bias", torch.zeros_like), 0),
+    "mHC orientation": (edited("hc_attn_base", transposed), 0),
     "SwiGLU clamp": (changed(swiglu_limit=10.0), 0),
     "top-k": (changed(index_topk=64), 66),
     "theta of compressed layers": (changed(compress_rope_theta=40000.0), 1),
@@ -165,19 +140,19 @@ FEATURES = {
     "window": (narrow_window, 126),
     "Sinkhorn": (changed(hc_sinkhorn_iters=3), 0),
     "route scale": (changed(routed_scaling_factor=1.0), 0),
-    "hash layers": (edited("table", lambda table: None), 0),
+    "hash layers": (without_tables, 0),
 }
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_matters(feature):
-    edit, first = FEATURES[feature]
+    edit, agreeing = FEATURES[feature]
     model = Model(oracle.weights_of("tiny"))
     edit(model)
     got = run("tiny", (FEATURED,), model, chunk=FEATURED)
     off = (got - wanted("tiny")[:FEATURED]).abs().amax(-1)
     assert float(off.max()) > 0.1, f"{feature} does not matter: {float(off.max()):.2g}"
-    assert float(off[:first].max() if first else 0) <= TOLERANCE, f"{feature} acts too early"
+    assert float(off[:agreeing].max() if agreeing else 0) <= TOLERANCE, f"{feature} acts too early"
 
 
 def test_the_indexer_selects_within_the_test():

@@ -15,6 +15,7 @@ from problems.dsv4_forward.generate.mtp import Speculative
 from problems.dsv4_forward.model import Model, feed
 from problems.dsv4_forward.parallel import exchange
 from problems.dsv4_forward.weights import config, layout, partition, tree
+from tests.dsv4.models import same
 
 SMALL = dataclasses.replace(
     config.TINY,
@@ -56,10 +57,8 @@ def test_parts_dequantised_are_the_whole(fmt):
     parts = [tree.shard(whole, 2, rank) for rank in range(2)]
     for block, *others in zip(whole.layers, *(part.layers for part in parts), strict=True):
         pairs = [("wq_b", -2, 1), ("wo_a", -3, 1), ("wo_b", -1, 1), ("wq_a", None, 1), ("wkv", None, 1)]
-        named = [("attn", name, axis, count) for name, axis, count in pairs]
-        named += [("ffn", f"{of}w13", -2, 2) for of in ("", "shared_")] + [
-            ("ffn", f"{of}w2", -1, 1) for of in ("", "shared_")
-        ]
+        named = [("attn", *pair) for pair in pairs]
+        named += [("ffn", f"{of}{w}", *cut) for of in ("", "shared_") for w, cut in (("w13", (-2, 2)), ("w2", (-1, 1)))]
         for section, name, axis, count in named:
             want, *got = (getattr(getattr(one, section), name).dequantise() for one in (block, *others))
             if axis is None:
@@ -84,27 +83,17 @@ def test_parts_are_made_and_loaded_as_they_are_cut(tmp_path, fmt):
             assert [name for name, tensor in want.items() if not same(found.tensors[name], tensor)] == []
 
 
-def same(one, other):
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
-
-
-@pytest.mark.parametrize(
-    ("cfg", "fmt", "gpus", "named"),
-    [
-        (config.FLASH, "nvfp4", 3, "o_groups"),
-        (config.FLASH, "nvfp4", 16, "o_groups"),
-        (config.FLASH, "nvfp4", 0, "o_groups"),
-        (dataclasses.replace(config.FLASH, vocab_size=129281), "bf16", 2, "vocab_size"),
+def test_gpus_that_cannot_share_a_model_are_refused():
+    odd = dataclasses.replace(config.FLASH, vocab_size=129281)
+    narrow = dataclasses.replace(config.TINY, moe_intermediate_size=48)
+    for cfg, fmt, gpus, named in (
+        *((config.FLASH, "nvfp4", gpus, "o_groups") for gpus in (3, 16, 0)),
+        (odd, "bf16", 2, "vocab_size"),
         (config.TINY, "released", 2, "ffn.shared_experts.w13"),
-        (dataclasses.replace(config.TINY, moe_intermediate_size=48), "nvfp4", 2, "ffn.experts.w2"),
-    ],
-)
-def test_gpus_that_cannot_share_a_model_are_refused(cfg, fmt, gpus, named):
-    with pytest.raises(ValueError, match=rf"gpus must .*{named}.*got {gpus}"):
-        partition.local(cfg, fmt, gpus)
-
-
-# --- several processes
+        (narrow, "nvfp4", 2, "ffn.experts.w2"),
+    ):
+        with pytest.raises(ValueError, match=rf"gpus must .*{named}.*got {gpus}"):
+            partition.local(cfg, fmt, gpus)
 
 
 def passes(model):

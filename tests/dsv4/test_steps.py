@@ -86,10 +86,12 @@ def drawn(steps: int, batch: int, vocab: int, device: str) -> torch.Tensor:
     return torch.randint(vocab, (steps, batch), generator=torch.Generator().manual_seed(3)).to(device)
 
 
-# Fused and unfused.
+ON_A_GPU = [pytest.param("tiny-k", fmt, 2000, "cuda", marks=pytest.mark.gpu) for fmt in ("released", "nvfp4")]
 
 
-def stays_near(name: str, fmt: str, steps: int, device: str) -> None:
+@pytest.mark.parametrize(("name", "fmt", "steps", "device"), [("tiny", "nvfp4", 12, "cpu"), *ON_A_GPU])
+@torch.inference_mode()
+def test_steps_stay_near_the_unfused_chain(name, fmt, steps, device):
     """Every step is within what honest kernels differ by, and the last ones differ no more than the first."""
     made = prepared(name, fmt, 2, steps, device)
     forced = drawn(steps, 2, made.made.config.vocab_size, device)
@@ -103,26 +105,12 @@ def stays_near(name: str, fmt: str, steps: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", ["released", "nvfp4"])
-@torch.inference_mode()
-def test_2000_steps_stay_near_the_unfused_chain(fmt):
-    stays_near("tiny-k", fmt, 2000, "cuda")
-
-
-@torch.inference_mode()
-def test_steps_stay_near_the_unfused_chain():
-    stays_near("tiny", "nvfp4", 12, "cpu")
-
-
-# The same bits.
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
 @torch.inference_mode()
-def test_1000_replays_of_a_step_are_equal_bit_for_bit(batch):
+def test_1000_replays_of_a_step_are_equal_bit_for_bit(fmt, batch):
     """Logits, the next tokens, and all that the step has written."""
-    made = prepared("tiny-k", "nvfp4", batch, ROOM, "cuda")
+    made = prepared("tiny-k", fmt, batch, ROOM, "cuda")
     steps = recorded(made)
 
     def once() -> tuple[torch.Tensor, ...]:
@@ -205,9 +193,6 @@ def test_nothing_but_the_products_of_a_cpu_mixes_rows(fmt):
     assert alone_and_together(made, by_row(ops.REFERENCE), (0, 5), 3) == []
 
 
-# Drafting.
-
-
 def drafting(name: str, fmt: str, device: str) -> tuple[Model, config.Config]:
     cfg = config.find(name)
     if not cfg.num_nextn_predict_layers:
@@ -216,10 +201,19 @@ def drafting(name: str, fmt: str, device: str) -> tuple[Model, config.Config]:
     return Model(weights, ops.choose("winners", load.device_target(device), weights).ops), cfg
 
 
-def equals_greedy(model: Model, prompt: list[int], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# A last bit seldom makes another token.
+DRAFTED = [
+    pytest.param("tiny-k", *one.values, "cuda", 10, marks=[pytest.mark.gpu, *one.marks])
+    for one in each_format(strict=False)
+]
+
+
+@pytest.mark.parametrize(("name", "fmt", "device", "count"), [("tiny", "fp32", "cpu", 12), *DRAFTED])
+@torch.inference_mode()
+def test_drafting_equals_greedy_for_20_prompts(name, fmt, device, count, monkeypatch):
     """With guesses that are right in half of the steps, by turns; the others are the prediction layer's own."""
-    want = models.greedy(model, prompt, count + 2)
-    own, passes = Speculative._draft, []
+    model, cfg = drafting(name, fmt, device)
+    own, passes, gen = Speculative._draft, [], torch.Generator().manual_seed(9)
 
     def draft(self: Speculative, batch: Batch, copies: torch.Tensor, following: Sequence[int], row: int) -> None:
         own(self, batch, copies, following, row)
@@ -228,34 +222,16 @@ def equals_greedy(model: Model, prompt: list[int], count: int, monkeypatch: pyte
         if place > 0 and sum(one > 0 for one in passes) % 2:
             self._guess = want[place]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Speculative, "_draft", draft)
+    monkeypatch.setattr(Speculative, "_draft", draft)
+    prompts = [torch.randint(cfg.vocab_size, (3 + 7 * i,), generator=gen).tolist() for i in range(20)]
+    for prompt in prompts if device == "cuda" else prompts[::9]:
+        want = models.greedy(model, prompt, count + 2)
+        passes.clear()
         speculative = Speculative(model, *models.opened(model))
         got, accepted, steps = [speculative.prefill(prompt)], [], speculative.steps()
         while len(got) < count:
             step = next(steps)
             got += step.tokens
             accepted.append(step.accepted)
-    assert got[:count] == want[:count]
-    assert all(accepted[::2]), "every other guess was the right one"
-
-
-def prompts(count: int, vocab: int) -> list[list[int]]:
-    gen = torch.Generator().manual_seed(9)
-    return [torch.randint(vocab, (3 + 7 * i,), generator=gen).tolist() for i in range(count)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fmt", each_format(strict=False))  # a last bit seldom makes another token
-@torch.inference_mode()
-def test_drafting_equals_greedy_for_20_prompts(fmt, monkeypatch):
-    model, cfg = drafting("tiny-k", fmt, "cuda")
-    for prompt in prompts(20, cfg.vocab_size):
-        equals_greedy(model, prompt, 10, monkeypatch)
-
-
-@torch.inference_mode()
-def test_drafting_equals_greedy(monkeypatch):
-    model, cfg = drafting("tiny", "fp32", "cpu")
-    for prompt in prompts(20, cfg.vocab_size)[::9]:
-        equals_greedy(model, prompt, 12, monkeypatch)
+        assert got[:count] == want[:count]
+        assert all(accepted[::2]), "every other guess was the right one"

@@ -128,9 +128,3 @@ def _compressor(sd: dict, theirs: str, mine: str) -> dict[str, torch.Tensor]:
         f"{mine}.ape": sd[f"{theirs}.position_bias"],
         f"{mine}.norm.weight": sd[f"{theirs}.kv_norm.weight"],
     }
-
-
-@torch.no_grad()
-def hf_logits(name: str, ids: torch.Tensor, seed: int = 1) -> torch.Tensor:
-    """ids int64 (B, T) -> fp32 (B, T, vocab), one uncached pass."""
-    return hf_model(name, seed)(input_ids=ids, use_cache=False).logits

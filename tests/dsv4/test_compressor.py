@@ -13,13 +13,13 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 class Case:
     """Weights of one compressor and the projected rows of `tokens` tokens; generated, so equal for equal seeds."""
 
-    def __init__(self, kind: str, tokens: int, seed: int = 0, spread: float = 1.0):
+    def __init__(self, kind: str, tokens: int, seed: int = 0):
         gen = torch.Generator().manual_seed(seed)
         self.ratio, self.overlap = KINDS[kind]
         self.halves = 2 if self.overlap else 1
         self.rows = self.halves * self.ratio  # that one entry pools
         wide = self.halves * D
-        self.projected = torch.randn(tokens, 2 * wide, generator=gen) * spread
+        self.projected = torch.randn(tokens, 2 * wide, generator=gen)
         self.projected += torch.arange(tokens).unsqueeze(1) * 0.01  # rows that differ, and drift
         self.ape = torch.randn(self.ratio, wide, generator=gen) * 2
         self.weight = torch.rand(D, generator=gen) + 0.5
@@ -54,9 +54,8 @@ class Case:
 
     def feed(self, tail, start, end, dtype=F32) -> list[torch.Tensor]:
         """The same -> the entries that they complete."""
-        return list(
-            self.call(tail, start, end, [t - start for t in range(start, end) if (t + 1) % self.ratio == 0], dtype)
-        )
+        emit = [t - start for t in range(start, end) if (t + 1) % self.ratio == 0]
+        return list(self.call(tail, start, end, emit, dtype))
 
     def cut(self, lengths, fill=0.0) -> torch.Tensor:
         """The whole sequence in calls of these lengths -> all entries (n, D)."""
@@ -75,11 +74,8 @@ class Case:
             parts = [(slice(first, first + self.ratio), slice(D * self.overlap, None))]
             if self.overlap and first:  # the first half of the channels, of the window before
                 parts.append((slice(first - self.ratio, first), slice(0, D)))
-            weight = torch.cat([gate[tokens, channels] for tokens, channels in parts]).softmax(0)
-            pooled = (
-                weight * torch.cat([rows[tokens, : self.halves * D][:, channels] for tokens, channels in parts])
-            ).sum(0)
-            found.append(self._finish(pooled, first, dtype))
+            gates, values = (torch.cat([of[t, c] for t, c in parts]) for of in (gate, rows[:, : self.halves * D]))
+            found.append(self._finish((gates.softmax(0) * values).sum(0), first, dtype))
         return torch.stack(found) if found else torch.empty(0, D, dtype=F64)
 
     def _finish(self, pooled: torch.Tensor, position: int, dtype: torch.dtype) -> torch.Tensor:

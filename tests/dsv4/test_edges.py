@@ -17,6 +17,8 @@ from problems.dsv4_forward.trace import Recorder
 from problems.dsv4_forward.weights.config import FORMATS
 from tests.support.marks import first
 
+# As they are before something is put in their place.
+_round_trip, compress = nvfp4.round_trip, compressor.compress
 SLICE = "tiny-3l8e"  # a layer of each kind; the first two choose experts by a table, the last one by score
 
 
@@ -46,6 +48,7 @@ def _norm(divide):
 
 
 def _configured(**values):
+    """mhc_pre with other constants."""
 
     def mhc_pre(copies, fn, base, scale, cfg, out, post, comb):
         mhc.pre(copies, fn, base, scale, dataclasses.replace(cfg, **values), out, post, comb)
@@ -92,9 +95,6 @@ def _unsaturated(x, input_scale):
     return _round_trip(x, input_scale).unflatten(-1, (-1, 16)).where(~over, torch.nan).flatten(-2)
 
 
-_round_trip = nvfp4.round_trip
-
-
 def _changed(op, name, change):
     return lambda **given: vars(ops.REFERENCE)[op](**given | {name: change(given[name])})
 
@@ -113,9 +113,6 @@ def _compress(*given):
     """compressor.compress whose exponentials overflow where something in the ring is beyond 88."""
     compress(*given)
     given[-1].masked_fill_(given[5].nan_to_num().abs().max() > 88, torch.nan)
-
-
-compress = compressor.compress
 
 
 def _softplus(logits):

@@ -55,16 +55,10 @@ def test_reach_is_six_deviations_of_the_largest_output(monkeypatch):
 
 def test_weights_move_as_far_as_is_exact():
     """448 is 7 * 2^6, and steps end at 2^-9; a scale of 0 holds nothing up."""
-    for most, rows in {
-        20: (([448.0], 15), ([256.0], 17)),
-        3: (([448.0], 3),),
-        9: (
-            *(([448.0, 2.0**-9], 0), ([448.0, 2.0**-8], 1), ([448.0, 2.0**-6], 3), ([448.0, 2.0**-6 * 1.125], 0)),
-            *(([0.0, 8.0, 9.0], 9), ([0.0], 9)),
-        ),
-    }.items():
-        for scales, want in rows:
-            assert GEMV.exact_shift(torch.tensor(scales).to(torch.float8_e4m3fn), most) == want
+    beside_448 = ((2.0**-9, 0), (2.0**-8, 1), (2.0**-6, 3), (2.0**-6 * 1.125, 0))
+    rows = [([448.0], 20, 15), ([256.0], 20, 17), ([448.0], 3, 3), ([0.0, 8.0, 9.0], 9, 9), ([0.0], 9, 9)]
+    for scales, most, want in rows + [([448.0, scale], 9, want) for scale, want in beside_448]:
+        assert GEMV.exact_shift(torch.tensor(scales).to(torch.float8_e4m3fn), most) == want
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import indexer
 
-WIDTH, PAGE = 128, 32
+WIDTH, PAGE, SCALE = 128, 32, 0.3
 
 
 def generator(seed: int) -> torch.Generator:
@@ -22,9 +22,6 @@ def filled(kind: str, tables: torch.Tensor, n_pages: int, dtype: torch.dtype = t
     index = (tables.long().flatten().unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
     pages.write(index, torch.randn(len(index), WIDTH, generator=generator(seed)))
     return pages
-
-
-SCALE = 0.3
 
 
 def wanted(q, weights, keys, table, entries) -> torch.Tensor:

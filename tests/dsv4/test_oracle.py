@@ -32,7 +32,8 @@ def ids(name: str) -> torch.Tensor:
 @functools.cache
 def wanted(name: str) -> torch.Tensor:
     """transformers' logits of all positions, one uncached pass: causal, so every shorter prompt's are in it."""
-    return oracle.hf_logits(name, ids(name)[None])[0]
+    with torch.no_grad():
+        return oracle.hf_model(name)(input_ids=ids(name)[None], use_cache=False).logits[0]
 
 
 def run(name: str, chunks: tuple[int, ...], model: Model | None = None, chunk: int = 128) -> torch.Tensor:

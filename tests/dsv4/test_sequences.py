@@ -40,7 +40,7 @@ def test_a_shared_prefix_gives_the_same(model):
     b, matched = state.open(second)
     assert matched == 256, "two whole blocks of 128"
     assert state.pool.free == free, "a shared block is not taken again"
-    got = [feed(model, state, {b: second[matched:]})[0]]
+    got = [feed(model, state, {b: second[matched:], a: [1]})[0]]
     for _ in range(8):
         got.append(feed(model, state, {b: [int(got[-1].argmax())], a: [1]})[0])
     wanted = decoded(model, second, 9)

@@ -63,7 +63,6 @@ def same_rows(got: Pages, want: Pages, index: torch.Tensor, dtype: torch.dtype =
 
 
 def some(count: int) -> torch.Tensor:
-    """Rows of made_pages."""
     return torch.randperm(35, generator=torch.Generator().manual_seed(count))[:count].to(DEVICE)
 
 

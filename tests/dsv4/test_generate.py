@@ -267,7 +267,6 @@ def test_no_pass_on_a_gpu_waits_for_the_host():
 
 
 def shown(capsys, printer: Printer, told: list[Told]) -> list[str]:
-    """What each token prints."""
     found = []
     for one in told:
         printer.take(one)

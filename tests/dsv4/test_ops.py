@@ -78,6 +78,9 @@ def test_a_problem_named_fills_the_ops_that_it_has_calls_of(model):
     assert behind["linear"] == behind["grouped_linear"] == GEMV
     ahead = ops.choose("winners,nvfp4_gemv=winner", "cpu", model["nvfp4"])
     assert lines(ahead)["linear"].startswith(f"{GEMV}, {DECODE}, ")
+    assert ops.choose("reference", "cpu", model["bf16"]).ops is ops.REFERENCE
+    given = ops.choose("winners", "cpu", model["bf16"], {"norm_linears": print}).names
+    assert given["norm_linears"] == "a function" and given["linear"] == DECODE
 
 
 def kernels(name: str, calls: list, *most: int) -> SimpleNamespace:

@@ -6,7 +6,9 @@
 //     "2": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT"), "PREPARE": "nothing", "PERMILLE": 20},
 //     "10": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT"), "PREPARE": "nothing", "PERMILLE": 100},
 //     "50": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT"), "PREPARE": "nothing", "PERMILLE": 500},
-//     "child_kills": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR")},
+//     "child_kills": {
+//         "VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR", "TIMEOUT"),
+//     },
 //     "owner_signal": {"VERDICT": "RUNTIME_ERROR", "REASON": "killed by SIGIO"},
 //     "vfork_thread": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "INVALID_MEASUREMENT", "RUNTIME_ERROR")},
 // }

@@ -1,15 +1,15 @@
-"""operators.py: the winners as operators of torch, which compute what their problems say and pass torch's checks."""
+"""torch_library.py: winners as operators of torch, which compute what their problems say and pass torch's checks."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from problems.dsv4_forward import operators, ops
+from problems.dsv4_forward import ops, torch_library
 from tests.problems import cases
 from tests.problems.cases import NAMES
 
-HELD = {"moe_gemm": operators.hold_moe_gemm, "linear_decode": operators.hold_linear_decode}
+HELD = {"moe_gemm": torch_library.hold_moe_gemm, "linear_decode": torch_library.hold_linear_decode}
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def call():
 
 
 def test_winners_that_fill_ops_are_operators():
-    exported = {name for name in vars(operators) if isinstance(vars(operators)[name], torch.library.CustomOpDef)}
+    exported = {
+        name for name in vars(torch_library) if isinstance(vars(torch_library)[name], torch.library.CustomOpDef)
+    }
     assert {problem for op in ops.NAMES for problem in ops.problems_of(op)} == exported == set(NAMES)
 
 
@@ -42,12 +44,12 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name):
     written = cases.outputs(name, data)
     answer = tuple(written) if len(written) > 1 else written[0]
     assert cases.reference(name).check_implementation(data, answer) == (True, "")
-    torch.library.opcheck(getattr(operators, name), tuple(arguments))
+    torch.library.opcheck(getattr(torch_library, name), tuple(arguments))
 
 
 @pytest.mark.gpu
 def test_the_gemv_operator_passes_torchs_own_checks_on_a_gpu(call):
-    torch.library.opcheck(operators.nvfp4_gemv, tuple(call("nvfp4_gemv", "cuda")[1]))
+    torch.library.opcheck(torch_library.nvfp4_gemv, tuple(call("nvfp4_gemv", "cuda")[1]))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_the_gemv_operator_passes_torchs_own_checks_on_a_gpu(call):
     ],
 )
 def test_tracing_refuses_what_the_winner_would_refuse(call, name, at, change, said):
-    operator, (_, arguments) = getattr(operators, name), call(name)
+    operator, (_, arguments) = getattr(torch_library, name), call(name)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = [mode.from_tensor(part) if isinstance(part, torch.Tensor) else part for part in arguments]
         operator(*fake)
@@ -70,7 +72,7 @@ def test_tracing_refuses_what_the_winner_would_refuse(call, name, at, change, sa
 def test_codes_are_given_as_bytes(call):
     first, *rest = call("nvfp4_gemv")[1]
     with pytest.raises(ValueError, match=r"a must be uint8, .*got torch\.float4_e2m1fn_x2"):
-        operators.nvfp4_gemv(first.view(torch.float4_e2m1fn_x2), *rest)
+        torch_library.nvfp4_gemv(first.view(torch.float4_e2m1fn_x2), *rest)
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -80,7 +82,7 @@ def test_weights_are_held_as_the_winner_prepares_them(call, name, monkeypatch):
         return data.outputs.out.fill_(3)
 
     only = SimpleNamespace(prepare=lambda weights: "laid out", custom_kernel=custom_kernel)
-    monkeypatch.setattr(operators, "_winner", lambda problem, device: only)
+    monkeypatch.setattr(torch_library, "_winner", lambda problem, device: only)
     data, arguments = call(name)
     operator = getattr(torch.ops.dsv4, name)
     operator(*arguments)

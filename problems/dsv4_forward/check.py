@@ -284,8 +284,9 @@ def check(case: Case, text: str, target: str, count: Count | None = None, mine: 
     print(f"\n{case.cfg.name} in {case.fmt}, prompts of {PROMPTS} tokens, {case.steps} steps")
     try:
         chosen = ops.choose(text, target, case.weights)
-        part = tree.shard(case.weights, mine.gpus, mine.rank)
-        table = ops.choose(text, target, part).ops if mine.exchange else chosen.ops
+        if mine.exchange:
+            part = tree.shard(case.weights, mine.gpus, mine.rank)
+            table = ops.choose(text, target, part).ops
     except ValueError as error:
         raise Refused(str(error)) from error
     except (Exception, SystemExit) as error:

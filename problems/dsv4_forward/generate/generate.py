@@ -209,7 +209,8 @@ def _model(args: argparse.Namespace, cfg: Config, mine: launch.Mine, say: Consol
         weights = checkpoint.load(args.checkpoint, cfg, fmt=args.format, progress=not mine.rank, **part)
     else:
         weights = tree.quick(cfg, args.format or "bf16", seed=args.seed, **part)
-    weights = dataclasses.replace(weights, disposable=True)
+    # With a variant for one op, another one may need the experts as they are.
+    weights = dataclasses.replace(weights, disposable="=" not in args.kernels)
     chosen = ops.choose(args.kernels, load.device_target(args.device), weights)
     tuned = sum(name != "reference" for name in chosen.names.values())
     source = args.checkpoint or "random weights"

@@ -12,7 +12,7 @@
 
 #include "launch.cuh"
 
-namespace {
+namespace gpus {  // not nameless, since the launcher's parameters are of these types
 
 constexpr int MOST_RANKS = 8, THREADS = 256;
 constexpr uint32_t EMPTY = 0x80000000u;  // -0
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ Exch
     }
 }
 
-}  // namespace
+}  // namespace gpus
 
-extern "C" int launch_exchange(const Exchange* given, int blocks, int early) {
-    return programmatic::launch_early(exchange, dim3(blocks), dim3(THREADS), 0, early, *given);
+extern "C" int launch_exchange(const gpus::Exchange* given, int blocks, int early) {
+    return programmatic::launch_early(gpus::exchange, dim3(blocks), dim3(gpus::THREADS), 0, early, *given);
 }

@@ -60,8 +60,8 @@ struct Kernel {
 };
 using Nodes = std::vector<std::function<void()>>;  // each enqueues a kernel, a copy or a fill
 struct Variable {
+    size_t image, bytes;
     CUdeviceptr place;
-    size_t bytes;
     std::vector<char> value;
 };
 
@@ -407,7 +407,7 @@ int player_variable(size_t image, const char* name, const void* value, size_t by
         const std::string named = std::string("variable ") + name;
         auto& variables = images[image].variables;
         if (!variables.count(name)) {
-            Variable loaded;
+            Variable loaded{image};
             const CUresult code = cuModuleGetGlobal(&loaded.place, &loaded.bytes, images[image].module, name);
             if (code == CUDA_ERROR_NOT_FOUND && !value) return;  // a symbol of the compiler's that the driver hides
             need(code, named);
@@ -419,7 +419,7 @@ int player_variable(size_t image, const char* name, const void* value, size_t by
         require(!value || bytes == variable.bytes, named + " has another size");
         if (value) memcpy(variable.value.data(), value, bytes);
         auto& all = call.variables;  // neighbours are restored as one: a header of CUTLASS's may bring a thousand bytes
-        if (!all.empty() && all.back().place + all.back().bytes == variable.place) {
+        if (!all.empty() && all.back().image == image && all.back().place + all.back().bytes == variable.place) {
             all.back().bytes += variable.bytes;
             all.back().value.insert(all.back().value.end(), variable.value.begin(), variable.value.end());
         } else {

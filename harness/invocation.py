@@ -261,9 +261,8 @@ class Run(Selection):
             for j in judged:
                 console.against(j)
             console.verdicts(everybody, places, args.quiet)
-            alone = [j for j in judged if j.metric and not args.against and not places]
-            for j in alone:
-                console.say(console.unranked(j, self._leader))
+            if len(judged) == 1 and judged[0].metric and not args.against:
+                console.say(console.unranked(judged[0], self._leader))
 
     def _print_rest(self, judged: list[Result]) -> None:
         """Print what a run ends with: where it was saved, and what to do next."""

@@ -13,7 +13,7 @@ from harness.judge.options import Options
 from harness.judge.selection import Selection
 from harness.judge.verdict import Recorder, Result
 from harness.problem.folders import Case, Submission, UsageError, reading
-from harness.results import environment, output, ranking, record, text
+from harness.results import environment, gpu, output, ranking, record, text
 from harness.results.ranking import Leader
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
@@ -182,9 +182,10 @@ class Run(Selection):
 
     def _held(self, timed: bool = True) -> contextlib.AbstractContextManager:
         """Return the lock on the device: for every use of a GPU, and on a CPU for what is timed."""
-        if self.device == "cuda":
-            return machine.hold(environment.gpu_uuid(), console.note)
-        return machine.hold("cpu", console.note) if timed else contextlib.nullcontext()
+        held = contextlib.ExitStack()
+        for name in [used.uuid for used in gpu.visible()] if self.device == "cuda" else ["cpu"] * timed:
+            held.enter_context(machine.hold(name, console.note))
+        return held
 
     def _judged(self, submission: Submission) -> Result:
         with reading(submission.file.name):

@@ -47,7 +47,8 @@ class Selection:
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
         try:
-            gpu.select(int(wanted.partition(":")[2] or 0))
+            if self.args.mode != "latency" or ":" in wanted:  # GPUs may share a model
+                gpu.select(int(wanted.partition(":")[2] or 0))
         except LookupError as error:
             raise UsageError(f"--device {wanted}: {error}") from None
         return "cuda"

@@ -114,7 +114,7 @@ class Resource(_Checked):
 class Share(_Checked):
     """The part of something in a step on a GPU."""
 
-    us: Us | None = _field("time of its kernels, copies and fills")
+    us: Us | None = _field("time of its launches, from the end of those ahead; up to 28 November 2026 the whole of it")
     launches: int | None = _field("how many there are")
 
 

@@ -272,13 +272,12 @@ def read(events: Sequence[dict]) -> list[Launch]:
 
 
 def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> dict:
-    """Return where the time of a replayed graph goes, in us: {"ops": {op: {"us", "launches"}}, "kernels": the same by
-    name, "span_us": from first start to last end, "gaps_us": of it, while nothing ran}. Times are medians over the
-    replays. A graph's launches have the ops of the eager step's, one by one, or "" if the numbers differ.
+    """Return where the time of a replayed graph goes, longest first: medians in us; what launches share is of the one
+    ahead. A graph's launches have the ops of the eager step's, one by one, or "" if the numbers differ.
     """
     most = max(replays, key=len)
     whole = [replay for replay in replays if len(replay) == len(most)]
-    times = [statistics.median(launch.us for launch in same) for same in zip(*whole, strict=True)]
+    times = [statistics.median(same) for same in zip(*map(_own, whole), strict=True)]
     known = [launch.op for launch in eager] if len(eager) == len(most) else [""] * len(most)
     ops: dict[str, dict] = {}
     kernels: dict[str, dict] = {}
@@ -287,19 +286,17 @@ def breakdown(eager: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> d
             part = table.setdefault(key, {"us": 0.0, "launches": 0})
             part["us"] = round(part["us"] + us, 3)
             part["launches"] += 1
-    spans = [(replay[-1].start_us + replay[-1].us - replay[0].start_us, _idle(replay)) for replay in whole if replay]
-    span, gaps = (statistics.median(values) for values in zip(*spans, strict=True)) if spans else (0.0, 0.0)
-    return {"ops": _longest(ops), "kernels": _longest(kernels), "span_us": round(span, 3), "gaps_us": round(gaps, 3)}
+    spans = [(max(x.start_us + x.us for x in run) - run[0].start_us, sum(_own(run))) for run in whole if run]
+    span, busy = (statistics.median(values) for values in zip(*spans, strict=True)) if spans else (0.0, 0.0)
+    tables = {"ops": ops, "kernels": kernels}
+    parts = {name: dict(sorted(table.items(), key=lambda item: -item[1]["us"])) for name, table in tables.items()}
+    return parts | {"span_us": round(span, 3), "gaps_us": round(span - busy, 3)}
 
 
-def _idle(launches: Sequence[Launch]) -> float:
-    """Return for how many us nothing ran, from the first start on."""
-    ends = itertools.accumulate((launch.start_us + launch.us for launch in launches), max)
-    return sum(max(0.0, launch.start_us - end) for launch, end in zip(launches[1:], ends, strict=False))
-
-
-def _longest(table: dict[str, dict]) -> dict[str, dict]:
-    return dict(sorted(table.items(), key=lambda item: -item[1]["us"]))
+def _own(launches: Sequence[Launch]) -> list[float]:
+    """Return for how many us each was the only one, or the first of those that ran: an early start waits for others."""
+    ends = itertools.accumulate((x.start_us + x.us for x in launches), max, initial=float("-inf"))
+    return [max(0.0, x.start_us + x.us - max(x.start_us, end)) for x, end in zip(launches, ends, strict=False)]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ GAPS, OUTSIDE = "gaps between kernels", "outside of ops"
 WORDS = {"config", "format", "source", "state", "op", "filled by"}  # columns that are no numbers
 NOTE = """Times are medians by the host's clock of a decode step of a batch of sequences, eager and as one replayed CUDA
 graph; a case with new tokens is a prefill, without a graph. SOL is the least memory traffic, or the arithmetic, at the
-datasheet's rates."""
+datasheet's rates; of several GPUs that of the busiest, and the time is the first one's."""
 
 
 def steps(records: Iterable[dict], machine: str) -> Steps:
@@ -31,7 +31,9 @@ def steps(records: Iterable[dict], machine: str) -> Steps:
 
 
 def title(record: dict, machine: str) -> str:
-    return f"{record['problem']}, {record['target']}, on {machine}" if record["kind"] == "latency" else ""
+    """The section that a record is in; a model that several GPUs share has one of its own."""
+    several = ", the whole model" if "gpus" in (record["case"] or {}) else ""
+    return f"{record['problem']}, {record['target']}{several}, on {machine}" if record["kind"] == "latency" else ""
 
 
 def section(title: str, records: list[dict], known: Provenance, cases: bool) -> Section:
@@ -52,6 +54,7 @@ def table(records: list[dict], known: Provenance) -> Table:
         "eager us": [text.us(number(record.get("eager_us"))) for record in records],
         "graph us": [text.us(graph_us(record)) for record in records],
         "in a row us": [text.us(number(record.get("row_us"))) for record in records],
+        "each GPU us": [_each_gpu(record) for record in records],
         "tokens/s": [f"{rate:,.0f}" if (rate := tokens_a_second(record)) > 0 else "" for record in records],
         "SOL us": [text.us(number(record.get("sol_us"))) for record in records],
         "% of SOL": [tables.percent(share(record)) for record in records],
@@ -61,12 +64,18 @@ def table(records: list[dict], known: Provenance) -> Table:
         "source": [known.state(record) for record in records],
         "state": ["; ".join(its) or "ok" for its in remarks],
     }
+    if not any(columns["each GPU us"]):
+        del columns["each GPU us"]
     below = [
         its + provenance.stale(record["problem"], record["variant"], source)
         for its, record, source in zip(remarks, records, columns["source"], strict=True)
     ]
     kinds = ["" if record["status"] == "PASSED" else "failed" for record in records]
     return Table(list(columns), list(map(list, zip(*columns.values(), strict=True))), WORDS, kinds, below)
+
+
+def _each_gpu(record: dict) -> str:
+    return " / ".join(map(text.us, (record.get("gpus") or {}).get("median_us", [])))
 
 
 def _remarks(record: dict) -> list[str]:

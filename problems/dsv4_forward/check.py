@@ -33,7 +33,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from problems.common import terminal, venv
 
@@ -41,114 +40,22 @@ if __name__ == "__main__":
     venv.enter("problems.dsv4_forward.check")
 
 import torch
-import torch.distributed as dist
 
 from problems.common import load
-from problems.dsv4_forward import ops
-from problems.dsv4_forward.cache import random_state
-from problems.dsv4_forward.cache.state import State
-from problems.dsv4_forward.generate.decoding import Steps
-from problems.dsv4_forward.generate.sampler import Sampler
-from problems.dsv4_forward.layers import Exchange
-from problems.dsv4_forward.model import Model, feed, no_memory
-from problems.dsv4_forward.ops import Ops
+from problems.dsv4_forward import check_of_gpus, ops, passes
+from problems.dsv4_forward.model import no_memory
 from problems.dsv4_forward.parallel import launch
-from problems.dsv4_forward.trace import CHECKS, BrokenKernelError, Follower, Recorder, blame
+from problems.dsv4_forward.passes import Case, Count
+from problems.dsv4_forward.trace import BrokenKernelError, Follower, Recorder, blame
 from problems.dsv4_forward.weights import config, partition, tree
-from problems.dsv4_forward.weights.config import BLOCK_TOKENS, CSA, Config
-from problems.dsv4_forward.weights.tree import ModelWeights
 
 CASES = {  # what is checked where nothing is named
     "cpu": tuple(("tiny-512", fmt) for fmt in config.FORMATS),
     "cuda": (("tiny-k", "bf16"), ("tiny-k", "nvfp4"), ("flash-4l32e", "bf16"), ("flash-4l32e", "nvfp4")),
 }
 PROMPTS = (600, 37)  # tokens, each in one pass: past the window, blocks of 128, and what kernels for few tokens take
-WIDE = (40, 65)  # sequences that get a token each: more than kernels for few tokens take
 STEPS = 6  # greedy tokens of each sequence
-LONG = 1024  # tokens that the longest random context is about to reach, or as many as an indexer chooses a half of
 LATE = "late "  # ahead of a layer's name: behind random contexts
-FACTOR = 1.5
-CLOSE = 6.0  # a difference of two logits is off by sqrt(2) of one, and the worst of hundreds by four times that
-FLOOR = 1e-5  # relative: fp32 sums in another order
-
-
-@dataclass
-class Pass:
-    """logits fp32 (calls, B, V): after the prompt and each step; copies: (layer, fp32 (N, n, d)) in call order."""
-
-    logits: torch.Tensor
-    copies: list[tuple[str, torch.Tensor]]
-
-
-@dataclass
-class Case:
-    """What one configuration is checked with."""
-
-    cfg: Config
-    fmt: str
-    weights: ModelWeights
-    prompts: list[list[int]]
-    steps: int
-    device: str
-    exchange: Exchange | None = None
-
-    def blocks(self) -> int:
-        """Blocks for the prompts and the steps."""
-        return sum(-(-(len(p) + self.steps) // config.BLOCK_TOKENS) for p in self.prompts)
-
-    def run(self, table: Ops, dtype: torch.dtype | None, probe: object, forced: torch.Tensor | None) -> Pass:
-        """Prefill, then steps. forced: int64 (steps, B), the tokens to feed; None: the greedy ones of this pass."""
-        chunk = max(map(len, self.prompts))
-        state = State(self.cfg, self.fmt, len(self.prompts), self.blocks(), chunk, self.device)
-        model = Model(self.weights, table, dtype, probe, exchange=self.exchange)
-        sequences = [state.open()[0] for _ in self.prompts]
-        rows = [feed(model, state, dict(zip(sequences, self.prompts, strict=True)))]
-        for step in range(self.steps):
-            tokens = rows[-1].argmax(-1) if forced is None else forced[step]
-            given = dict(zip(sequences, tokens.view(-1, 1).cpu(), strict=True))
-            rows.append(feed(model, state, given))
-        return Pass(torch.stack(rows), probe.copies if probe else [])
-
-    def late(self, table: Ops, probe: object) -> None:
-        """Passes behind random contexts, activations in fp32: single tokens with which entries of 128 tokens end that
-        are not the first, in several sequences and in one alone, then several new tokens of each.
-        """
-        longest = max(LONG, 2 * CSA * self.cfg.index_topk)
-        lengths = (longest - 3, longest * 3 // 4 - 2, 3 * BLOCK_TOKENS - 2)
-        passes = ((1, 1, 1), (1, 1, 1), (1, 0, 0), (1, 37, 5), (0, 0, 1))
-        ends = (length + sum(counts[i] for counts in passes) for i, length in enumerate(lengths))
-        blocks = 1 + sum(-(-end // BLOCK_TOKENS) for end in ends)
-        state = State(self.cfg, self.fmt, sequences=1 + len(lengths), blocks=blocks, device=self.device)
-        first, _ = state.open()
-        state.reserve({first: 1})  # no token of this sequence comes, so that the first page stays NaN
-        sequences = random_state.fill_exactly(state, lengths, seed=1)
-        model = Model(self.weights, table, torch.float32, probe)
-        gen = torch.Generator().manual_seed(2)
-        for counts in passes:
-            drawn = [torch.randint(self.cfg.vocab_size, (count,), generator=gen).tolist() for count in counts]
-            feed(model, state, {sequence: part for sequence, part in zip(sequences, drawn, strict=True) if part})
-
-    def wide(self, table: Ops, probe: object) -> None:
-        """A token each for WIDE sequences behind random contexts, activations in fp32."""
-        model, gen = Model(self.weights, table, torch.float32, probe), torch.Generator().manual_seed(3)
-        for count in WIDE:
-            lengths = [1 + 5 * number % (BLOCK_TOKENS - 2) for number in range(count)]
-            state = State(self.cfg, self.fmt, sequences=count, blocks=count, device=self.device)
-            sequences = random_state.fill_exactly(state, lengths, seed=3)
-            drawn = torch.randint(self.cfg.vocab_size, (count, 1), generator=gen).tolist()
-            state.reserve(dict.fromkeys(sequences, 1))
-            feed(model, state, dict(zip(sequences, drawn, strict=True)))
-
-
-class Count:
-    """Says which of `total` checks are done, since each takes seconds, or minutes for a wide model."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.number = total, 0
-
-    def done(self, what: str) -> None:
-        self.number += 1
-        print(f"  {self.number} of {self.total} checks: {what}", flush=True)
 
 
 def checks(device: str, gpus: int = 1) -> int:
@@ -292,24 +199,16 @@ def check(case: Case, text: str, target: str, count: Count | None = None, mine: 
     except (Exception, SystemExit) as error:
         if no_memory(error):
             raise
-        return _wrong([f"--kernels {text}: {blame(error)}"])
+        return passes.verdict([f"--kernels {text}: {blame(error)}"])
     for line in chosen.report:
         print(f"  {line}")
     try:
         if mine.exchange:
             several = dataclasses.replace(case, cfg=part.config, weights=part, exchange=mine.exchange)
-            return _checks_of_gpus(case, chosen.ops, several, table, count, mine)
+            return passes.verdict(check_of_gpus.faults(case, chosen.ops, several, table, count, mine))
         return _checks(case, chosen, count)
     except BrokenKernelError as error:
-        return _wrong([str(error)])
-
-
-def _wrong(faults: Sequence[str]) -> bool:
-    """Print the faults and the verdict. -> whether there are none."""
-    for fault in faults:
-        print(f"  FAULT: {fault}")
-    print(f"  {'right' if not faults else 'WRONG'}")
-    return not faults
+        return passes.verdict([str(error)])
 
 
 def _checks(case: Case, chosen: ops.Chosen, count: Count) -> bool:
@@ -329,202 +228,21 @@ def _checks(case: Case, chosen: ops.Chosen, count: Count) -> bool:
     tables = {"the reference kernels": ops.REFERENCE, "the composition": chosen.ops}
     alone, free = [], []
     for name, table in tables.items():
-        alone.append(_follow(case, Follower(table, recorder.decisions, recorder.residuals), forced))
+        alone.append(passes.follow(case, Follower(table, recorder.decisions, recorder.residuals), forced))
         count.done(f"each layer on the oracle's copies, with {name}")
     composed = Follower(chosen.ops, recorder.decisions)
     for name, follower in zip(tables, (Follower(ops.REFERENCE, recorder.decisions), composed), strict=True):
-        free.append(_follow(case, follower, forced))
+        free.append(passes.follow(case, follower, forced))
         count.done(f"a whole pass with {name}")
-    faults = _say_kernels(recorder)
-    layers = _layers(oracle, alone, free)
-    faults += _say_layers(layers)
-    faults += _say_logits(oracle, *free)
-    _say_decisions(composed)
+    faults = passes.say_kernels(recorder)
+    layers = passes.layers(oracle, alone, free)
+    faults += passes.say_layers(layers)
+    faults += passes.say_logits(oracle, *free)
+    passes.say_decisions(composed)
     if case.device != "cpu":
-        faults += _say_recorded(case, chosen.ops)
+        faults += passes.say_recorded(case, chosen.ops)
         count.done("recorded decode steps")
-    return _wrong(faults)
-
-
-def _checks_of_gpus(case: Case, ops_of_one: Ops, several: Case, table: Ops, count: Count, mine: launch.Mine) -> bool:
-    """Hold a model that several GPUs share against the whole one on one of them."""
-    recorder = Recorder(ops.REFERENCE, torch.float32)
-    oracle = case.run(recorder.ops(), torch.float32, recorder, None)
-    count.done("the oracle, on one GPU")
-    forced = oracle.logits.argmax(-1)
-    alone, free = [], []
-    for name, one, kernels in (("one GPU", case, ops_of_one), (f"{mine.gpus} GPUs", several, table)):
-        mine.meet()
-        alone.append(_follow(one, Follower(kernels, recorder.decisions, recorder.residuals), forced))
-        free.append(_follow(one, Follower(kernels, recorder.decisions), forced))
-        count.done(f"each layer on the oracle's copies, and a whole pass, on {name}")
-    faults = _say_layers(_layers(oracle, alone, free)) + _say_logits(oracle, *free) + _say_bits(free[1], mine)
-    if case.device != "cpu":
-        faults += _say_recorded(several, table)
-        count.done("recorded decode steps")
-    mine.meet()
-    return _wrong(faults)
-
-
-def _say_bits(one: Pass, mine: launch.Mine) -> list[str]:
-    """Compare sums over the bits of all GPUs' copies and logits. -> the first that differ."""
-    sums = torch.stack([_sum_of_bits(copies) for copies in (*(copies for _, copies in one.copies), one.logits)]).cpu()
-    every = [torch.empty_like(sums) for _ in range(mine.gpus)]
-    dist.all_gather(every, sums)
-    places = [*(f"the copies before {layer}" for layer, _ in one.copies), "the logits"]
-    for place, here in zip(places, torch.stack(every, 1).tolist(), strict=True):
-        if others := [rank for rank, value in enumerate(here) if value != here[0]]:
-            return [f"bits: {place} are others on rank {', '.join(map(str, others))} than on rank 0"]
-    print(f"  bits: {len(places)} tensors are equal on {mine.gpus} GPUs")
-    return []
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 (), of an fp32 tensor: a sum of its words, each times another odd number."""
-    words = tensor.contiguous().view(-1).view(torch.int32).long()
-    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
-
-
-def _say_kernels(recorder: Recorder) -> list[str]:
-    """Print a line for each op: its worst call. -> what is past its budget, in the order of the pass."""
-    print(f"  {'kernel':<16}{'calls':>7}{'error':>11}{'budget':>11}{'cosine':>10}  worst in")
-    names = {name for _, name in recorder.worst}
-    for op in sorted(names, key=lambda name: (tuple(CHECKS).index(name.partition(",")[0]), name)):
-        seen = [worst for (_, name), worst in recorder.worst.items() if name == op]
-        worst = max(seen, key=lambda w: float("inf") if w.error != w.error else w.error)
-        calls = sum(w.calls for w in seen)
-        print(f"  {op:<16}{calls:>7}{worst.error:>11.2e}{worst.budget:>11.2e}{worst.cosine:>10.6f}  {worst.layer}")
-    return [
-        f"{w.layer} {w.op}: {w.output} is off by {w.error:.3g} of {w.of}, budget {w.budget:.3g} "
-        f"(cosine {w.cosine:.4f}), on the oracle's inputs"
-        for w in recorder.worst.values()
-        if not w.ok
-    ]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Of the hc copies after a layer, in the oracle's pass: norm of a token's, growth. Relative errors: alone, of what
-    the layer by itself does to the oracle's copies; drift, of a free pass; each with its budget. cosine: of that pass.
-    """
-
-    after: str
-    norm: float
-    growth: float
-    alone: float
-    alone_budget: float
-    drift: float
-    drift_budget: float
-    cosine: float
-
-
-def _layers(oracle: Pass, alone: Sequence[Pass], free: Sequence[Pass]) -> list[Layer]:
-    """What each layer does; alone, free: passes of (reference ops, composition)."""
-    found: list[Layer] = []
-    names = list(dict.fromkeys(name for name, _ in oracle.copies))
-    for layer, reached in zip(["embedding", *names], names, strict=False):
-        want = _copies(oracle, reached)
-        size = float(want.norm() / want.shape[0] ** 0.5)
-        errors = []
-        for base, got in (alone, free):
-            error, honest = (_relative(_copies(one, reached), want) for one in (got, base))
-            errors += [error, FACTOR * honest + FLOOR]
-        drifted = _copies(free[1], reached).flatten()
-        cosine = float(torch.nn.functional.cosine_similarity(drifted, want.flatten(), dim=0))
-        found.append(Layer(layer, size, size / ((found[-1].norm if found else size) or size), *errors, cosine))
-    return found
-
-
-def _say_layers(layers: Sequence[Layer]) -> list[str]:
-    """Print a line for each layer. -> the first layer past either budget."""
-    columns = ("norm", "growth", "alone", "budget", "drift", "budget", "cosine")
-    print(f"  {'after':<12}" + "".join(f"{name:>11}" for name in columns))
-    found = []
-    for one in layers:
-        line = f"  {one.after:<12}{one.norm:>11.3g}{one.growth:>11.2f}"
-        pairs = (("alone", one.alone, one.alone_budget), ("drift", one.drift, one.drift_budget))
-        for kind, error, budget in pairs:
-            line += f"{error:>11.2e}{budget:>11.2e}"
-            if not error <= budget:
-                found.append(f"{kind}: copies after {one.after} are off by {error:.3g}, budget {budget:.3g}")
-        print(f"{line}{one.cosine:>11.6f}")
-    return found[:1]
-
-
-def _copies(one: Pass, layer: str) -> torch.Tensor:
-    """All tokens' copies before `layer`, fp32 (N, n, d)."""
-    return torch.cat([copies for name, copies in one.copies if name == layer])
-
-
-def _say_logits(oracle: Pass, plain: Pass, composed: Pass) -> list[str]:
-    scale = float(oracle.logits.std())
-    error, honest = (_relative(p.logits, oracle.logits) for p in (composed, plain))
-    budget = FACTOR * honest + FLOOR
-    said = f"relative error {error:.2e} (reference kernels {honest:.2e}, budget {budget:.2e})"
-    print(f"  logits: std {scale:.3g}, {said}")
-    faults = [] if error <= budget else [f"logits are off by {error:.3g}, budget {budget:.3g}"]
-    want, got = oracle.logits.argmax(-1), composed.logits.argmax(-1)
-    near = CLOSE * scale * (honest + FLOOR)
-    others = 0
-    for step, row in (want != got).nonzero().tolist():
-        line = oracle.logits[step, row]
-        margin = float(line[want[step, row]] - line[got[step, row]])
-        where = f"sequence {row}, token {step}: {int(got[step, row])} instead of {int(want[step, row])}"
-        said = f"{where}, whose logit is {margin:.3g} higher in the oracle; up to {near:.3g} is within the error"
-        if margin <= near:
-            others += 1
-            print(f"  greedy token differs within the error: {said}")
-        else:
-            faults.append(f"greedy token differs: {said}")
-    equal = want.numel() - int((want != got).sum())
-    print(f"  greedy tokens: {equal} of {want.numel()} equal, {others} differ within the error")
-    return faults
-
-
-def _say_decisions(composed: Follower) -> None:
-    for op in ("route", "choose"):
-        made = [d for d in composed.decisions if d.op == op]
-        other = [margin for _, name, margin in composed.other if name == op]
-        largest = f", margin up to {max(other):.2g} of the largest score" if other else ""
-        print(f"  {op}: {len(other)} of {len(made)} calls would have decided otherwise{largest}")
-
-
-def _say_recorded(case: Case, table: Ops) -> list[str]:
-    """Decode steps during which torch refuses to wait for the GPU, and the same as a replayed graph. -> faults."""
-    passes = []
-    for recorded in (False, True):
-        state = State(case.cfg, case.fmt, len(case.prompts), case.blocks(), max(PROMPTS), case.device)
-        model = Model(case.weights, table, exchange=case.exchange)
-        sequences = [state.open()[0] for _ in case.prompts]
-        logits = feed(model, state, dict(zip(sequences, case.prompts, strict=True)))
-        state.reserve(dict.fromkeys(sequences, case.steps))
-        who = torch.tensor(sequences, device=case.device)
-        step = Steps(model, state, sequences, logits.argmax(-1), who, Sampler(), recorded)
-        rows = []
-        for _ in range(case.steps):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                step()
-            except RuntimeError as error:
-                return [f"a decode step{' cannot be recorded' * recorded}, or it waits for the GPU: {error}"]
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            rows.append(step.logits.clone())
-        passes.append(torch.stack(rows))
-    if not torch.equal(*passes):
-        return [f"a decode step's replay differs from its kernels launched one by one: {_relative(*passes):.3g}"]
-    print(f"  {case.steps} decode steps: no host synchronisation; replays of a recorded step are equal to them")
-    return []
-
-
-def _follow(case: Case, follower: Follower, forced: torch.Tensor) -> Pass:
-    """Run a pass in the model's dtype that decides as the oracle did, over the oracle's tokens."""
-    return case.run(follower.ops(), None, follower, forced)
-
-
-def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+    return passes.verdict(faults)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 
 from problems import wrong
 from problems.common import load
-from problems.dsv4_forward import check, ops, trace
+from problems.dsv4_forward import check, ops, passes, trace
 from problems.dsv4_forward.torch_ops import rows
 from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
 from problems.dsv4_forward.weights.config import CSA, TINY
@@ -27,17 +27,17 @@ def wrong_for(op: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def case() -> check.Case:
+def case() -> passes.Case:
     """TINY in bf16, two steps: every op is called, the indexer has to select, each compressor has emitted."""
     return check.make("tiny", "bf16", "cpu", steps=2)
 
 
-def told(case: check.Case, table: ops.Ops) -> tuple[list[str], Recorder, check.Pass]:
+def told(case: passes.Case, table: ops.Ops) -> tuple[list[str], Recorder, passes.Pass]:
     """Faults of these ops on the oracle's inputs, what was recorded, and the oracle."""
     recorder = Recorder(table, torch.bfloat16)
     with torch.inference_mode():
         oracle = case.run(recorder.ops(), torch.float32, recorder, None)
-    return check._say_kernels(recorder), recorder, oracle
+    return passes.say_kernels(recorder), recorder, oracle
 
 
 def options(fmt: str, *words: str) -> list[str]:
@@ -78,7 +78,7 @@ def test_site_between_layers_is_the_one_that_is_checked(fault, output, capsys, m
     table = dataclasses.replace(ops.REFERENCE, mhc_site=functools.partial(site, **fault), all_experts=ops.apart)
     faults, recorder, oracle = told(case, table)
     with torch.inference_mode():
-        mine = check._follow(case, Follower(table, recorder.decisions), oracle.logits.argmax(-1))
+        mine = passes.follow(case, Follower(table, recorder.decisions), oracle.logits.argmax(-1))
     assert bool(faults) == bool(output) and all(f" mhc_site: {output} is off by " in one for one in faults)
     assert [name for name, _ in mine.copies] == [name for name, _ in oracle.copies]
 
@@ -119,7 +119,7 @@ def test_a_wrong_kernel_alone_fails_the_check(case, op, capsys):
 
 def test_the_command_passes_the_winners(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
-    monkeypatch.setattr(check, "WIDE", (33,))
+    monkeypatch.setattr(passes, "WIDE", (33,))
     assert check.main(options("nvfp4", "--kernels", "winners")) == 0
     said = capsys.readouterr().out
     assert "1 of 1 configurations right" in said
@@ -159,12 +159,12 @@ def test_a_format_that_no_case_has_is_no_pass(monkeypatch, capsys):
 def test_another_greedy_token_is_a_fault_beyond_the_error_only(capsys):
     logits = torch.zeros(1, 2, 9)
     logits[0, :, 4] = 1.0
-    oracle, plain, composed = (check.Pass(logits.clone(), []) for _ in range(3))
+    oracle, plain, composed = (passes.Pass(logits.clone(), []) for _ in range(3))
     plain.logits[0, 0, 0] += 0.1
     for off, faults in ((0.05, 0), (0.5, 1)):
         oracle.logits[0, 1, 5] = plain.logits[0, 1, 5] = 1.0 - off
         composed.logits[0, 1, 5] = 1.01
-        found = [fault for fault in check._say_logits(oracle, plain, composed) if "greedy" in fault]
+        found = [fault for fault in passes.say_logits(oracle, plain, composed) if "greedy" in fault]
         said = capsys.readouterr().out
         assert len(found) == faults and f"1 of 2 equal, {1 - faults} differ within the error" in said
         where = f"sequence 1, token 0: 5 instead of 4, whose logit is {off:.3g} higher in the oracle; up to "
@@ -263,7 +263,7 @@ def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, ca
         recorder = Recorder(dataclasses.replace(ops.REFERENCE, **changed), torch.bfloat16)
         with torch.inference_mode():
             case.late(recorder.ops(), recorder)
-        return check._say_kernels(recorder)
+        return passes.say_kernels(recorder)
 
     found = faults(wrong)
     for op in wrong:
@@ -276,16 +276,16 @@ def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, ca
 
 def test_the_check_asks_for_edges_and_fails_by_a_layer(capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (9, 5))
-    monkeypatch.setattr(check, "WIDE", (2,))
-    late, asked = check.Case.late, []
+    monkeypatch.setattr(passes, "WIDE", (2,))
+    late, asked = passes.Case.late, []
 
     def seen(self, table, probe):
         asked.append(probe.edges)
         late(self, table, probe)
 
-    monkeypatch.setattr(check.Case, "late", seen)
-    past = check.Layer("layers.1", 1.0, 1.0, 0.5, 0.1, 0.0, 1.0, 1.0)
-    monkeypatch.setattr(check, "_layers", lambda *passes: [past])
+    monkeypatch.setattr(passes.Case, "late", seen)
+    past = passes.Layer("layers.1", 1.0, 1.0, 0.5, 0.1, 0.0, 1.0, 1.0)
+    monkeypatch.setattr(passes, "layers", lambda *given: [past])
     assert not check.check(check.make("tiny", "fp32", "cpu", steps=1), "reference", "cpu")
     assert asked == [True] and "FAULT: alone: copies after layers.1 are off" in capsys.readouterr().out
 
@@ -311,11 +311,11 @@ def test_drift_is_named_where_it_begins(case, capsys):
     with torch.inference_mode():
         forced = oracle.logits.argmax(-1)
         tables = (ops.REFERENCE, table)
-        free = [check._follow(case, Follower(t, recorder.decisions), forced) for t in tables]
-        alone = [check._follow(case, Follower(t, recorder.decisions, recorder.residuals), forced) for t in tables]
-    faults = check._say_layers(check._layers(oracle, alone, free))
+        free = [passes.follow(case, Follower(t, recorder.decisions), forced) for t in tables]
+        alone = [passes.follow(case, Follower(t, recorder.decisions, recorder.residuals), forced) for t in tables]
+    faults = passes.say_layers(passes.layers(oracle, alone, free))
     assert faults and faults[0].startswith("alone: copies after layers.0 are off")
-    assert check._say_logits(oracle, *free)
+    assert passes.say_logits(oracle, *free)
 
 
 def test_a_follower_decides_as_the_oracle(case):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from problems.common import fp8, nvfp4
-from problems.dsv4_forward import check, ops
+from problems.dsv4_forward import check, ops, passes
 from problems.dsv4_forward.edges import edges, together
 from problems.dsv4_forward.torch_ops import compressor, mhc, norm
 from problems.dsv4_forward.trace import Recorder
@@ -23,7 +23,7 @@ SLICE = "tiny-3l8e"  # a layer of each kind; the first two choose experts by a t
 
 
 @functools.cache
-def _case(fmt: str) -> check.Case:
+def _case(fmt: str) -> passes.Case:
     return check.make(SLICE, fmt, "cpu", steps=1)
 
 
@@ -33,7 +33,7 @@ def _faults(fmt: str, changed: dict, unusual: bool = True) -> list[str]:
     recorder = Recorder(table, torch.float32 if fmt == "fp32" else torch.bfloat16, edges=unusual)
     with torch.inference_mode():
         _case(fmt).late(recorder.ops(), recorder)
-    return check._say_kernels(recorder)
+    return passes.say_kernels(recorder)
 
 
 def _norm(divide):

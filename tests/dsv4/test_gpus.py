@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward import check
+from problems.dsv4_forward import check, passes
 from problems.dsv4_forward.parallel import exchange, launch
 from problems.dsv4_forward.weights import partition, tree
 from tests.dsv4.test_parallel import FOUR, SMALL
@@ -77,7 +77,7 @@ def main(fault, gpus):
     cfg = FOUR if gpus == "4" else SMALL
     torch.set_num_threads(1)
     prompts = [[5, 9, 2] * 50, [1, 2, 3, 4]]
-    case = check.Case(cfg, "fp32", tree.random(cfg, "fp32", seed=5), prompts, 1, "cpu")
+    case = passes.Case(cfg, "fp32", tree.random(cfg, "fp32", seed=5), prompts, 1, "cpu")
     right = check.check(case, "reference", "cpu", mine=mine)
     return int(not right)
 

@@ -45,6 +45,13 @@ def test_leaders_have_a_model_once_and_no_step_that_failed():
     ]
 
 
+def test_a_model_that_gpus_share_has_a_section_with_the_time_of_each():
+    one = of(case=CASE | {"gpus": 2}, gpus={"median_us": [4000.0, 4100.0]})
+    alone, shared = model_board.steps([of(), one], "box").items()
+    assert shared == (alone[0].replace(", on box", ", the whole model, on box"), [one])
+    assert rows(model_board.table([one], Provenance()))[0]["each GPU us"] == "4,000 / 4,100"
+
+
 def test_prefill_has_tokens_a_second_and_no_graph():
     one = of(case=CASE | {"context": 0, "new": 2048}, median_us=4096.0, launches={"eager": 9})
     found = rows(model_board.table([one, of()], Provenance()))

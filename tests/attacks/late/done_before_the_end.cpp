@@ -2,7 +2,10 @@
 // Stopped by: words of the outputs are read, at random places, at "done" and when everything is stopped; what changes
 // after "done" is late, whatever stood there before.
 // VERDICT = ("CHEAT_SUSPECTED", "INCORRECT")
-// VARIANTS = {"in_the_wakeup": {"VERDICT": ("PASSED", "CHEAT_SUSPECTED", "INCORRECT")}}
+// VARIANTS = {
+//     "in_the_wakeup": {"VERDICT": ("PASSED", "CHEAT_SUSPECTED", "INCORRECT")},
+//     "second_thread": {"VERDICT": ("CHEAT_SUSPECTED", "INCORRECT", "TIMEOUT")},
+// }
 #include <cstring>
 
 #include "attack.h"

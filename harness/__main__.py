@@ -36,7 +36,7 @@ VERBS = {
     "lint": ("test the check of a problem: wrong kernels must be rejected", RESULTS),
     "sanitize": ("run the small test cases under compute-sanitizer, on a GPU", (*RESULTS, *CHOICE)),
     "invariance": ("see whether equal calls have equal bits, in any batch", (*RESULTS, *CHOICE)),
-    "check": ("check a whole model end to end; further options go to check.py", RESULTS),
+    "check": ("check a whole model end to end; further options: python -m problems.dsv4_forward.check --help", RESULTS),
     "remote": ("do on another machine what the words behind HOST do here", ()),
     "cluster": ("judge on a Ray cluster: a job for each problem and variant", CLUSTER),
     "completion": ('complete words in a shell: eval "$(dsv4-judge completion bash)"', ()),

@@ -262,7 +262,7 @@ class Run(Selection):
             for j in judged:
                 console.against(j)
             console.verdicts(everybody, places, args.quiet)
-            if len(judged) == 1 and judged[0].metric and not args.against:
+            if len(judged) == 1 and judged[0].metric and self._leader and not args.against:
                 console.say(console.unranked(judged[0], self._leader))
 
     def _print_rest(self, judged: list[Result]) -> None:

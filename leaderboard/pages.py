@@ -76,8 +76,7 @@ def records_of(results: Path, machines: list[str], problems: list[str]) -> tuple
         files = [record.contents_of(path, results) for path in named or record.files(results / machine)]
         complaints += [complaint for file in files for complaint in file.complaints]
         records = record.records_of(files)
-        # Without a name only our own problems': those of other people's folders have an @ in theirs.
-        wanted = [rec for rec in records if (rec["problem"] in problems if problems else "@" not in rec["problem"])]
+        wanted = [rec for rec in records if not problems or rec["problem"] in problems]
         by_machine[machine] = wanted
     gc.enable()
     return by_machine, complaints

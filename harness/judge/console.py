@@ -348,10 +348,10 @@ def modelled(submission: Submission) -> bool:
     return submission.ours and "cpu" not in submission.targets and "triton" not in submission.requires
 
 
-def unranked(j: Result, leader: Leader | None) -> str:
-    """Return the line about the rank of a submission that was timed in a separate run."""
+def unranked(j: Result, leader: Leader) -> str:
+    """Return the line about the rank of a submission that was timed in another run than the board's first."""
     line = "rank: none yet, timed in a separate run; "
-    if leader and j.metric:
+    if j.metric:
         line += f"{j.metric[0] / leader.value:.2f}x the time of {leader.variant} (from the records); "
     return f"{line}rank it with --all, a file beside others with a --submission for each"
 

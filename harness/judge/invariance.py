@@ -64,7 +64,7 @@ def run(session: Session, handles: list[RunnerHandle], target: str, words: str, 
             for handle in (member for member in group if not by_name[member.name].fault):
                 bits, outcome = by_name[handle.name], play(handle)
                 if outcome.status != "PASSED":
-                    reason = f"call {number} of {len(calls)} in a process (--seed {call.seed}): {outcome.reason}"
+                    reason = f"call {number} of {len(calls)} in a process (seed {call.seed}): {outcome.reason}"
                     bits.kinds, bits.fault = (), dataclasses.replace(outcome, reason=reason)
                     continue
                 for row, elements in session.checker.ask({"op": "bits", "name": handle.name})["differ"]:

@@ -60,7 +60,7 @@ class Options:
     )
     mode: str = _option(_MODES_SAID, "MODE", default="leaderboard", choices=MODES)
     device: str | None = _value(
-        "cpu, cuda, cuda:N, or model: a GPU variant's PTX is executed on the CPU",
+        "cpu, cuda, cuda:N, or of a run model: a GPU variant's PTX is executed on the CPU",
         "DEVICE",
         str,
         "cpu, cuda, cuda:N or model",

@@ -32,7 +32,7 @@ FEW_CASES = 2  # taken for the small ones where all are large
 MISMATCH = "mismatch found! custom implementation doesn't match reference: "  # how most reports of a check begin
 REASON = 110  # characters of a reason
 ABOUT = {  # what to know of a candidate that is let through, by a part of its name
-    "precision": "PRECISION of task.py names the narrowest format in which a kernel may compute",
+    "precision": "a tolerance that is too wide, or in our problems a PRECISION of task.py that is too narrow",
     "negated": "may its sign be either? If not, the check must compare it",
     "axis": "may its places come in any order? If not, the check must compare it",
     "one element": "is every element compared? If not, the check must compare it",

@@ -81,8 +81,9 @@ def _files(folder: Path, listed: list[_File]) -> dict[str, Path]:
     unlisted = [folder.parent / "utils.py", folder / "utils.py", folder / "task.py"]
     files = {path.name: path for path in unlisted if path.is_file()}
     files |= {file.name: folder / (file.source or file.name) for file in listed if "@" not in file.source}
+    reference = {"reference.py": files.get("reference.py", folder / "reference.py")}
     files = {name: path.resolve() for name, path in files.items() if name not in _UNUSED}
-    for name, path in {**files, "reference.py": folder / "reference.py"}.items():
+    for name, path in {**files, **reference}.items():
         where = f"{sources.task_yml(folder)}: files: {name} ({path})"
         if name.partition("/")[0].removesuffix(".py") in _OURS:
             raise UsageError(f"{where} has the name of a package of this judge: rename it")

@@ -53,7 +53,7 @@ class Model:
     ) -> None:
         """table: the reference if None. dtype of activations: fp32 for fp32 weights, else bf16, unless given. early:
         whether kernels of other problems may begin before the one ahead has ended, as this folder's do. exchange: with
-        the GPUs that share the model, where the weights are one's part of it (parallel/partition.py).
+        the GPUs that share the model, where the weights are one's part of it (weights/partition.py).
         """
         self.weights, self.config = weights, weights.config
         self.ops = table or ops.REFERENCE

@@ -35,7 +35,7 @@ PLANTED = {  # what it does behind the sum: what is said of it
 INCORRECT = {
     "by_batch": "a row must have in any batch the same bits (INVARIANT of task.py): they differ in 5 rows, ",
     "by_earlier": f"the same call again must have the same bits (INVARIANT of task.py): they {DRIFTS}",
-    "wrong_later": "call 11 of 64 in a process (--seed ",
+    "wrong_later": "call 11 of 64 in a process (seed ",
 }
 
 

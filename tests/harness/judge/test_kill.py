@@ -105,7 +105,7 @@ def assert_nothing_left(place: Place, mine: set[int], when: str) -> None:
     assert place.left_behind() == [], when
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, id="few"), pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(3, id="few"), pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(tmp_path, kills):
     """As many kills; after each what was written is still there, and the next process resumes the run."""
     place = Place(tmp_path, 2)

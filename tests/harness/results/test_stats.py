@@ -122,6 +122,15 @@ def test_ratio_intervals_are_as_wide_as_the_formula_says(levels, drawn, student)
         assert interval == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=1e-5)
 
 
+def test_interval_of_many_processes_is_yuens():
+    """Of 10 the outer two at each end do not count: Student's t has 5 degrees of freedom, one fewer than are left."""
+    found = stats.compare([[[(math.exp(0.01 * level), 1.0)] for level in (3, 9, 0, 8, 1, 7, 2, 6, 4, 5)]])
+    error = 0.01 * statistics.stdev([2, 2, 2, 3, 4, 5, 6, 7, 7, 7]) * math.sqrt(9 / (6 * 5))
+    for interval, student in ((found.ci95, 2.57058), (found.ci99, 4.03214)):
+        ends = math.exp(0.045 - student * error), math.exp(0.045 + student * error)
+        assert interval == pytest.approx(ends, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("ci95", "ci99", "word"),
     [

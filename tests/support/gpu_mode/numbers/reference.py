@@ -1,5 +1,8 @@
 import torch
-from task import FACTOR, ROUNDS, TERM, input_t, output_t
+from task import FACTOR, ROUNDS, TERM
+
+input_t = tuple[int, torch.Tensor]  # the first number; a buffer for the answer, int64 (n,)
+output_t = tuple[torch.Tensor, int]  # int64 (n,), and its last number
 
 
 def generate_input(n: int, seed: int) -> input_t:

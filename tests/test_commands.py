@@ -1,5 +1,6 @@
 """Commands, links and examples of the pages: every command is one that exists, and those that take seconds are run."""
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -86,12 +87,25 @@ def test_command_of_a_page_is_valid(command, judged, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if CHEAP.search(command)])
-def test_cheap_command_of_a_page_runs(command, tmp_path):
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_cheap_command_of_a_page_runs(command, here, tmp_path, capsys, monkeypatch):
+    """In this process, where all of its packages are; at night as a program."""
     if " -c " in command and not shutil.which("nvcc"):
         pytest.skip("needs nvcc")
     command = command.replace("/tmp/", f"{tmp_path}/")
-    done = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0 and done.stdout, done.stdout
+    if not here:
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
+        return
+    monkeypatch.chdir(ROOT)
+    _, first, *words = shlex.split(command)
+    if first == "-c":
+        exec(words[0], {})
+    elif first == "-m":
+        assert harness_command.main(words[1:]) == 0
+    else:
+        assert importlib.import_module(first.removesuffix(".py").replace("/", ".")).main(words) == 0
+    assert capsys.readouterr().out
 
 
 def anchors(text: str) -> set[str]:

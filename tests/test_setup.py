@@ -91,7 +91,10 @@ def python_with_torch(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="with a driver the baselines are installed too")
-def test_setup_installs_the_pins_once(checkout):
+def test_setup_shows_what_pip_says_without_packages_and_installs_the_pins_once(checkout):
+    done = checkout.set_up(BARE)
+    assert done.returncode == 1 and "ERROR: No matching distribution found" in done.stdout
+    assert "PIP_FIND_LINKS=FOLDER" in done.stdout and "Traceback" not in done.stdout
     for name, version in PINS.items():
         checkout.add_wheel(name, version)
     checkout.add_wheel("torch", PINS["torch"] + "+cpu")
@@ -111,22 +114,10 @@ def test_setup_installs_the_pins_once(checkout):
     assert again.returncode == 0 and "making .venv" not in again.stdout and checkout.versions()["rich"] == "99.0"
 
 
-def test_setup_shares_a_torch_that_sees_a_gpu(checkout, python_with_torch):
+def test_setup_shares_a_torch_that_sees_a_gpu_and_without_ensurepip_uses_pip_of_python3(checkout, python_with_torch):
     checkout.require("torch>=2.10", "rich>=13.0", "pandas>=2.2", "ruff>=0.14", "shtab>=1.7")
     for name in ("torch", "rich", "pandas", "ruff"):
         checkout.add_wheel(name, PINS[name])
-    done = checkout.set_up(python_with_torch)
-    assert done.returncode == 0, done.stdout
-    assert "python3's torch 2.11.0+cu130 is used" in done.stdout
-    kept = {name: version for name, version in SHARED.items() if name != "pandas"}
-    assert checkout.versions().items() >= {**kept, "ruff": PINS["ruff"], "pandas": PINS["pandas"]}.items()
-    assert f"not installed: shtab=={PINS['shtab']};" in done.stdout
-    assert f"not installed: shtab=={PINS['shtab']};" in checkout.set_up(python_with_torch).stdout
-
-
-def test_setup_without_ensurepip_uses_pip_of_python3(checkout, python_with_torch):
-    checkout.require("torch>=2.10", "pandas>=2.2")
-    checkout.add_wheel("pandas", PINS["pandas"])
     packages = next(python_with_torch.parent.parent.glob("lib/python*/site-packages"))
     (packages / "sitecustomize.py").write_text("import sys; sys.modules['ensurepip'] = None\n")
     done = checkout.set_up(python_with_torch)
@@ -136,10 +127,8 @@ def test_setup_without_ensurepip_uses_pip_of_python3(checkout, python_with_torch
     subprocess.run([python_with_torch, "-c", bootstrap], check=True, capture_output=True)
     done = checkout.set_up(python_with_torch)
     assert done.returncode == 0, done.stdout
-    assert checkout.versions()["pandas"] == PINS["pandas"]
-
-
-def test_setup_without_packages_shows_what_pip_says(checkout):
-    done = checkout.set_up(BARE)
-    assert done.returncode == 1 and "ERROR: No matching distribution found" in done.stdout
-    assert "PIP_FIND_LINKS=FOLDER" in done.stdout and "Traceback" not in done.stdout
+    assert "python3's torch 2.11.0+cu130 is used" in done.stdout
+    kept = {name: version for name, version in SHARED.items() if name != "pandas"}
+    assert checkout.versions().items() >= {**kept, "ruff": PINS["ruff"], "pandas": PINS["pandas"]}.items()
+    assert f"not installed: shtab=={PINS['shtab']};" in done.stdout
+    assert f"not installed: shtab=={PINS['shtab']};" in checkout.set_up(python_with_torch).stdout

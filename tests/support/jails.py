@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.sandbox import policy, process
+from harness.sandbox import policy, process, reaper
 from harness.sandbox.policy import Jail
 from harness.sandbox.process import Child
 from tests.support import SUPPORT, comes
@@ -85,10 +85,7 @@ answer = int(os.read(told, 32))
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+    return reaper._state(pid) not in ("Z", "X", "")
 
 
 def gone(pids: list[int], limit_s: float = 10) -> bool:

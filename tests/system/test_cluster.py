@@ -5,13 +5,13 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from harness.sandbox import reaper
-from tests.support import small_checkout, system
+from tests.support import comes, small_checkout, system
+from tests.support.jails import gone
 
 pytestmark = pytest.mark.system
 LIMIT_S = 240
@@ -72,17 +72,13 @@ def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + LIMIT_S
-    while not (judging := judges_of(lost)):
-        assert time.monotonic() < deadline and driver.poll() is None, driver.communicate()
-        time.sleep(0.05)
+    comes(lambda: judges_of(lost) or driver.poll() is not None, LIMIT_S)
+    judging = judges_of(lost)
+    assert judging, driver.communicate()
     made.remove_node(lost, allow_graceful=False)
     out, err = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode in (0, 6), err  # 6: the machine was busy
-    for pid in judging:
-        while reaper._state(pid) not in ("Z", "X", ""):
-            assert time.monotonic() < deadline, "a lost node's run goes on"
-            time.sleep(0.05)
+    assert gone(judging, LIMIT_S), "a lost node's run goes on"
     records = [json.loads(line) for line in out.splitlines()]
     assert len({one["run_id"] for one in records}) == len(VARIANTS), err
     found = sorted((one["variant"], one["kind"], one["case"].get("m")) for one in records)

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 
 from harness.results import record
 from harness.sandbox import reaper
-from tests.support import loopback, small_checkout
+from tests.support import comes, loopback, small_checkout
+from tests.support.jails import alive
 
 pytestmark = pytest.mark.system
 LIMIT_S = 240  # of anything that is waited for; a machine under load may take a while
@@ -68,10 +68,7 @@ def place(checkout, server, tmp_path) -> Iterator[Place]:
 
 
 def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline, f"{what} did not come about in {LIMIT_S} s"
-        time.sleep(0.05)
+    assert comes(what, LIMIT_S), f"{what} did not come about in {LIMIT_S} s"
 
 
 def ended(client: subprocess.Popen) -> tuple[int, str, str]:
@@ -141,7 +138,7 @@ def test_stop_ends_a_hung_run_with_all_its_processes(place, tmp_path):
     )
     assert strays.returncode != 0
     for pid in below:
-        until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or reaper._state(pid) in ("Z", "X", ""))
+        until(lambda pid=pid: not alive(pid))
     assert ended(place.judging("nowhere"))[0] == 2
 
 

@@ -21,13 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from harness.judge import selection
-from harness.judge.handle import ProblemError, RunnerHandle
-from harness.judge.judging import phases_of
-from harness.judge.session import Session
-from harness.judge.verdict import Result
-from harness.problem import folders
-from harness.problem.folders import UsageError
+from harness import api
 from harness.results import environment, output
 from harness.results.text import first_line, line
 from tests.support import ROOT
@@ -112,20 +106,11 @@ def upstream(folder: Path, file: Path) -> str:
 
 def ours(folder: Path, file: Path, device: str) -> tuple[str, str]:
     """Return this judge's verdict on a submission, and the reason."""
-    target = {"cpu": "cpu", "cuda": "sm90"}[device]
     try:
-        problem = folders.find(str(folder))
-        submission = folders.submission(problem, file)
-        if refused := selection.refusal(submission, device, target):
-            return refused.status, refused.reason
-        cases = list(problem.tests)
-        with Session(problem, device) as session:
-            handles = [RunnerHandle("one", submission, target)]
-            tests = phases_of(device).run_tests(session, handles, cases, lambda *_: None)["one"]
-    except (ProblemError, UsageError) as error:
+        outcomes = api.judge(folder, file, "test", device)
+    except (api.ProblemError, api.UsageError) as error:
         return "REFUSED", str(error)
-    result = Result(submission, target, tests=list(zip(cases, tests, strict=False)))
-    return result.verdict, next((outcome.reason for outcome in tests if outcome.status != "PASSED"), "")
+    return next(((one["status"], one["reason"]) for one in outcomes if one["status"] != "PASSED"), ("PASSED", ""))
 
 
 def tried(folder: Path, name: str, device: str, known: dict[str, str]) -> Iterator[dict]:

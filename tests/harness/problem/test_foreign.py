@@ -15,7 +15,7 @@ from harness.judge.session import Session
 from harness.problem import folders, sources
 from harness.runner import claims, tree
 from harness.runner.buffers import Buffer
-from tests.support import SUPPORT
+from tests.support import SUPPORT, marks
 from tests.support.foreign import COMPILED, FOLDERS, NEAR, Folder, write
 
 STORED = SUPPORT / "gpu_mode" / "vectoradd"  # for the CPU
@@ -43,10 +43,12 @@ def check(folder, device: str) -> None:
     assert [len(timing.flat("us")) for timing in times["submission"]] == [samples] * len(cases)
 
 
-ON_CPU = [name for name in ("vectoradd", *FOLDERS) if name not in ("triton_kernel", *COMPILED)]
+# Large on a GPU, and here no other than small ones; what is sorted is in its own test, what is turned in test_tree.py.
+SELDOM = ("large_memory", "large_output", "seed_in_data", "turned", *COMPILED)
+OFTEN = [name for name in ("vectoradd", *FOLDERS) if name not in ("triton_kernel", *SELDOM)]
 
 
-@pytest.mark.parametrize("name", ON_CPU + [pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
+@pytest.mark.parametrize("name", marks.first([*OFTEN, *SELDOM], len(OFTEN)))
 def test_right_and_wrong_are_told_apart_on_a_cpu(name, tmp_path):
     check(write(tmp_path, FOLDERS[name]) if name in FOLDERS else STORED, "cpu")
 
@@ -111,7 +113,6 @@ def first(tmp_path, made: Folder) -> tuple[str, str]:
         ("def generate_input(size, seed):\n    return {'f': [lambda x: x]}", "data may hold .* got function at f.0"),
         ("def generate_input(size, seed):\n    raise RuntimeError('no CUDA driver\\nmore')", "needs a GPU, .*driver$"),
         ("def ref_kernel(data):\n    return {'s': (data, {'t': object()})}", "must return .* got object at s.1.t"),
-        ("def ref_kernel(data):\n    return data, {1: data}", "got dict by other keys at 1$"),
         ("def ref_kernel(data):\n    return None", "ref_kernel must return the answer, got None: return the buffer"),
         ("def ref_kernel(data):\n    return [0] * 1025", "at most 1024 tensors, numbers and texts, .* got 1025"),
     ],
@@ -132,9 +133,8 @@ def test_a_class_of_the_reference_that_needs_the_judges_part_belongs_into_task_p
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ("a = [data]\na.append(a)\nreturn a", "RUNTIME_ERROR", "must not contain themselves, and a list does"),
         ("for _ in range(40):\n    data = [data]\nreturn data", "RUNTIME_ERROR", "nested at most 32 deep"),
-        ("return 'x' * 2**28", "RUNTIME_ERROR", "and 16000 characters in its texts"),
+        ("return 'x' * 2**20", "RUNTIME_ERROR", "and 16000 characters in its texts"),
         ("return type('Half', (float,), {})(0.5)", "INCORRECT", "custom_kernel must return Tensor, got Half"),
         ("return {'y': data * 2}", "INCORRECT", "custom_kernel must return Tensor, got dict(y: Tensor); "),
         ("from .helper import two", "RUNTIME_ERROR", "; relative imports are not supported, this file is in no "),
@@ -150,7 +150,7 @@ def test_what_is_wrong_with_an_answer_or_an_import_is_said(tmp_path, body, statu
     assert got == status and said in line, line
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", marks.first(["float16", "bfloat16", "float64"]))
 def test_an_answer_in_another_float_is_for_the_check_to_judge_with_a_note(tmp_path, dtype):
     check = NEAR.replace("output,", "output.float(),", 1).replace("1e-5", "2e-2")
     note = f"the reference does not answer in {dtype}, its check was asked"

@@ -158,19 +158,11 @@ def test_a_folder_is_tried():
 
 
 def test_each_difference_is_counted_and_named_with_its_reason():
-    def one(submission, upstream, verdict, reason=""):
-        return {"folder": "set/a", "submission": submission, "upstream": upstream, "verdict": verdict, "reason": reason}
-
-    said = public_sets.render(
-        [
-            one("good.py", "pass", "PASSED"),
-            one("graph.py", "pass", "RULE_BROKEN", "graph.py:3: rule 1"),
-            one("odd.py", "pass", "REFUSED", "no room"),
-            one("bad.py", "fail", "INCORRECT"),
-            one("taken.py", "fail", "PASSED"),
-            one("gone.py", "exit 1: ImportError", "RUNTIME_ERROR"),
-        ]
-    )
+    tried = [("good.py", "pass", "PASSED", ""), ("graph.py", "pass", "RULE_BROKEN", "graph.py:3: rule 1")]
+    tried += [("odd.py", "pass", "REFUSED", "no room"), ("bad.py", "fail", "INCORRECT", "")]
+    tried += [("taken.py", "fail", "PASSED", ""), ("gone.py", "exit 1: ImportError", "RUNTIME_ERROR", "")]
+    names = ("submission", "upstream", "verdict", "reason")
+    said = public_sets.render([{"folder": "set/a", **dict(zip(names, one, strict=True))} for one in tried])
     assert "Of 3 submissions that an eval.py accepts, 1 are accepted here, 1 break a rule" in said
     assert "Of 2 that it finds wrong, 1 are accepted here" in said
     assert said.splitlines()[2:] == [

@@ -65,12 +65,10 @@ def test_a_selected_gpu_is_the_only_one_and_names_the_machine(machine):
         gpu.select(1)
 
 
-@pytest.mark.parametrize(
-    ("device", "said"), [("cuda:3", "no GPU cuda:3: cuda:0 is NVIDIA H100"), ("cuda:x", "cuda:N"), ("gpu", "cuda:N")]
-)
-def test_the_command_line_refuses_other_devices(machine, device, said):
-    done = forked.run(["harness/run.py", "nvfp4_gemv", "--device", device])
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+def test_the_command_line_refuses_other_devices(machine):
+    done = forked.run(["harness/run.py", "nvfp4_gemv", "--device", "cuda:3"])
+    assert done.returncode == 2 and "no GPU cuda:3: cuda:0 is NVIDIA H100" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_new_records_are_no_uncommitted_changes(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from harness.sandbox.workdir import CacheError, Workdir
 from problems.common import build
 from tests.harness.conftest import CPU, GEMV
 from tests.support import SUPPORT, comes, copy_of, warm, write_files
-from tests.support.marks import needs_nvcc
+from tests.support.marks import first, needs_nvcc
 
 ROOT = process.ROOT
 GPU_MODE = folders.find(str(SUPPORT / "gpu_mode" / "vectoradd"))
@@ -166,11 +166,11 @@ def test_a_gpu_variant_compiles_in_it(name, make):
 
 def test_what_a_compile_step_made_serves_the_next_runner(builds, make):
     assert workdir.build_folder(CPU, GEMV, "cpu") is None
-    first = make()
+    one = make()
     made = {"build/mine/code.so": "made", "build/mine/tool": "run me"}
-    (write_files(first.jail.cache, made) / "build" / "mine" / "tool").chmod(0o755)
-    kept = first.publish(workdir.key(CPU, GEMV, "cpu"))
-    first.remove()
+    (write_files(one.jail.cache, made) / "build" / "mine" / "tool").chmod(0o755)
+    kept = one.publish(workdir.key(CPU, GEMV, "cpu"))
+    one.remove()
     assert workdir.build_folder(CPU, GEMV, "cpu") == kept
     assert files(kept) == set(made), "the judge's own code is not among it"
     mine = make(kept=kept).jail.cache / "build" / "mine"
@@ -189,12 +189,12 @@ def test_what_was_published_first_stays(builds, box):
 
 def test_the_judges_code_in_a_cache_is_the_judges(builds, tmp_path, make):
     """A compile step that replaces it serves nobody, not even where it was published by other means."""
-    first = make()
-    artefact = next(first.jail.cache.glob("build/gate-cpu-*/gate.so"))
+    one = make()
+    artefact = next(one.jail.cache.glob("build/gate-cpu-*/gate.so"))
     honest = artefact.read_bytes()
     artefact.write_bytes(b"poisoned")
     poisoned = tmp_path / "poisoned"
-    shutil.copytree(first.jail.cache, poisoned)
+    shutil.copytree(one.jail.cache, poisoned)
     second = make(kept=poisoned)
     assert next(second.jail.cache.glob("build/gate-cpu-*/gate.so")).read_bytes() == honest
 
@@ -300,7 +300,7 @@ print(box._place, child.pid, flush=True)
 """
 
 
-@pytest.mark.parametrize("then", ["time.sleep(600)", ""])
+@pytest.mark.parametrize("then", first(["time.sleep(600)", ""]))
 def test_the_folder_goes_with_its_judge(then):
     """kill -9, and a normal end without clearing up."""
     script = SCRIPT.format(root=str(ROOT), then=then)

@@ -29,6 +29,8 @@ def test_arguments_are_sent_as_they_were_given():
     assert vars(parsed(sent.arguments)) == vars(parsed(argv)) | outputs and not sent.files
     argv = ["--config", "tiny", "--steps", "-1"]
     assert remote.request(parsed(["dsv4_forward"]), argv).arguments == ["dsv4_forward", *argv]
+    with pytest.raises(UsageError, match=r"--submission must be a Python file, found none at nothing\.py"):
+        request("nvfp4_gemv", "--submission", "nothing.py")
 
 
 def test_copy_has_a_submission_with_its_sources_where_its_path_leads(tmp_path):
@@ -52,11 +54,6 @@ def test_foreign_problem_is_sent_with_the_files_beside_it(tmp_path):
     sent = request(str(folder), "--submission", str(folder / "submission.py"))
     assert (ROOT / sent.arguments[0]).resolve() == folder
     assert {folder / "task.yml", folder / "reference.py", tmp_path / "set" / "utils.py"} <= {*sent.files}
-
-
-def test_missing_submission_is_refused():
-    with pytest.raises(UsageError, match=r"--submission must be a Python file, found none at nothing\.py"):
-        request("nvfp4_gemv", "--submission", "nothing.py")
 
 
 @pytest.mark.parametrize("name", ["", "-oProxyCommand=x", "a:b", "a b", "a\nb"])

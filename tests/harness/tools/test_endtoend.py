@@ -102,7 +102,6 @@ def test_modes_that_it_belongs_to(folder, capfd, arguments, runs):
     ("arguments", "code", "said"),
     [
         (["--mode", "test", "--case", "tiny nonsense"], 2, "--case must match a test case of gated (n=1"),
-        (["--case", "nonsense"], 2, "--case must match a benchmark case of gated"),
         (["--variant", "a", "--against", "b"], 7, "--against: nothing was compared, b: made for sm100, this run is on"),
         (["--against", "none.py"], 2, "--against must be a Python file, found none at none.py"),
     ],

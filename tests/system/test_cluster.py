@@ -73,8 +73,7 @@ def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
         text=True,
     )
     comes(lambda: judges_of(lost) or driver.poll() is not None, LIMIT_S)
-    judging = judges_of(lost)
-    assert judging, driver.communicate()
+    assert (judging := judges_of(lost)), driver.communicate()
     made.remove_node(lost, allow_graceful=False)
     out, err = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode in (0, 6), err  # 6: the machine was busy

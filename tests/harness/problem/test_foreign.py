@@ -219,7 +219,8 @@ def test_an_import_that_takes_too_long_names_the_limit_to_try(tmp_path, monkeypa
     monkeypatch.setattr(replies, "IMPORT_LIMIT_S", 0.2)
     status, said = first(tmp_path, Folder("while True:\n    pass\n\ndef custom_kernel(data):\n    return data"))
     assert status == "TIMEOUT" and said.startswith("on import: no answer within 0.") and "try --timeout 0.4" in said
-    assert Session(folders.find(str(tmp_path)), "cpu", 0.5).import_limit_s == 0.5
+    with Session(folders.find(str(tmp_path)), "cpu", 0.5) as session:
+        assert session.import_limit_s == 0.5
 
 
 def test_a_check_that_gives_no_reason_gets_one_and_nothing_is_written_into_a_folder(tmp_path):

@@ -35,10 +35,6 @@ def test_report_counts_all_and_shows_five_in_order_got_before_wanted():
     assert lines[1:] == [f"ERROR AT {place} 0" for place in places]
 
 
-def test_a_single_element_is_shown_with_its_index():
-    assert "1 of 2\nERROR AT (1): 0 8" in judged(tensor(1.0, 0.0, dtype=F16), tensor(1.0, 8.0), 0.1).message
-
-
 def test_numbers_are_those_of_the_worst_element_relative_to_its_tolerance():
     want = tensor(100.0, 1.0)
     result = check.elementwise(tensor(103.0, 1.5, dtype=F16), want, tensor(10.0, 0.6), F16)

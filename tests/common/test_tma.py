@@ -1,6 +1,5 @@
 """The descriptor check names each broken rule; the maps of the classic TMA kernel, which runs in test_in_model.py."""
 
-import contextlib
 import ctypes
 import re
 
@@ -189,14 +188,6 @@ def test_fields_carry_the_checked_values():
     tail = (fields.dtype, fields.rank, fields.interleave, fields.swizzle, fields.l2_promotion, fields.oob_fill)
     assert tail == (0, 3, 0, 3, 3, 0)
     assert bytes(fields)[0:8] == ADDRESS.to_bytes(8, "little") and len(bytes(fields)) == 144
-
-
-@pytest.mark.parametrize("k", range(64, 1089, 64))
-def test_scale_rows_are_a_legal_map_only_for_k_in_256s(k):
-    """A row of k / 16 scale bytes is a stride of a tensor map only where it is a multiple of 16 bytes."""
-    said = rf"strides\[0\] must be a multiple of 16 bytes, got {k // 16}$"
-    with pytest.raises(ValueError, match=said) if k % 256 else contextlib.nullcontext():
-        tma.check("uint8", (k // 16, 128), (k // 16,), (16, 8))
 
 
 @pytest.mark.parametrize(("m", "k", "l"), SHAPES)

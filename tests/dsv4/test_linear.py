@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from problems.common import fp8, kv_pages, nvfp4
+from problems.common import fp8, index_pages, kv_pages, nvfp4
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops.linear import grouped_linear, input_values, linear, matmul
 from problems.dsv4_forward.weights import formats
@@ -90,36 +90,15 @@ def test_linear_refuses_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
-def test_fp8_inputs(kind: str, dtype: torch.dtype) -> None:
-    """A scale a token and 128 values, the last group partial; by search over e4m3's values, in fp64."""
-    w = weight_of(kind, 5, 160)
-    x = uneven(7, 160, seed=2).to(dtype)
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_inputs_are_quantised_in_fp32(kind: str, dtype: torch.dtype) -> None:
+    """nvfp4 by its input scale. The quantisers are in tests/common/test_formats.py."""
+    w, x = weight_of(kind, 5, 160), uneven(7, 160, seed=2).to(dtype)
     x[:, :64] *= 2.0**-13  # subnormal under the scale of the next 64, not under one of their own
-    x[3, :128] = 0.0
     got = input_values(x, w)
-    assert got.dtype == torch.float32
-    grid = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    grid = torch.cat([-grid, grid])
-    for t in range(7):
-        for part in (slice(0, 128), slice(128, 160)):
-            amax = max(float(x[t, part].abs().max()), 1e-4)
-            unit = next(2.0**e for e in range(-40, 40) if 448 * 2.0**e >= amax)
-            distance = (x[t, part].double()[:, None] / unit - grid).abs()
-            error = (got[t, part].double() / unit - x[t, part].double() / unit).abs()
-            assert torch.equal(error, distance.amin(1))
-            assert torch.isin(got[t, part].double() / unit, grid).all()
-
-
-def test_nvfp4_inputs_use_the_input_scale() -> None:
-    w = weight_of("nvfp4", 5, 96)
-    x = uneven(7, 96, seed=3)
-    packed, scales = nvfp4.quantise(x / w.input_scale)
-    wanted = nvfp4.dequantise(packed, scales) * w.input_scale
-    assert torch.equal(input_values(x, w), wanted)
-    half = x.bfloat16()
-    assert torch.equal(input_values(half, w), input_values(half.float(), w))
-    assert 0.05 < float((wanted - x).norm() / x.norm()) < 0.15
+    wanted = nvfp4.round_trip(x.float(), w.input_scale) if kind == "nvfp4" else fp8.round_trip(x.float(), 128)
+    assert got.dtype == torch.float32 and torch.equal(got, wanted)
+    assert 0.01 < float((wanted - x).norm() / x.norm()) < 0.15
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
@@ -127,21 +106,22 @@ def test_nvfp4_inputs_use_the_input_scale() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(kind: str, quantised: bool, out_dtype: torch.dtype) -> None:
     """Of three groups, and of one matrix; rounded once: a product of bf16 operands, or one rounded twice, is off by
-    more.
+    more. x and out may be slices; what lies beside stays.
     """
     w = dataclasses.replace(weight_of(kind, 3, 150, 160, dtype=out_dtype), quantise_input=quantised)
-    x = uneven(7, 3, 160, seed=6).to(out_dtype)
-    out = torch.full((7, 3, 150), torch.nan, dtype=out_dtype)
-    assert grouped_linear(x, w, out) is None
+    x = uneven(7, 3, 200, seed=6).to(out_dtype)[..., :160]
+    out = torch.full((7, 3, 170), torch.nan, dtype=out_dtype)
+    assert grouped_linear(x, w, out[..., :150]) is None and bool(out[..., 150:].isnan().all())
     for g in range(3):
-        one, alone = w.select(g), torch.full((7, 150), torch.nan, dtype=out_dtype)
-        assert linear(x[:, g], one, alone) is None
+        one, alone = w.select(g), torch.full((7, 170), torch.nan, dtype=out_dtype)
+        assert linear(x[:, g], one, alone[:, :150]) is None and bool(alone[:, 150:].isnan().all())
         a, b = input_values(x[:, g], one).double(), values_of(one)
-        for got in (out[:, g], alone):
+        for got in (out[:, g, :150], alone[:, :150]):
             one_rounding(got, a @ b.T, a.abs() @ b.abs().T)
         plain = x[:, g].double() @ b.T
-        changed = float((alone.double() - plain).norm() / plain.norm()) > 0.01
+        changed = float((alone[:, :150].double() - plain).norm() / plain.norm()) > 0.01
         assert changed == (quantised and kind != "plain"), "whether inputs were quantised"
+    linear(x[:0, 0], w.select(0), out[:0, 0, :150])
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
@@ -155,23 +135,6 @@ def test_products_of_plain_weights(x_dtype: torch.dtype, w_dtype: torch.dtype, o
         out = torch.full((7, 65), torch.nan, dtype=out_dtype)
         assert product(out) is None
         one_rounding(out, a @ b.T, a.abs() @ b.abs().T)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_write_the_callers_memory(kind: str) -> None:
-    """out may be a slice, x too; what lies beside stays; no token gives no rows."""
-    w, grouped = weight_of(kind, 33, 160), weight_of(kind, 3, 33, 160)
-    x = random(4, 3, 200, seed=9)[..., :160]
-    wide = torch.full((4, 40), 9.0)
-    plain = torch.empty(4, 33)
-    linear(x[:, 1], w, wide[:, :33])
-    linear(x[:, 1].contiguous(), w, plain)
-    assert torch.allclose(wide[:, :33], plain, rtol=1e-5, atol=1e-5) and (wide[:, 33:] == 9).all()
-    wide, plain = torch.full((4, 3, 40), 9.0), torch.empty(4, 3, 33)
-    grouped_linear(x, grouped, wide[..., :33])
-    grouped_linear(x.contiguous(), grouped, plain)
-    assert torch.allclose(wide[..., :33], plain, rtol=1e-5, atol=1e-5) and (wide[..., 33:] == 9).all()
-    linear(x[:0, 1], w, plain[:0, 0])
 
 
 def test_products_refuse() -> None:
@@ -240,34 +203,18 @@ def test_pages_read_any_shape_and_masked_indices(kind: str, width: int, rope: in
     assert torch.equal(pages.read(torch.arange(32)), rows)
 
 
-def test_entries_have_flashmlas_layout() -> None:
-    pages = pages_of("entry", 3, 64, 512, 64, fill=0xA5)
-    assert pages.data.shape == (3, 37440)
-    rows = uneven(100, 512, seed=15)
-    index = torch.randperm(192, generator=torch.Generator().manual_seed(16))[:100]
-    pages.write(index, rows)
-    wanted = torch.full_like(pages.data, 0xA5)
+def test_entries_and_keys_lie_as_the_problems_have_them() -> None:
+    """Where that is, byte by byte, is in tests/common/test_pages.py."""
+    rows, index = uneven(100, 512, seed=15), torch.randperm(192, generator=torch.Generator().manual_seed(16))[:100]
+    entry, keys = pages_of("entry", 3, 64, 512, 64, fill=0xA5), pages_of("index", 3, 64, 128, 64, fill=0xA5)
+    assert entry.data.shape == (3, 37440) and keys.data.shape == (3, 64 * 68)
+    wanted, want_keys = (torch.full_like(one.data, 0xA5) for one in (entry, keys))
     codes, scales = fp8.quantise_groups(rows[:, :448], 64)
     kv_pages.write(wanted, 64, index, codes, scales, rows[:, 448:].bfloat16())
-    assert torch.equal(pages.data, wanted)
-
-
-@pytest.mark.parametrize("per_page", [3, 32])
-def test_index_keys_are_where_the_layout_says(per_page: int) -> None:
-    """68 bytes a key: the codes of all keys of a page, then all their scales."""
-    pages = pages_of("index", 3, per_page, 128, 64, fill=0xA5)
-    assert pages.data.shape == (3, per_page * 68)
-    index = torch.tensor([2 * per_page + 1, 0, per_page + 2])
-    rows = uneven(3, 128, seed=17)
-    pages.write(index, rows)
-    packed, scales = formats.quantise_mxfp4(rows)
-    wanted = bytearray(b"\xa5" * pages.data.numel())
-    for e, i in enumerate(index.tolist()):
-        page, row = i // per_page * per_page * 68, i % per_page
-        wanted[page + row * 64 : page + row * 64 + 64] = bytes(packed[e].tolist())
-        at = page + per_page * 64 + row * 4
-        wanted[at : at + 4] = bytes(scales[e].tolist())
-    assert bytes(pages.data.flatten().tolist()) == bytes(wanted)
+    index_pages.write(want_keys, index, *formats.quantise_mxfp4(rows[:, :128]))
+    entry.write(index, rows)
+    keys.write(index, rows[:, :128])
+    assert torch.equal(entry.data, wanted) and torch.equal(keys.data, want_keys)
 
 
 def test_pages_write_the_callers_memory() -> None:

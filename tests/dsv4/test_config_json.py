@@ -54,7 +54,7 @@ def read(tmp_path, **changes):
         where = fields
         for key in path:
             where = where.setdefault(key, {})
-        where[last] = value
+        where[last] = json.loads(json.dumps(value))
     (tmp_path / "config.json").write_text(json.dumps(fields))
     return config_from_json(tmp_path)
 
@@ -118,53 +118,24 @@ TRANSFORMERS = dict.fromkeys(OFF, False) | {
 }
 
 
-@pytest.mark.parametrize("keys", [RELEASED, TRANSFORMERS])
-def test_the_released_file_and_what_transformers_writes_are_read(tmp_path, keys):
+TRAINING = {"attention_dropout": 0.1, "initializer_range": 1.0, "router_jitter_noise": 0.5, "use_cache": False}
+TOKENS = {"pad_token_id": 7, "eos_token_id": [1, 2], "transformers_version": "9", "auto_map": {}}
+NONE = {"something": None, "norm_topk_prob": None, "topk_group": None, "n_group": 1, "mlp_bias": False}
+SIZES = {"query_pre_attn_scalar": 512, "qk_nope_head_dim": 448, "partial_rotary_factor": 0.125}
+PARTS = {"rope_scaling.mscale": 1.0, "quantization_config.modules_to_not_convert": None, "dspark_block_size": 5}
+PARTS |= {"quantization_config.ignored_layers": ["head"]}
+
+
+@pytest.mark.parametrize("keys", [RELEASED, TRANSFORMERS, TRAINING | TOKENS | NONE | SIZES | PARTS])
+def test_the_released_file_what_transformers_writes_and_keys_that_change_nothing_are_read(tmp_path, keys):
     assert read(tmp_path, **keys) == FLASH
-
-
-def test_keys_that_change_nothing_are_ignored(tmp_path):
-    training = {"attention_dropout": 0.1, "initializer_range": 1.0, "router_jitter_noise": 0.5, "use_cache": False}
-    tokens = {"pad_token_id": 7, "eos_token_id": [1, 2], "transformers_version": "9", "auto_map": {}}
-    none = {"something": None, "norm_topk_prob": None, "topk_group": None, "n_group": 1, "mlp_bias": False}
-    sizes = {"query_pre_attn_scalar": 512, "qk_nope_head_dim": 448, "partial_rotary_factor": 0.125}
-    nested = {"rope_scaling.mscale": 1.0, "quantization_config.modules_to_not_convert": None}
-    others = {"quantization_config.ignored_layers": ["head"], "dspark_block_size": 5}
-    assert read(tmp_path, **training, **tokens, **none, **sizes, **nested, **others) == FLASH
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"main": {"rope_type": "linear"}}, "rope_parameters.main.rope_type must be 'default', got 'linear'"),
-        ({"compress": {"rope_type": "linear"}}, "rope_parameters.compress.rope_type must be 'yarn', got 'linear'"),
-        ({"compress": {"rope_theta": 1e6}}, "rope_parameters.compress.rope_theta must be 160000.0, got 1000000.0"),
-        ({"compress": {"attention_factor": 1.277}}, "rope_parameters.compress.attention_factor must be 1.0"),
-        ({"main": {"partial_rotary_factor": 1.0}}, "rope_parameters.main.partial_rotary_factor must be 0.125, got 1.0"),
-        ({"main": {"short_factor": [1.0]}}, "rope_parameters.main.short_factor must be a key that is known here"),
-        ({"main": 10000.0}, "main must be an object, got 10000.0"),
-        ({"main": {"rope_theta": None}}, "missing rope_parameters.main.rope_theta"),
-        ({"compress": {"factor": None}}, "missing rope_parameters.compress.factor"),
-    ],
-)
-def test_the_rotations_that_transformers_writes_are_checked(tmp_path, change, match):
-    fields = config_json.to_json(FLASH, "released")
-    yarn = {**fields.pop("rope_scaling"), "rope_theta": 160000.0, "attention_factor": 1.0}
-    parts = {"main": {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}, "compress": yarn}
-    for given, refused in ((parts, False), (parts | change, True)):
-        whole = {k: {**parts[k], **v} if isinstance(v, dict) else v for k, v in given.items()}
-        (tmp_path / "config.json").write_text(json.dumps({**fields, "rope_parameters": whole}))
-        if not refused:
-            assert config_from_json(tmp_path) == FLASH
-            continue
-        with pytest.raises(CheckpointError) as caught:
-            config_from_json(tmp_path)
-        assert any(match in fault for fault in caught.value.faults), caught.value.faults
 
 
 KINDS = {SWA: "sliding_attention", CSA: "compressed_sparse_attention", HCA: "heavily_compressed_attention"}
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
 NESTED = {"main": {"rope_type": "default", "rope_theta": 10000}, "compress": {**YARN, "rope_theta": 160000}}
+MAIN, COMPRESS = "rope_parameters.main", "rope_parameters.compress"
+RENAMED = {"rope_scaling": None, "rope_theta": None, "rope_parameters": NESTED}  # as transformers writes it
 LAYERS = [KINDS[ratio] for ratio in FLASH.ratios]
 ROUTERS = ["hash_moe"] * 3 + ["moe"] * 40
 
@@ -182,6 +153,23 @@ ROUTERS = ["hash_moe"] * 3 + ["moe"] * 40
         ({"rope_parameters": NESTED, "rope_scaling.mscale": 0.7}, "rope_scaling.mscale must be 1.0, got 0.7"),
         ({"rope_parameters": NESTED, "rope_scaling": None, "rope_theta": 5000}, "rope_theta must be 5000, got 10000"),
         ({"rope_scaling.rope_theta": 1e6}, "rope_scaling.rope_theta must be 10000.0 or 160000.0, got 1000000.0"),
+        ({**RENAMED, f"{COMPRESS}.attention_factor": 1.0, f"{MAIN}.partial_rotary_factor": 0.125}, ""),
+        *(
+            ({**RENAMED, key: value}, said)
+            for key, value, said in (
+                (f"{MAIN}.rope_type", "linear", f"{MAIN}.rope_type must be 'default', got 'linear'"),
+                (f"{COMPRESS}.type", "linear", f"{COMPRESS}.type must be 'yarn', got 'linear'"),
+                (f"{COMPRESS}.rope_theta", 1e6, f"{COMPRESS}.rope_theta must be 160000.0, got 1000000.0"),
+                (f"{COMPRESS}.attention_factor", 1.277, f"{COMPRESS}.attention_factor must be 1.0"),
+                (f"{MAIN}.partial_rotary_factor", 1.0, f"{MAIN}.partial_rotary_factor must be 0.125, got 1.0"),
+                (f"{MAIN}.short_factor", [1.0], f"{MAIN}.short_factor must be a key that is known here"),
+                (f"{MAIN}.rope_theta", None, f"missing {MAIN}.rope_theta"),
+                (f"{COMPRESS}.factor", None, f"missing {COMPRESS}.factor"),
+                (f"{COMPRESS}.beta_slow", 32.5, f"{COMPRESS}.beta_fast must be at least {COMPRESS}.beta_slow"),
+            )
+        ),
+        ({"rope_scaling.beta_fast": 1, "rope_scaling.beta_slow": 1}, ""),  # a step, which can be computed
+        ({"rope_scaling.beta_fast": 1, "rope_scaling.beta_slow": 2}, "beta_fast must be at least rope_scaling.beta_sl"),
         ({"layer_types": LAYERS}, ""),
         ({"layer_types": LAYERS, "compress_ratios": None}, ""),
         ({"layer_types": LAYERS[::-1]}, "compress_ratios must be those of layer_types, [4, 128, "),
@@ -199,8 +187,9 @@ ROUTERS = ["hash_moe"] * 3 + ["moe"] * 40
 )
 def test_keys_that_say_the_same_must_agree(tmp_path, changes, match):
     if not match:
-        none = {"num_nextn_predict_layers": 0, "compress_ratios": FLASH.ratios} if "layer_types" in changes else {}
-        assert read(tmp_path, **changes) == dataclasses.replace(FLASH, **none)
+        other = {"num_nextn_predict_layers": 0, "compress_ratios": FLASH.ratios} if "layer_types" in changes else {}
+        other |= {f"rope_{key[13:]}": value for key, value in changes.items() if key.startswith("rope_scaling.beta")}
+        assert read(tmp_path, **changes) == dataclasses.replace(FLASH, **other)
         return
     (fault,) = refused(tmp_path, **changes)
     assert match in fault
@@ -209,24 +198,14 @@ def test_keys_that_say_the_same_must_agree(tmp_path, changes, match):
 @pytest.mark.parametrize("value", [[1], [], 5, "yarn", True, [0] * 999])
 def test_what_is_no_object_is_one_fault(tmp_path, value):
     """And no key of it is missing as well."""
-    renamed = {"rope_scaling": None, "rope_theta": None}
     for changes, key in (
         ({"rope_scaling": value}, "rope_scaling"),
         ({"quantization_config": value}, "quantization_config"),
         ({"rope_scaling": None, "rope_parameters": value}, "rope_parameters"),
-        (renamed | {"rope_parameters": NESTED | {"compress": value}}, "rope_parameters.compress"),
-        (renamed | {"rope_parameters": NESTED | {"main": value}}, "rope_parameters.main"),
+        (RENAMED | {COMPRESS: value}, COMPRESS),
+        (RENAMED | {MAIN: value}, MAIN),
     ):
         assert refused(tmp_path, **changes) == (f"{key} must be an object, got {value!r:.80}",)
-
-
-def test_the_two_bounds_of_yarn_are_in_their_order(tmp_path):
-    (fault,) = refused(tmp_path, **{"rope_scaling.beta_fast": 1, "rope_scaling.beta_slow": 32})
-    assert fault == "rope_scaling.beta_fast must be at least rope_scaling.beta_slow, 32, got 1"
-    parts = NESTED | {"compress": {**NESTED["compress"], "beta_slow": 32.5}}
-    (fault,) = refused(tmp_path, rope_scaling=None, rope_parameters=parts)
-    assert "rope_parameters.compress.beta_fast must be at least rope_parameters.compress.beta_slow" in fault
-    assert read(tmp_path, **{"rope_scaling.beta_slow": 32}).rope_beta_slow == 32, "a step, which can be computed"
 
 
 def test_a_file_that_is_no_object_or_names_a_key_twice_is_refused(tmp_path):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import tempfile
 from typing import TYPE_CHECKING
 
 import torch
 
-from problems.dsv4_forward.weights import tree
+from problems.dsv4_forward.checkpoint import checkpoint
 from problems.dsv4_forward.weights.config import CSA, HCA, SWA, TINY, Config
 from problems.dsv4_forward.weights.tree import ModelWeights
 
@@ -73,58 +74,9 @@ def hf_model(name: str, seed: int = 1) -> "DeepseekV4ForCausalLM":
     return model
 
 
+@functools.cache
 def weights_of(name: str, seed: int = 1) -> ModelWeights:
-    """The weights of hf_model(name, seed) in our form, sharing its memory where the form allows."""
-    cfg, sd = CONFIGS[name], hf_model(name, seed).state_dict()
-    ours = {"embed.weight": sd["model.embed_tokens.weight"], "norm.weight": sd["model.norm.weight"]}
-    ours["head.weight"] = sd["lm_head.weight"]
-    ours |= {f"hc_head_{part}": sd[f"model.hc_head.hc_{part}"] for part in ("fn", "base", "scale")}
-    for number, ratio in enumerate(cfg.ratios):
-        layer = _block(sd, f"model.layers.{number}", ratio, cfg)
-        ours |= {f"layers.{number}.{key}": value for key, value in layer.items()}
-    return tree.assemble(cfg, "fp32", ours)
-
-
-def _block(sd: dict, at: str, ratio: int, cfg: Config) -> dict[str, torch.Tensor]:
-    attn, mlp = f"{at}.self_attn", f"{at}.mlp"
-    ours = {
-        "attn_norm.weight": sd[f"{at}.input_layernorm.weight"],
-        "ffn_norm.weight": sd[f"{at}.post_attention_layernorm.weight"],
-        "attn.attn_sink": sd[f"{attn}.sinks"],
-        "attn.wo_a.weight": sd[f"{attn}.o_a_proj.weight"].unflatten(0, (cfg.o_groups, -1)),
-        "ffn.gate.weight": sd[f"{mlp}.gate.weight"],
-        "ffn.experts.w13.weight": sd[f"{mlp}.experts.gate_up_proj"],
-        "ffn.experts.w2.weight": sd[f"{mlp}.experts.down_proj"],
-    }
-    for site in ("attn", "ffn"):
-        ours |= {f"hc_{site}_{part}": sd[f"{at}.{site}_hc.{part}"] for part in ("fn", "base", "scale")}
-    for mine, theirs in (
-        ("wq_a", "q_a_proj"),
-        ("wq_b", "q_b_proj"),
-        ("wkv", "kv_proj"),
-        ("wo_b", "o_b_proj"),
-        ("q_norm", "q_a_norm"),
-        ("kv_norm", "kv_norm"),
-    ):
-        ours[f"attn.{mine}.weight"] = sd[f"{attn}.{theirs}.weight"]
-    for mine, theirs in (("bias", "e_score_correction_bias"), ("tid2eid", "tid2eid")):
-        if f"{mlp}.gate.{theirs}" in sd:
-            ours[f"ffn.gate.{mine}"] = sd[f"{mlp}.gate.{theirs}"]
-    gate, up, down = (sd[f"{mlp}.shared_experts.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    ours |= {"ffn.shared_experts.w13.weight": torch.cat([gate, up])[None], "ffn.shared_experts.w2.weight": down[None]}
-    if ratio:
-        ours |= _compressor(sd, f"{attn}.compressor", "attn.compressor")
-    if ratio == CSA:
-        inner, indexer = f"{attn}.compressor.indexer", "attn.indexer"
-        ours |= _compressor(sd, inner, f"{indexer}.compressor")
-        ours[f"{indexer}.wq_b.weight"] = sd[f"{inner}.q_b_proj.weight"]
-        ours[f"{indexer}.weights_proj.weight"] = sd[f"{inner}.scorer.weights_proj.weight"]
-    return ours
-
-
-def _compressor(sd: dict, theirs: str, mine: str) -> dict[str, torch.Tensor]:
-    return {
-        f"{mine}.project": torch.cat([sd[f"{theirs}.kv_proj.weight"], sd[f"{theirs}.gate_proj.weight"]]),
-        f"{mine}.ape": sd[f"{theirs}.position_bias"],
-        f"{mine}.norm.weight": sd[f"{theirs}.kv_norm.weight"],
-    }
+    """The weights of hf_model(name, seed), as we read what transformers saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf_model(name, seed).save_pretrained(folder)
+        return checkpoint.load(folder, CONFIGS[name], "fp32", progress=False)

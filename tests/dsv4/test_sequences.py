@@ -1,4 +1,4 @@
-"""Batches of sequences in one state: none sees another, whatever joins, leaves, shares or is taken back."""
+"""Sequences of a model: memory, drafting, bad ids, states of others. That none sees another is in test_walk.py."""
 
 import dataclasses
 import gc
@@ -26,40 +26,6 @@ def model() -> Model:
 
 def prompt(length: int, seed: int, vocab: int = TINY.vocab_size) -> list[int]:
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def test_a_shared_prefix_gives_the_same(model):
-    shared = prompt(300, 50)
-    first, second = shared + prompt(20, 51), shared + prompt(33, 52)
-    state = State(TINY, "fp32", sequences=2, blocks=12)
-    a, matched = state.open(first)
-    assert matched == 0
-    feed(model, state, {a: first})
-    state.publish(a, first)
-    free = state.pool.free
-    b, matched = state.open(second)
-    assert matched == 256, "two whole blocks of 128"
-    assert state.pool.free == free, "a shared block is not taken again"
-    got = [feed(model, state, {b: second[matched:], a: [1]})[0]]
-    for _ in range(8):
-        got.append(feed(model, state, {b: [int(got[-1].argmax())], a: [1]})[0])
-    wanted = decoded(model, second, 9)
-    assert float((torch.stack(got) - torch.stack(wanted)).abs().max()) <= TOLERANCE
-
-
-@pytest.mark.parametrize(("length", "back"), [(129, 2), (12, 9), (257, 128), (140, 140)])
-def test_rewinding_gives_the_same(model, length, back):
-    """Also to the beginning, as for the next user of a place."""
-    tokens, other = prompt(length, 60), prompt(back + 40, 61)
-    state, sequence = opened(model)
-    feed(model, state, {sequence: tokens})
-    state.rewind(sequence, length - back)
-    if length == back:
-        state.close(sequence)
-        assert state.open()[0] == sequence
-    got = feed(model, state, {sequence: other})[0]
-    (wanted,) = decoded(model, tokens[: length - back] + other, 1)
-    assert float((got - wanted).abs().max()) <= TOLERANCE
 
 
 def decode_memory(model: Model, steps: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 SMALL = dataclasses.replace(models.SMALL, hidden_size=384, q_lora_rank=64)
 
 
-def random(*shape: int, seed: int) -> torch.Tensor:
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -14,15 +14,12 @@ from problems.dsv4_forward.torch_ops import experts, linear, router
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import TINY
 from problems.dsv4_forward.weights.linear import Linear
+from tests.dsv4.linears import random as rand
 from tests.dsv4.linears import weight_of
 
 N, D, E, K, I = 9, 160, 13, 3, 96  # D: a group of 128 and a part; I: neither a group nor a tile
 WAYS = (None, experts.by_hit, experts.by_pair, experts.by_expert)
 FORMATS = ("plain", "fp8", "mxfp4", "nvfp4")
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def bank(kind: str, count: int = E) -> tuple[Linear, Linear]:

@@ -142,11 +142,6 @@ def test_a_token_has_the_same_bits_among_others_and_with_a_longer_list(ops, head
         assert all(torch.equal(a, b[some]) for a, b in zip(attended(some, chosen), together, strict=True))
 
 
-@pytest.fixture(name="ops", scope="module")
-def ops_on_a_gpu():
-    return kernel.ops("sm90")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("test", "heads", "entries"),

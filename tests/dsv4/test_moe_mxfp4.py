@@ -112,10 +112,7 @@ def test_the_models_weights_are_kept_exactly_and_as_they_are(size, largest):
     [
         (lambda a, b: (a, scaled(b, 1, int(b.scale[1].max()) - 18)), "experts.w2 are NaN or not within 2^17"),
         (lambda a, b: (scaled(a, 0, 255), b), "experts.w13 are NaN or not within"),
-        (lambda a, b: (unquantised(a), b), "the input of one of w13 and w2 is quantised"),
         (lambda a, b: tuple(unquantised(w) for w in (a, b)), "its inputs are not in FP8"),
-        (lambda a, b: (a, Linear("plain", b.dequantise(), name=b.name)), "its w2 is plain"),
-        (lambda a, b: (mxfp4("", 2, 64, 96, seed=1, top=0), mxfp4("", 2, 96, 32, seed=1, top=0)), "multiples of 64"),
     ],
 )
 def test_a_layer_that_nvfp4_cannot_hold_is_left_and_named(change, reason):

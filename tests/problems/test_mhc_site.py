@@ -1,6 +1,5 @@
-"""mhc_site: the oracle against loops over scalars, contents, and what its check admits."""
+"""mhc_site: the oracle against loops over scalars, and its check. The model's ops: tests/dsv4/test_mhc_site.py."""
 
-import dataclasses
 import functools
 import math
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.dsv4_forward.torch_ops import mhc, norm
-from problems.dsv4_forward.weights import config
 from tests.problems import cases
 from tests.problems.cases import named
 from tests.problems.exact import bf16
@@ -80,20 +77,6 @@ def test_reference_is_the_definition(addends, content):
     for t in range(2):
         for got, want in zip(reference.ref_kernel(data), site_of(data, t), strict=True):
             torch.testing.assert_close(got[t], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
-
-
-def test_reference_is_what_the_composed_model_computes():
-    """The ops of the model's layers, one after the other, in fp32 on bf16 copies."""
-    data = made(hidden=256, tokens=7, content="alike")
-    cfg = dataclasses.replace(config.TINY, hidden_size=256)
-    constants = (task.COPIES, task.ITERATIONS, task.HC_EPS, task.NORM_EPS)
-    assert (cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps, cfg.rms_norm_eps) == constants
-    new, out, post, comb = (torch.empty_like(getattr(data, name)) for name in task.OUTPUTS)
-    u = torch.empty(7, 256)
-    mhc.post(data.y, data.copies, data.post, data.comb, new)
-    mhc.pre(new, data.fn, data.base, data.scale, cfg, u, post, comb)
-    norm.rms_norm(u, data.norm, cfg.rms_norm_eps, out)
-    assert reference.check_implementation(data, (new, out, post, comb)) == (True, "")
 
 
 def test_contents_hold_what_they_promise():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from problems.common import load, nvfp4
-from problems.wrong import load_kernel
 from tests.problems import cases
 from tests.problems.cases import named
 from tests.problems.exact import dot, nvfp4_row, quantised
@@ -66,7 +65,7 @@ def test_what_given_routing_moves_goes_by_the_experts_it_hits():
 @pytest.mark.parametrize(("tokens", "topk"), [(1, 6), (8, 6), (64, 6), (64, 1), (300, 2)])
 def test_as_many_experts_are_hit_as_expected(router, tokens, topk):
     gen = torch.Generator().manual_seed(1)
-    routed = [reference._routed(tokens, 256, topk, router, gen) for _ in range(400)]
+    routed = [reference._routed(tokens, 256, topk, router, gen) for _ in range(400 if tokens < 64 else 100)]
     hit = [len(ids[ids >= 0].unique()) for ids in routed]
     case = dataclasses.replace(SMALL, experts=256, tokens=tokens, topk=topk, router=router)
     assert math.isclose(sum(hit) / len(hit), case.experts_hit(), rel_tol=0.04)
@@ -112,14 +111,6 @@ def test_generated_data_is_what_the_task_says(case):
     for tensor in (data.inputs.x.float(), data.inputs.topk_weights, w.g13, w.g2, w.in_scale13, w.in_scale2):
         assert bool(torch.isfinite(tensor).all())
     assert bool((w.in_scale13 > 0).all()) and bool((w.in_scale2 > 0).all())
-
-
-@pytest.mark.parametrize("case", [c for c in task.TESTS if c.content == "clamped" and c.router in ALL], ids=named)
-def test_the_clamp_matters_in_every_case(case):
-    data, want = solved(case)
-    for name in ("no_clamp", "up_clamped_above_only"):
-        output = load_kernel(load.PROBLEMS / NAME, name)(poisoned(data))
-        assert not reference.compare(data, want, output).ok, name
 
 
 def test_contents_hold_what_they_promise():

@@ -108,11 +108,8 @@ def tree(terms: torch.Tensor) -> torch.Tensor:
 
 ORDERS = {
     "sequential": sequential,
-    "ascending": lambda terms: sequential(terms.gather(1, terms.abs().argsort(1))),
     "descending": lambda terms: sequential(terms.gather(1, terms.abs().argsort(1, descending=True))),
-    "positive first": lambda terms: sequential(terms.sort(1, descending=True)[0]),
     "tree": tree,
-    "32 lanes, then a tree": lambda terms: tree(torch.stack([sequential(terms[:, i::32]) for i in range(32)], 1)),
     "16 parts of k": lambda terms: sequential(torch.stack([sequential(part) for part in terms.chunk(16, 1)], 1)),
 }
 

@@ -201,6 +201,8 @@ def drafting(name: str, fmt: str, device: str) -> tuple[Model, config.Config]:
     return Model(weights, ops.choose("winners", load.device_target(device), weights).ops), cfg
 
 
+# test_sequences.py has it for other prompts every day.
+SLOW = pytest.param("tiny", "fp32", "cpu", 12, marks=pytest.mark.slow)
 # A last bit seldom makes another token.
 DRAFTED = [
     pytest.param("tiny-k", *one.values, "cuda", 10, marks=[pytest.mark.gpu, *one.marks])
@@ -208,7 +210,7 @@ DRAFTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fmt", "device", "count"), [("tiny", "fp32", "cpu", 12), *DRAFTED])
+@pytest.mark.parametrize(("name", "fmt", "device", "count"), [SLOW, *DRAFTED])
 @torch.inference_mode()
 def test_drafting_equals_greedy_for_20_prompts(name, fmt, device, count, monkeypatch):
     """With guesses that are right in half of the steps, by turns; the others are the prediction layer's own."""
@@ -224,7 +226,7 @@ def test_drafting_equals_greedy_for_20_prompts(name, fmt, device, count, monkeyp
 
     monkeypatch.setattr(Speculative, "_draft", draft)
     prompts = [torch.randint(cfg.vocab_size, (3 + 7 * i,), generator=gen).tolist() for i in range(20)]
-    for prompt in prompts if device == "cuda" else prompts[::9]:
+    for prompt in prompts:
         want = models.greedy(model, prompt, count + 2)
         passes.clear()
         speculative = Speculative(model, *models.opened(model))

@@ -54,10 +54,9 @@ def test_on_a_gpu_it_is_what_a_cpu_finds(shape):
     assert torch.equal(found(wide[:, 1:]), places)  # not contiguous
 
 
-def test_in_the_model_of_a_gpu():
-    """Values by fours in two blocks and in two turns, and one by one in two turns."""
-    shapes = (4, 2500), (1, 140_000), (4, 8195)
-    in_model.run(__name__, [("test_on_a_gpu_it_is_what_a_cpu_finds", {"shape": shape}) for shape in shapes])
+# Values by fours in two blocks; in two turns, and one by one in two turns.
+MODEL = [("test_on_a_gpu_it_is_what_a_cpu_finds", {"shape": s}) for s in ((4, 2500), (1, 140_000), (4, 8195))]
+test_in_the_model_of_a_gpu = in_model.test_of(__name__, MODEL[:1], MODEL[1:])
 
 
 def test_other_shapes_and_dtypes_are_refused():

@@ -1,7 +1,6 @@
 """kernels/dense.cu on a GPU, and in the model of one, against torch_ops/linear.py and experts.py in fp64."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
@@ -11,14 +10,11 @@ from problems.dsv4_forward.kernels.dense import Dense as kernel
 from problems.dsv4_forward.torch_ops import experts, linear
 from problems.dsv4_forward.weights.linear import Linear
 from tests.dsv4 import in_model
+from tests.dsv4.linears import random as draw
 
 DEVICE = "cuda"
 # kind, tokens, groups, n, k; not square, not multiples of a block of threads, a group of one
 SHAPES = (("fp8", 37, 1, 384, 256), ("fp8", 5, 3, 128, 128), ("nvfp4", 130, 1, 100, 192), ("nvfp4", 33, 4, 36, 80))
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def matrix(kind: str, groups: int, n: int, k: int, quantise: bool = True) -> Linear:
@@ -105,18 +101,18 @@ def test_what_it_does_not_serve(ops):
         ops["shared"](x=x, w13=matrix("nvfp4", 1, 64, 128), w2=matrix("nvfp4", 1, 64, 64), limit=1.0, out=out)
 
 
-def test_only_equal_factors_are_one(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cpu")
+def test_only_equal_factors_are_one(on_a_cpu):
     assert matrix("nvfp4", 4, 36, 80).factor is None
     alone, w = matrix("nvfp4", 1, 36, 80), matrix("fp8", 2, 128, 128)
     assert alone.factor == float(alone.scale_2 * alone.input_scale) and w.factor == 1
 
 
-def test_in_the_model_of_a_gpu():
-    fp8, fewer, _, grouped = ({"kind": kind, "count": t, "groups": g, "n": n, "k": k} for kind, t, g, n, k in SHAPES)
-    calls = [("test_products", one | {"quantise": True}) for one in (fp8, fewer, grouped)]
-    calls.append(("test_products", grouped | {"quantise": False}))
-    calls += [("test_activations_far_from_their_input_scale", {"by": by}) for by in (1e-30, 1e-9, 1e20)]
-    for kind, count, inner, k in (("fp8", 5, 128, 128), ("nvfp4", 34, 48, 112)):
-        calls.append(("test_the_shared_expert", {"kind": kind, "count": count, "inner": inner, "k": k}))
-    in_model.run(__name__, [*calls, ("test_what_it_does_not_serve", {})])
+FP8, FEWER, _, GROUPED = ({"kind": kind, "count": t, "groups": g, "n": n, "k": k} for kind, t, g, n, k in SHAPES)
+SHARED = ({"kind": "nvfp4", "count": 34, "inner": 48, "k": 112}, {"kind": "fp8", "count": 5, "inner": 128, "k": 128})
+MODEL = [("test_products", one | {"quantise": True}) for one in (FEWER, GROUPED)]
+MODEL += [("test_activations_far_from_their_input_scale", {"by": 1e-30}), ("test_the_shared_expert", SHARED[0])]
+MODEL.append(("test_what_it_does_not_serve", {}))
+LONG = [("test_products", FP8 | {"quantise": True}), ("test_products", GROUPED | {"quantise": False})]
+LONG += [("test_activations_far_from_their_input_scale", {"by": by}) for by in (1e-9, 1e20)]
+LONG.append(("test_the_shared_expert", SHARED[1]))
+test_in_the_model_of_a_gpu = in_model.test_of(__name__, MODEL, LONG)

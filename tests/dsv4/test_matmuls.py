@@ -1,21 +1,19 @@
 """kernels/matmuls.cu on a GPU, and in the model of one, against fp64."""
 
+import functools
+
 import pytest
 import torch
 
 from problems.dsv4_forward.kernels import matmuls as module
 from tests.dsv4 import in_model
-from tests.support.marks import first
 
+draw = functools.partial(in_model.draw, dtype=torch.bfloat16)
 kernel = module.Matmuls  # for the fixture `ops`, and in_model
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 # Rows of the matrices: a CSA layer's, an HCA layer's; ends inside of a block's rows; more than one launch takes; few.
 LAYERS = ((512, 2048, 64), (1024,), (9, 33, 8, 1, 70), (9, 17))
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def outputs(tokens: int, rows: tuple[int, ...]) -> list[torch.Tensor]:
@@ -70,13 +68,10 @@ def test_what_it_does_not_serve_is_torchs(ops):
         ops["matmuls"](x[:, :64], [weight], outputs(3, (16,)))
 
 
-SIZES = [(1, 2, 72), (9, 3, 3080), (5, 3, 72), (17, 3, 8), (20, 3, 264), (32, 3, 1032)]  # tokens, layer, columns
-
-
-@pytest.mark.parametrize("sizes", first([SIZES[2:4], SIZES[:2] + SIZES[4:]]), ids=["short", "long"])
-def test_in_the_model_of_a_gpu(sizes):
-    calls = [
-        ("test_all_matrices_of_the_same_tokens", {"tokens": tokens, "layer": layer, "columns": columns})
-        for tokens, layer, columns in sizes
-    ]
-    in_model.run(__name__, [*calls, ("test_what_it_does_not_serve_is_torchs", {})])
+SIZES = [(5, 3, 72), (1, 2, 72), (9, 3, 3080), (17, 3, 8), (20, 3, 264), (32, 3, 1032)]  # tokens, layer, columns
+MODEL = [
+    ("test_all_matrices_of_the_same_tokens", {"tokens": tokens, "layer": layer, "columns": columns})
+    for tokens, layer, columns in SIZES
+]
+MODEL.insert(1, ("test_what_it_does_not_serve_is_torchs", {}))
+test_in_the_model_of_a_gpu = in_model.test_of(__name__, MODEL[:2], MODEL[2:])

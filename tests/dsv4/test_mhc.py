@@ -11,18 +11,12 @@ from problems.dsv4_forward.torch_ops import mhc
 from problems.dsv4_forward.weights.config import FLASH, Config
 from problems.dsv4_forward.weights.tree import Site
 from tests.dsv4 import in_model
+from tests.dsv4.in_model import draw_uneven as draw
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 N, D = 4, 40  # d is no multiple of n squared, n d none of a vector's width
 CFG = dataclasses.replace(FLASH, hidden_size=D)
-
-
-def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
-    """Rows of very different size."""
-    gen = torch.Generator().manual_seed(seed)
-    sizes = torch.rand(*shape[:-1], 1, generator=gen).mul(12).sub(6).exp2()
-    return (torch.randn(shape, generator=gen) * sizes).to(DEVICE, dtype)
 
 
 def is_kernel(table: dict) -> bool:
@@ -127,9 +121,8 @@ def test_mixing_the_copies(either, tokens, d, iterations, dtype):
 
 
 @pytest.fixture
-def small(monkeypatch) -> tuple[torch.Tensor, tuple]:
+def small(on_a_cpu) -> tuple[torch.Tensor, tuple]:
     """Copies on a CPU, down to where the epsilon of the norm acts; a site far from doubly stochastic."""
-    monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
     fn, base, scale = site(N * D, CFG.hc_rows, 3)
     size = torch.tensor([1.0, 1e-3, 100.0, 0.1, 7.0]).view(-1, 1, 1)
     copies = torch.randn(5, N, D, generator=torch.Generator().manual_seed(1)) * size
@@ -186,7 +179,7 @@ def refused(op, names: str, given: list, *wrong: tuple[str, object]) -> None:
             op(**given | {name: value})
 
 
-PRE, POST = "copies fn base scale cfg out post comb", "y second copies post comb out"
+PRE, WRITING = "copies fn base scale cfg out post comb", "y second copies post comb out"
 
 
 def test_wrong_arguments_are_named(small):
@@ -198,27 +191,24 @@ def test_wrong_arguments_are_named(small):
     refused(kernel.__new__(kernel).mhc_pre, PRE, given, *some, ("copies", copies.half()), ("out", outs[0].bfloat16()))
     given = [outs[0], outs[0], copies, *outs[1:], torch.empty_like(copies)]
     some = ("y", torch.empty(5, 1)), ("second", torch.zeros(5, 9)), ("post", torch.zeros(5, 5)), ("out", outs[0])
-    refused(mhc.post, POST, given, *some[1:])
-    refused(mhc.post, POST, [outs[0], None, *given[2:]], some[0])
+    refused(mhc.post, WRITING, given, *some[1:])
+    refused(mhc.post, WRITING, [outs[0], None, *given[2:]], some[0])
     turned = torch.zeros(N, N, 5).permute(2, 0, 1)
     some = *some[1:], ("y", outs[0].half()), ("out", copies.bfloat16()), ("comb", turned)
-    refused(lambda **named: kernel.mhc_post(None, **named), POST, given, *some)
-    narrow = dict(zip(POST.split(), given, strict=True)) | {"copies": copies[:, :3]}
+    refused(lambda **named: kernel.mhc_post(None, **named), WRITING, given, *some)
+    narrow = dict(zip(WRITING.split(), given, strict=True)) | {"copies": copies[:, :3]}
     assert kernel.mhc_post(None, **narrow) is NotImplemented
 
 
 # Two blocks of a token; two tiles of tokens and several parts of a sum.
-MODEL = [
-    *(
-        ("test_mhc_post", {"tokens": 3, "d": 300, "addends": addends, "dtype": dtype})
-        for addends in ((FP32, BF16), (BF16, None))
-        for dtype in (FP32, BF16)
-    ),
+POST = [("test_mhc_post", {"tokens": 3, "d": 300, "addends": (FP32, BF16), "dtype": dtype}) for dtype in (BF16, FP32)]
+MODEL = [POST[0], ("test_mixing_the_copies", {"tokens": 18, "d": 132, "iterations": 2, "dtype": BF16})]
+LONG = [
+    POST[1],
+    *(("test_mhc_post", {"tokens": 3, "d": 300, "addends": (BF16, None), "dtype": dtype}) for dtype in (FP32, BF16)),
     ("test_mixing_the_copies", {"tokens": 18, "d": 132, "iterations": 2, "dtype": FP32}),
     ("test_mixing_the_copies", {"tokens": 18, "d": 300, "iterations": 3, "dtype": BF16}),
     ("test_mixing_the_copies", {"tokens": 264, "d": 512, "iterations": 1, "dtype": BF16}),
 ]
 
-
-def test_in_the_model_of_a_gpu():
-    in_model.run(__name__, MODEL)
+test_in_the_model_of_a_gpu = in_model.test_of(__name__, MODEL, LONG)

@@ -11,6 +11,7 @@ from problems.dsv4_forward.torch_ops import norm, rope
 from problems.dsv4_forward.weights import config
 from problems.dsv4_forward.weights.config import CSA, FLASH, HCA, PRO, TINY
 from tests.dsv4 import in_model
+from tests.dsv4.in_model import draw
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,10 +26,6 @@ def half_ulp(got: torch.Tensor, exact: torch.Tensor, noise: float = 1e-6) -> tor
 
 
 SHAPES = ((1, 256), (3, 192), (130, 4096), (2, 7168), (5, 250), (2, 8200))  # tokens, d: in blocks, in no whole ones
-
-
-def draw(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def rows(tokens: int, d: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,8 +53,7 @@ def test_rms_norm(either, tokens, d, dtype):
         assert bool((error <= step * (want.abs() + 0.05 * want.abs().amax(-1, keepdim=True))).all()), error.max()
 
 
-def test_norm_rounds_once(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
+def test_norm_rounds_once(on_a_cpu):
     for weight in (draw(300, seed=2, dtype=BF16), None):
         x = rows(20, 300, BF16)
         out, exact = torch.empty_like(x), normed(x, weight)
@@ -81,11 +77,9 @@ def test_norm_names_wrong_arguments():
 
 
 # In parts, in no whole eights, and of more values than a block holds.
-MODEL = ((2, 2104, BF16), (3, 250, BF16), (3, 300, FP32), (1, 8200, BF16))
-
-
-def test_norm_in_the_model_of_a_gpu():
-    in_model.run(__name__, [("test_rms_norm", {"tokens": n, "d": d, "dtype": dtype}) for n, d, dtype in MODEL])
+SIZES = ((3, 250, BF16), (1, 2104, BF16), (3, 300, FP32), (2, 2104, BF16), (1, 8200, BF16))
+MODEL = [("test_rms_norm", {"tokens": tokens, "d": d, "dtype": dtype}) for tokens, d, dtype in SIZES]
+test_in_the_model_of_a_gpu = in_model.test_of(__name__, MODEL[:2], MODEL[2:])
 
 
 def plain(theta: float) -> list[float]:

@@ -11,16 +11,13 @@ from problems.dsv4_forward.kernels.router import Router as kernel
 from problems.dsv4_forward.torch_ops import router
 from problems.dsv4_forward.weights.config import TINY, Config
 from tests.dsv4 import in_model
+from tests.dsv4.in_model import draw
 
 DEVICE = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 # Tokens, experts, chosen, hidden. The first are one launch in bf16.
 ONE = [(1, 256, 6, 4096), (32, 256, 6, 4096), (7, 384, 6, 7168), (1, 32, 6, 4096), (16, 33, 32, 64), (19, 16, 6, 1096)]
 SHAPES = [*ONE, (2, 7, 1, 8), (33, 256, 6, 512), (5, 1024, 8, 64), (3, 12, 4, 60)]
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def config(experts: int, chosen: int) -> Config:
@@ -136,14 +133,12 @@ def test_wrong_arguments_are_named(run):
 B16 = {"dtype": BF16}
 
 
-# Tokens in two tiles, more than the blocks that choose, and columns for all parts of a sum.
+# Tokens in two tiles, more than the blocks that choose, and columns for all parts of a sum; the third way.
 SUMS = [("test_route", {"tokens": 9, "experts": 13, "chosen": 3, "hidden": 3112, **B16})]
+SUMS.append(("test_route", {"tokens": 5, "experts": 43, "chosen": 32, "hidden": 60, **B16}))
 EQUAL, TABLE = "test_of_equal_scores_the_lower_expert_is_chosen", "test_beside_the_table_nothing_is_read"
 CHOICES = [(test, {"dtype": dtype}) for test in (EQUAL, TABLE) for dtype in (BF16, FP32)]
 CHOICES.append(("test_the_last_of_many_experts_may_be_the_best", {}))
-CHOICES.append(("test_route", {"tokens": 5, "experts": 43, "chosen": 32, "hidden": 60, **B16}))
-
-
-@pytest.mark.parametrize("calls", [SUMS, CHOICES], ids=["sums", "choices"])
-def test_in_the_model_of_a_gpu(calls):
-    in_model.run(__name__, calls)
+MODEL = [(test, B16) for test in (EQUAL, TABLE)]
+MODEL.append(("test_route", {"tokens": 3, "experts": 13, "chosen": 3, "hidden": 264, **B16}))
+test_in_the_model_of_a_gpu = in_model.test_of(__name__, MODEL, CHOICES + SUMS)

@@ -15,6 +15,7 @@ from problems.common import early, load
 from problems.dsv4_forward import timed_steps
 from problems.dsv4_forward.kernels.norm import Norm
 from tests.dsv4 import in_model
+from tests.problems.test_in_model import fmha, mhc, moe
 from tests.support import ROOT
 
 
@@ -87,16 +88,13 @@ with early.behind_kernels():
     check.main(sys.argv[1:])
 raise SystemExit("".join(name for name in late if "repack" not in name))
 """
-MOE = {"router": "uniform", "content": "plain", "seed": 5, "activation": "nvfp4"}
-FMHA = {"page_window": 64, "page_compressed": 2, "pool": 128, "order": "random", "content": "ragged", "seed": 5}
 JOIN = {"batch": 3, "queries": 1, "heads": 64, "entries": 131, "topk": 16, "kind": "mxfp4", "per_page": 32}
 CASES = [
-    ("moe_gemm", "sm90_grouped", {**MOE, "tokens": 2, "experts": 3, "topk": 2, "hidden": 64, "inner": 192}),
-    ("fmha_decode", "sm90_wgmma", {**FMHA, "batch": 2, "queries": 1, "heads": 20, "window": 37, "compressed": 91}),
-    ("fmha_decode", "sm90_wgmma", {**FMHA, "batch": 2, "queries": 1, "heads": 8, "window": 37, "compressed": 91}),
+    ("moe_gemm", "sm90_grouped", moe(2, 3, 2, 64, 192, "nvfp4")),
+    *(("fmha_decode", "sm90_wgmma", fmha(1, heads, 37, 91, "ragged")) for heads in (20, 8)),
     ("indexer", "sm90_join", {**JOIN, "content": "ragged", "seed": 5}),
-    ("mhc_site", "sm90_columns", {"tokens": 16, "hidden": 128, "addends": "bf16+bf16", "content": "alike", "seed": 5}),
-    ("mhc_site", "sm90_columns", {"tokens": 31, "hidden": 192, "addends": "bf16+fp32", "content": "alike", "seed": 5}),
+    ("mhc_site", "sm90_columns", {**mhc(16, 128, "bf16+bf16"), "content": "alike"}),
+    ("mhc_site", "sm90_columns", {**mhc(31, 192, "bf16+fp32"), "content": "alike"}),
 ]
 
 

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from problems.common import load
 from problems.dsv4_forward import layers, ops, prepared
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import CONFIGS
 from problems.dsv4_forward.weights.linear import Linear
-from problems.wrong import load_kernel
 from tests.dsv4.experts import GROUPED, MOE, SMALL, TASK, Raises, apart, call, calls, close, inputs, left, run
 from tests.dsv4.linears import published
 
@@ -38,14 +36,6 @@ def test_shared_is_the_references_with_one_expert(tokens):
     x, _, _, *rest = call(tokens, 1, 1, 64, 64, "bf16")
     want = run(experts.shared, (x, *rest), torch.float32)
     close(run(calls(rest[:2]).shared, (x, *rest)), want, "bf16")
-
-
-def test_the_clamp_acts():
-    arguments = call(60, 8, 2, 128, 192, "bf16", "clamped")
-    want = run(experts.experts, arguments, torch.float32)
-    close(run(calls(arguments[3:5]).experts, arguments), want, "bf16")
-    wrong = SimpleNamespace(custom_kernel=load_kernel(load.PROBLEMS / "moe_gemm", "no_clamp"))
-    assert float(apart(run(calls(arguments[3:5], module=wrong).experts, arguments), want).median()) > 0.1
 
 
 def test_what_it_does_not_serve_is_left():
@@ -261,43 +251,3 @@ def test_a_model_asks_for_one_output_where_a_kernel_has_it(model):
     for tokens in (4, 5):
         first, second = layers.moe(inputs(tokens, SMALL.hidden_size), next(model.blocks()).ffn, context)
         assert (second is None) == (tokens == 4) and first.dtype == torch.bfloat16
-
-
-SHARED_CASES = [(1, 8, 6, 128, 64), (5, 4, 2, 64, 192), (32, 256, 6, 512, 128)]  # tokens, E, k, H, I
-DEVICE = "cuda"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
-@pytest.mark.parametrize("sizes", SHARED_CASES)
-def test_the_shared_expert_is_one_more_that_all_tokens_have(sizes, activation):
-    """Bit for bit: named in ids it gives the same, and so do the routed experts alone, beside it and by themselves."""
-    tokens, size, topk, hidden, inner = sizes
-    variant = load.variant("moe_gemm", "sm90_grouped")
-    sized = TASK.Case(tokens, size + 1, topk, hidden, inner, activation, "uniform", "plain", 5)
-    case = {**vars(sized), "device": DEVICE}
-    reference = load.module(load.PROBLEMS / "moe_gemm", "reference")
-    made, (given, _) = reference.generate_weights(**case), reference.generate_input(**case)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.stack([torch.randperm(size, generator=generator)[:topk] for _ in range(tokens)]).int().to(DEVICE)
-    routed, shared = (
-        type(made)(*(one[part].contiguous() if isinstance(one, torch.Tensor) else one for one in made))
-        for part in (slice(0, size), slice(size, None))
-    )
-    alone, both = variant.prepare_with_shared(routed, shared)
-    named = torch.cat([ids, torch.full_like(ids[:, :1], size)], 1)
-    weights = torch.cat([given.topk_weights, torch.ones_like(given.topk_weights[:, :1])], 1)
-
-    def out(function, state, *routing):
-        room = torch.full((tokens, hidden), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        return function(TASK.Data(state, TASK.Inputs(given.x, *routing), TASK.Outputs(room)))
-
-    found = out(variant.with_shared, both, ids, given.topk_weights)
-    assert torch.equal(found, out(variant.custom_kernel, both, named, weights))
-    routed_only = out(variant.custom_kernel, alone, ids, given.topk_weights)
-    assert torch.equal(routed_only, out(variant.custom_kernel, variant.prepare(routed), ids, given.topk_weights))
-    last = out(variant.with_shared, both, ids[-1:].repeat(tokens, 1), given.topk_weights)  # others in the batch
-    if tokens > 1:
-        single = TASK.Inputs(given.x[-1:], ids[-1:], given.topk_weights[-1:])
-        row = TASK.Outputs(torch.empty(1, hidden, dtype=torch.bfloat16, device=DEVICE))
-        assert torch.equal(variant.with_shared(TASK.Data(both, single, row))[0], last[-1])

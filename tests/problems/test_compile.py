@@ -5,6 +5,7 @@ SPILLS says so.
 import contextlib
 import functools
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from harness.judge.replies import COMPILE_LIMIT_S
 from harness.judge.session import Session
 from harness.problem import folders
 from problems.common import build, load
+from tests.support.marks import first, needs_nvcc
 
 # By variant and target, kernels by their mangled names, and the bytes that they may spill and load. sm90_grouped with
 # FP8 activations (Lb1E): some words of rows of over 4096 columns (Li8E), and of two tiles of tokens (Li2E at last).
@@ -91,13 +93,19 @@ def test_compiles_for(name, variant, target, sessions):
         assert 0 < kernel.registers <= 255 and kernel.spill_bytes <= allowed, kernel
 
 
-def test_every_gpu_target_has_a_variant_in_each_language():
-    """CUDA C++ (a .cu beside it) and CuTe DSL (imports cutlass), for both targets."""
-    files = {target: set() for target in build.ARCH}
-    for submission in folders.find("nvfp4_gemv").submissions():
-        for target in set(submission.targets) & set(build.ARCH):
-            if submission.file.with_suffix(".cu").is_file():
-                files[target].add("CUDA")
-            elif "cutlass" in submission.requires:
-                files[target].add("CuTe DSL")
-    assert files == {target: {"CUDA", "CuTe DSL"} for target in build.ARCH}
+# Every CUDA source of the model, and how many kernels it has.
+SOURCES = {path.stem: path for path in sorted((load.PROBLEMS / "dsv4_forward").rglob("*.cu"))}
+KERNELS = {"argmax": 1, "cache_rows": 4, "copies": 6, "dense": 3, "experts": 2, "fmha": 6, "matmuls": 7}
+KERNELS |= {"gpu_exchange": 1, "norm": 3, "router": 4, "start": 4}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("target", first(("sm90", "sm100")))
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_source_of_the_model_compiles_without_spills(name, target):
+    assert KERNELS.keys() == SOURCES.keys()
+    built = build.cuda(SOURCES[name], target)
+    kernels = built.kernels()
+    assert len(kernels) == KERNELS[name] and not any(one.spill_bytes for one in kernels)
+    for launcher in re.findall(r'extern "C" int (\w+)', SOURCES[name].read_text()):
+        built.function(launcher)

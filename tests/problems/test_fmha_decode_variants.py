@@ -6,15 +6,15 @@ import dataclasses
 import functools
 import importlib.util
 import os
-import shutil
 
 import pytest
 import torch
 
 from problems.common import build, load
+from ptx_model.tools.check import ORDERS
+from tests.dsv4 import in_model
 from tests.problems import cases
-from tests.problems.cases import named
-from tests.problems.variants import made_for, skip_unless_it_runs
+from tests.problems.cases import made_for, named, skip_unless_it_runs
 from tests.support import ROOT, forked
 
 NAME = "fmha_decode"
@@ -99,45 +99,21 @@ def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
     assert without is None or without.blocks != blocks
 
 
-# argv: entries of a tile and splits, or "few" and blocks of a cluster; then lengths of both lists, heads and a content.
-IN_MODEL = """
-import sys
-
-from ptx_model.tools import check
-from ptx_model import driver
-
-model = driver.install("sm90")
-from problems.common import load
-
-import torch
-
-folder = load.PROBLEMS / "fmha_decode"
-reference, variant = load.module(folder, "reference"), load.module(folder, "variants/sm90_wgmma")
-kind, shared, window, compressed, heads = sys.argv[1], *map(int, sys.argv[2:6])
-pool, order = (320, "random") if compressed < 320 else (compressed, "sequential")  # in which maxima rise
-data = reference.generate_input(1, 1, heads, window, compressed, 64, 2, pool, order, sys.argv[6], 5, "cpu")
-want = reference.ref_kernel(data)
-variant.MOST_FEW_HEADS, variant.clusters_that_fit = 128, lambda: {1: 1}
-variant.few_heads_for = lambda *_: variant.FewHeads(shared) if kind == "few" else None
-variant.launch_for = lambda *_: variant.Launch(int(kind), shared)
-for order in check.ORDERS[::3]:
-    check.set_order(model, order)
-    model.clear()
-    data.out.fill_(torch.nan), data.lse.fill_(torch.nan)
-    try:
-        result = reference.compare(data, want, variant.custom_kernel(data))
-        model.check()
-    except Exception as error:
-        raise SystemExit(f"{order.policy}: {model.faults[0] if model.faults else error}") from None
-    if not result.ok:
-        raise SystemExit(f"{order.policy}: {result.message}")
-print("right")
-"""
+def launched(kind: str, shared: int, window: int, compressed: int, heads: int, content: str) -> None:
+    """kind, shared: entries of a tile and splits, or "few" and blocks of a cluster; then the lengths of both lists."""
+    pool, order = (320, "random") if compressed < 320 else (compressed, "sequential")  # in which maxima rise
+    case = task.Case(1, 1, heads, window, compressed, 64, 2, pool, order, content, 5)
+    module, (data, want) = load.variant(NAME, WINNER.stem), solved(case)
+    module.MOST_FEW_HEADS, module.clusters_that_fit = 128, lambda: {1: 1}
+    module.few_heads_for = lambda *_: module.FewHeads(shared) if kind == "few" else None
+    module.launch_for = lambda *_: module.Launch(int(kind), shared)
+    result = reference.compare(data, want, module.custom_kernel(poisoned(data)))
+    assert result.ok, result.message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "shared", "window", "compressed", "heads", "content"),
+    "launch",
     [
         # Tiles of 32, of which only one is in shared memory: with two a block, values once waited for ever.
         ("32", 2, 37, 91, 64, "plain"),
@@ -152,11 +128,9 @@ print("right")
         ("few", 16, 37, 91, 16, "empty"),
     ],
 )
-def test_every_launch_ends_and_is_right(kind, shared, window, compressed, heads, content):
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
-    ran = forked.run(["-c", IN_MODEL, kind, *map(str, (shared, window, compressed, heads)), content], timeout=300)
-    assert ran.stdout == "right\n", ran.stderr[-2000:]
+def test_every_launch_ends_and_is_right(launch):
+    call = dict(zip(("kind", "shared", "window", "compressed", "heads", "content"), launch, strict=True))
+    in_model.run(__name__, [("launched", call)], orders=ORDERS[::3])
 
 
 needs_cutlass = pytest.mark.skipif(not importlib.util.find_spec("cutlass"), reason="needs CuTe DSL")

@@ -1,4 +1,4 @@
-"""Our kernels on a GPU beyond the test cases: more sizes, tokens by themselves, graphs, bad ids, a wait in vain."""
+"""Our kernels on a GPU beyond the test cases: more sizes, tokens by themselves, graphs, bad ids, bad reads, a wait."""
 
 import dataclasses
 import shutil
@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 
+from harness.judge.verdict import Result
+from harness.problem import folders
+from harness.tools import modes
 from problems.common import load
 from tests.problems import cases
-from tests.problems.cases import SMALL, made, outputs, poison, prepared
-from tests.problems.variants import made_for, skip_unless_it_runs
+from tests.problems.cases import SMALL, made, made_for, outputs, poison, prepared, skip_unless_it_runs
 
 pytestmark = pytest.mark.gpu
 LINEAR, MHC, MOE, INDEXER = (cases.task(name) for name in ("linear_decode", "mhc_site", "moe_gemm", "indexer"))
@@ -203,3 +205,32 @@ def test_a_block_that_waits_for_ever_ends_with_a_line_that_says_so(tokens, tmp_p
     program = [sys.executable, "-c", IN_VAIN, str(tmp_path / "sm90_columns.py"), str(tokens)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=load.PROBLEMS.parent)
     assert done.returncode and "time-out, a block waited for the sums of another" in done.stdout + done.stderr
+
+
+PAST = """__global__ void read(const char* from, size_t at, char* to) { *to = from[at]; }
+extern "C" int past(const char* from, size_t at, char* to) {
+    read<<<1, 1>>>(from, at, to);
+    return cudaGetLastError();
+}
+"""
+CALL = """from ctypes import c_size_t, c_void_p
+from pathlib import Path
+from problems.common import build
+from harness.runner import tree
+def custom_kernel(data):
+    past = build.cuda(Path(__file__).with_suffix(".cu"), "sm90").function("past", c_void_p, c_size_t, c_void_p)
+    *tensors, last = [tensor for tensor in tree.tensors(data) if tensor.numel()]
+    build.check(past(tensors[{i}].data_ptr(), tree.raw(tensors[{i}]).numel() - {back}, last.data_ptr()), "past")
+"""
+
+
+@pytest.mark.parametrize(("name", "i", "back"), [*((n, i, 0) for n in cases.NAMES for i in (0, -1)), ("indexer", 0, 1)])
+def test_a_read_of_the_byte_behind_a_tensor_is_found_by_sanitize(tmp_path, monkeypatch, name, i, back):
+    monkeypatch.setattr(modes, "SANITIZE_TOOLS", ("memcheck",))
+    found, file = folders.find(name), tmp_path / "mine.py"
+    file.write_text(CALL.format(i=i, back=back))
+    file.with_suffix(".cu").write_text(PAST)
+    judged = [Result(folders.submission(found, file), "sm90")]
+    smallest = min(found.tests, key=lambda case: case.bytes)
+    faults = modes.sanitize(found, judged, [smallest], "sm90", lambda _: None)
+    assert faults == ([] if back else ["mine memcheck: the tool found errors"])

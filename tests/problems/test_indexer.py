@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from problems.common import index_pages, load, nvfp4
-from tests.problems import cases, variants
+from tests.problems import cases
 
 NAME = "indexer"
 task, reference = cases.task(NAME), cases.reference(NAME)
@@ -159,7 +159,7 @@ def test_what_fp8_tensor_cores_cut_is_admitted(content, monkeypatch):
 
 @pytest.mark.parametrize("name", ["cpu_portable", "cpu_avx512"])
 def test_a_table_that_names_no_page_is_an_error(name):
-    variants.skip_unless_it_runs(FOLDER / "variants" / f"{name}.py", "cpu")
+    cases.skip_unless_it_runs(FOLDER / "variants" / f"{name}.py", "cpu")
     for entries, topk in ((37, 5), (4, 5)):
         data, _ = small(entries=entries, topk=topk)
         for page in (-1, len(data.keys)):
@@ -254,7 +254,7 @@ def test_the_baselines_pages_hold_the_same_keys(kind, baseline):
 def test_every_number_of_blocks_a_row_is_right(parts, content, kind, entries, topk, monkeypatch):
     """Blocks with and without entries, rows of one to three levels, 1 to 4 runs a thread, pages at hand or not."""
     file = FOLDER / "variants" / "sm90_join.py"
-    variants.skip_unless_it_runs(file, "cuda")
+    cases.skip_unless_it_runs(file, "cuda")
     module = load.module(FOLDER, "variants/sm90_join")
     data, want = solved(task.Case(3, 2, 64, entries, topk, kind, 32, content, 99), "cuda")
     launch = module.shared_out(task.unpack(data), parts)

@@ -2,7 +2,6 @@
 takes calls of over 256 tokens with 12 and more an expert takes all of over 4 here; a row's bits; how FP8 is rounded.
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -15,22 +14,13 @@ import torch
 
 import ptx_model
 from problems.common import fp8, load
+from ptx_model.tools.check import Order
+from tests.dsv4 import in_model
 from tests.problems import cases
 from tests.problems.test_in_model import moe
-from tests.support import forked
 
 task, reference = cases.task("moe_gemm"), cases.reference("moe_gemm")
 DEVICE = "cuda"  # in_model.call says another
-CODE = """
-import json, sys
-from tests.dsv4 import in_model
-from tests.problems import test_moe_prefill as tests
-
-model = in_model.installed()
-model.edit = tests.latched
-model.set_order(sys.argv[1], 0xFF, 2)
-in_model.call(tests, json.loads(sys.argv[2]), model)
-"""
 # Tokens, experts, experts of a token, hidden, inner, router, content, and what in_scales are divided by. Experts of up
 # to 48 slots, which are one item, and of more, in items of up to 128; last tiles that are not full; experts without
 # tokens beside each other; values far beyond the largest, and blocks of zeros.
@@ -53,7 +43,7 @@ FP8_CASES = [
 ]
 
 
-def latched(name: str, ptx: str) -> str:
+def edit(name: str, ptx: str) -> str:
     """Where lanes part the model goes on with those first in the text, and one that still stores would be left behind.
     So all jumps to a loop's head, if there are several, go by one place at the kernel's end.
     """
@@ -164,13 +154,10 @@ LARGE = 700, 17, 3, 1088, 576, "zipf", "plain"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "checks"), [("eager", NVFP4), ("eager", FP8), ("lazy", BOTH), ("random:1", BOTH)])
-def test_it_is_right_in_the_model_of_the_gpu(order, checks):
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
-    calls = json.dumps([(check, {"case": case}) for check, case in checks])
-    ran = forked.run(["-c", CODE, order, calls], timeout=1500)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+@pytest.mark.parametrize(("policies", "checks"), [(("eager",), NVFP4), (("eager",), FP8), (("lazy", "random:1"), BOTH)])
+def test_it_is_right_in_the_model_of_the_gpu(policies, checks):
+    calls = [(check, {"case": case}) for check, case in checks]
+    in_model.run(__name__, calls, orders=[Order(policy, 0xFF, 2) for policy in policies])
 
 
 @pytest.mark.gpu
@@ -185,65 +172,62 @@ def test_fp8_is_right_on_the_gpu(case):
     check_fp8(case)
 
 
-# Every call in one process: the variant is compiled once.
-ROWS_CODE = """
-import json, sys
-import torch
-from problems.common import load
-from ptx_model import driver
-
-driver.MULTIPROCESSORS["sm90"] = 2
-model = driver.install("sm90")
-folder = load.PROBLEMS / "moe_gemm"
-task, reference = load.module(folder, "task"), load.module(folder, "reference")
-module = load.variant("moe_gemm", "sm90_grouped")
-for case in json.loads(sys.argv[1]):
-    size = case["experts"]  # of the routed ones; the shared one is one more
-    every = reference.generate_weights(**{**case, "experts": size + 1}, device="cpu")
-    inputs, outputs = reference.generate_input(**case, device="cpu")
+def check_rows(case: dict) -> None:
+    """Among 1, 2, 3, 5 and all of the tokens, once more, with the shared expert, named or not, and without it, whether
+    it was prepared or not.
+    """
+    module = load.variant("moe_gemm", "sm90_grouped")
+    tokens, size = case["tokens"], case["experts"]  # of the routed ones; the shared one is one more
+    every = reference.generate_weights(**{**case, "experts": size + 1}, device=DEVICE)
+    inputs, outputs = reference.generate_input(**case, device=DEVICE)
     routed, shared = (
         task.Weights(*(one[part].contiguous() if isinstance(one, torch.Tensor) else one for one in every))
         for part in (slice(0, size), slice(size, None))
     )
     alone, both = module.prepare_with_shared(routed, shared)
-    last = torch.full_like(inputs.topk_ids[:, :1], size), torch.ones_like(inputs.topk_weights[:, :1])
-    named = [torch.cat(pair, 1) for pair in zip(inputs[1:], last)]
 
-    def called(function, state, inputs, first=0, count=case["tokens"]):
+    def called(function, state, inputs, first=0, count=tokens):
         some = task.Inputs(*(tensor[first : first + count].clone() for tensor in inputs))
         out = task.Outputs(torch.full_like(outputs.out[:count], torch.nan))
         function(task.Data(state, some, out))
-        model.check()
         return out.out.view(torch.int16)
 
-    for function, state in ((module.custom_kernel, alone), (module.with_shared, both)):
+    for function, state in ((module.with_shared, both), (module.custom_kernel, alone)):
         whole = called(function, state, inputs)
-        same = [
-            count for count in (1, 2, 3, 5) if count < case["tokens"]
-            and called(function, state, inputs, 1, count).equal(whole[1 : 1 + count])
-        ]
-        print(json.dumps([same, called(function, state, inputs).equal(whole)]), flush=True)
-    print(json.dumps(called(module.custom_kernel, both, [inputs[0], *named]).equal(whole)), flush=True)
-"""
+        for count in (count for count in (1, 2, 3, 5) if count < tokens):
+            assert called(function, state, inputs, 1, count).equal(whole[1 : 1 + count]), count
+        assert called(function, state, inputs).equal(whole)
+    assert called(module.custom_kernel, module.prepare(routed), inputs).equal(whole)
+    last = torch.full_like(inputs.topk_ids[:, :1], size), torch.ones_like(inputs.topk_weights[:, :1])
+    named = [torch.cat(pair, 1) for pair in zip(inputs[1:], last, strict=True)]
+    assert called(module.custom_kernel, both, [inputs[0], *named]).equal(called(module.with_shared, both, inputs))
+
+
+ROWS = [
+    moe(9, 3, 1, 320, 192, "nvfp4", "plain", "one"),
+    moe(8, 3, 1, 192, 576, "nvfp4", "magnitudes", "one"),
+    moe(7, 3, 2, 1088, 64, "nvfp4", "zeros", "uniform"),
+    moe(12, 3, 2, 192, 64, "nvfp4", "plain", "part"),  # with the shared expert more than 32 slots
+]
+ON_A_GPU = [
+    moe(*sizes, activation)
+    for sizes in ((1, 8, 6, 128, 64), (5, 4, 2, 64, 192), (32, 256, 6, 512, 128))
+    for activation in task.ACTIVATIONS
+]
 
 
 @pytest.mark.slow
 def test_a_rows_bits_are_those_it_has_in_any_batch():
-    """By itself, which no launch quantises ahead, and among 2, 3, 5 and up to 9 tokens, in one tile and in two. So are
-    those of a second call, and those with the shared expert, whether ids name it or not, or no other.
-    """
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
-    cases = [
-        moe(9, 3, 1, 320, 192, "nvfp4", "plain", "one"),
-        moe(8, 3, 1, 192, 576, "nvfp4", "magnitudes", "one"),
-        moe(7, 3, 2, 1088, 64, "nvfp4", "zeros", "uniform"),
-        moe(12, 3, 2, 192, 64, "nvfp4", "plain", "part"),  # with the shared expert more than 32 slots
-    ]
-    ran = forked.run(["-c", ROWS_CODE, json.dumps(cases)], timeout=1500)
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
-    same = [[1, 2, 3, 5], True]
-    assert found == [same, same, True] * 4, (found, ran.stderr[-2000:])
+    """By itself, which no launch quantises ahead, and among up to 9 tokens, in one tile and in two."""
+    in_model.run(__name__, [("check_rows", {"case": case}) for case in ROWS], processors=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*ROWS, *ON_A_GPU, moe(32, 256, 6, 512, 128, "nvfp4"), moe(32, 256, 6, 512, 128)], ids=str
+)
+def test_a_rows_bits_on_the_gpu(case):
+    check_rows(case)
 
 
 ROUNDING = """

@@ -1,4 +1,4 @@
-"""moe_gemm's tcgen05 variant without a B200: its layouts byte by byte, its limits, and its kernels in the model."""
+"""moe_gemm's tcgen05 variant: layouts byte by byte, limits, ids that are no experts. See also test_in_model.py."""
 
 import functools
 import json
@@ -14,70 +14,33 @@ from tests.support import ROOT, forked
 pytest.importorskip("cutlass")
 
 FOLDER = PROBLEMS / "moe_gemm"
-# In a process of its own, since the model takes CUDA's place in the whole process. Few multiprocessors let a block go
-# through several tiles, and its ring of stages turn more than once.
-BEGIN = """
-import json, sys, torch
+# In a process of its own, since the model takes CUDA's place in the whole process. Ids of -1, of neighbours too, and
+# one that is neither that nor an expert: what its token gets is free; nothing is written out of bounds, and the others
+# are right. What no kernel has written is NaN.
+BAD_IDS = """
+import json, torch
 from ptx_model import driver
 
 model = driver.install("sm100")
-from ptx_model.tools.check import ORDERS, check_call, make_inputs
 from problems.common import load
+from tests.problems import cases
 
-names = "task", "reference", "variants/sm100_cute"
-task, reference, variant = (load.module(load.PROBLEMS / "moe_gemm", name) for name in names)
-multiprocessors, case = json.loads(sys.stdin.read())
-data = make_inputs(task, reference, case)
-"""
-IN_EVERY_ORDER = """
-want = reference.ref_kernel(data)
-for order in ORDERS:
-    model.set_order(order.policy, order.poison, multiprocessors)
-    found = check_call(model, variant, task, reference, data, want)
-    print(json.dumps([order.policy, found.status, found.reason]), flush=True)
-"""
-# Ids of -1, of neighbours too, and one that is neither that nor an expert: what its token gets is free; nothing is
-# written out of bounds, and the others are right. What no kernel has written is NaN.
-BAD_IDS = """
-model.multiprocessors = multiprocessors
+variant = load.variant("moe_gemm", "sm100_cute")
+model.multiprocessors = 2
+data = cases.made("moe_gemm", tokens=5, experts=6, hidden=128, inner=256, activation="nvfp4", seed=7)
 data.inputs.topk_ids[1, 0] = data.inputs.topk_ids[2:4] = -1
 data.inputs.topk_ids[0, 1] = len(data.weights.w13)
-want = reference.ref_kernel(data)
+want = cases.reference("moe_gemm").ref_kernel(data)
 torch.use_deterministic_algorithms(True)
 out = variant.custom_kernel(data._replace(weights=variant.prepare(data.weights)))
 model.check()
 print(json.dumps([float((out[1:].double() - want[1:]).norm() / want[1:].norm()), bool(out[2:4].any())]))
 """
-FIELDS = ("tokens", "experts", "topk", "hidden", "inner", "router", "content")
-# A few tokens of 12 experts, of which some have none; 3 units along K are no whole step, and 192 rows no whole tile.
-CASES = (
-    (1, (3, 12, 2, 192, 256, "uniform", "plain")),
-    (4, (7, 17, 6, 448, 576, "uniform", "magnitudes")),
-    (148, (1, 8, 6, 512, 320, "uniform", "plain")),
-    (2, (60, 2, 1, 192, 512, "uniform", "clamped")),  # 64 tokens a tile, nearly full
-    (2, (66, 8, 2, 64, 256, "one", "zeros")),  # 32 a tile: 2 whole ones and two tokens, of 2 experts; 6 have none
-    (3, (70, 1, 1, 320, 448, "uniform", "extreme")),  # 128 a tile
-)
 
 
 @functools.cache
 def variant():
     return load.module(FOLDER, "variants/sm100_cute")
-
-
-def script(text: str, multiprocessors: int, case: tuple) -> list[list]:
-    """What it prints of a case in the model."""
-    made = {**dict(zip(FIELDS, case, strict=True)), "activation": "nvfp4", "seed": 7}
-    ran = forked.run(["-c", BEGIN + text], input=json.dumps([multiprocessors, made]))
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("multiprocessors", "case"), CASES, ids=str)
-def test_in_the_model_it_is_right_under_every_order(multiprocessors, case):
-    ran = script(IN_EVERY_ORDER, multiprocessors, case)
-    assert len(ran) == 6 and all(status == "MODEL_CHECKED" for _, status, _ in ran), ran
 
 
 # A product of core matrices without a swizzle, 8 rows 256 bytes apart and halves of K 128, as CuTe DSL makes it.
@@ -122,7 +85,9 @@ print(json.dumps(sorted({int(n) for n in re.findall("or.b64 .*, ([0-9]{12,});", 
 
 @pytest.mark.slow
 def test_ids_that_are_no_experts_spoil_no_other_token():
-    ((error, written),) = script(BAD_IDS, 2, (5, 6, 2, 128, 256, "uniform", "plain"))
+    ran = forked.run(["-c", BAD_IDS])
+    assert ran.returncode == 0, ran.stderr
+    error, written = json.loads(ran.stdout.splitlines()[-1])
     assert error < 2e-2 and not written
 
 

@@ -138,8 +138,9 @@ def rank_of(rank, ranks, port, folder, cfg, lost):
 def started(folder, ranks, cfg, lost=-1):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    # The server has torch loaded: tests/support/forked.py, which conftest.py imports.
     return multiprocessing.start_processes(
-        rank_of, (ranks, port, folder, cfg, lost), ranks, join=False, start_method="spawn"
+        rank_of, (ranks, port, folder, cfg, lost), ranks, join=False, start_method="forkserver"
     )
 
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ def wrong_for(op: str) -> list[str]:
         names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
         found += [str(file)] if op in names else []
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_prompts() -> Iterator[None]:
+    """Past two windows and blocks of 128, and few; and fewer sequences beside each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "PROMPTS", (300, 37))
+        patch.setattr(check, "WIDE", (40,))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +147,7 @@ def test_the_command_passes_the_winners(capsys, monkeypatch):
         (["--device", "tpu"], "check: --device must be cpu, cuda or"),
         (["--config", "huge"], "check: --config must"),
         (["--config", "", "--format", "fp32"], "check: --config must be one of"),
-        (["--config", "tiny", "--steps", "5000"], "--steps must be at most 3496 in tiny"),
+        (["--config", "tiny", "--steps", "5000"], "--steps must be at most 3796 in tiny"),
         (["--kernels", "linear=winner,linear=winner"], "check: --kernels must name linear once, got 'linear=winner,"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from problems.dsv4_forward import ops, torch_library
 from tests.problems import cases
 from tests.problems.cases import NAMES
+from tests.support.marks import first
 
 HELD = {"moe_gemm": torch_library.hold_moe_gemm, "linear_decode": torch_library.hold_linear_decode}
 
@@ -37,14 +38,16 @@ def test_winners_that_fill_ops_are_operators():
     assert {problem for op in ops.NAMES for problem in ops.problems_of(op)} == exported == set(NAMES)
 
 
+@pytest.mark.parametrize("more", first([[], ["test_autograd_registration", "test_aot_dispatch_dynamic"]]), ids=len)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name):
+def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name, more):
     data, arguments = call(name)
     getattr(torch.ops.dsv4, name)(*arguments)
     written = cases.outputs(name, data)
     answer = tuple(written) if len(written) > 1 else written[0]
     assert cases.reference(name).check_implementation(data, answer) == (True, "")
-    torch.library.opcheck(getattr(torch_library, name), tuple(arguments))
+    checks = ["test_schema", "test_faketensor", *more]
+    torch.library.opcheck(getattr(torch_library, name), tuple(arguments), test_utils=checks)
 
 
 @pytest.mark.gpu

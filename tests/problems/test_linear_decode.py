@@ -4,7 +4,6 @@ import ctypes
 import functools
 import itertools
 import math
-import shutil
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from tests.problems import cases
 from tests.problems.cases import named
 from tests.problems.exact import FP8, dot, e4m3, nvfp4_row, quantised
 from tests.support.formats import NVFP4
+from tests.support.marks import first, needs_nvcc
 
 NAME = "linear_decode"
 task, reference = cases.task(NAME), cases.reference(NAME)
 made, solved = functools.partial(cases.made, NAME), functools.partial(cases.solved, NAME)
 baseline, mma = (load.variant(NAME, variant) for variant in ("torch_dequant", "sm90_mma"))
-needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 QUICKEST_FIRST = sorted(task.TESTS, key=lambda case: case.flops())
 
 
@@ -244,30 +243,12 @@ def test_a_link_is_held_to_what_it_got():
 
 
 def test_experts_that_are_none_and_weights_without_room_are_refused():
-    for first, message in (("2x128x192", "without groups"), ("128x192+64x192", "groups"), ("64x192", "twice as many")):
-        w13, w2 = (made(shape=shape).weights for shape in (first, "192x64"))
+    for shape, message in (("2x128x192", "without groups"), ("128x192+64x192", "groups"), ("64x192", "twice as many")):
+        w13, w2 = (made(shape=shape).weights for shape in (shape, "192x64"))
         with pytest.raises(ValueError, match=message):
             task.unpack_expert(w13, w2)
     with pytest.raises(ValueError, match="at most 4 matrices, got 5"):
         mma.prepare(made(shape="+".join(["64x64"] * 5)).weights)
-
-
-@pytest.mark.parametrize(
-    "shape", [*task.FLASH.values(), *task.PRO.values(), "129280x4096", "64x64", "128x8256", "64x16384"]
-)
-@pytest.mark.parametrize("inputs", [None, torch.ones(1)], ids=["fp8", "nvfp4"])
-def test_plans_fit_the_machine(inputs, shape):
-    link = task.links_of(shape)[0]
-    tiles, k = sum(g * n for g, n, _ in link) // mma.TILE, link[0][2]
-    chunks = mma.chunks_of(tiles, k)
-    made_link = mma.Link(torch.empty(0), None, None, inputs, True, 1, link, chunks)
-    for tokens in (1, 8, 16, 32):
-        cluster = mma.plan(made_link, tokens).cluster
-        assert cluster in (1, 2, made_link.sections) and chunks % cluster == 0 and chunks // cluster <= mma.WARPS
-        slice_ = -(-(-(-k // 128) * (chunks // cluster)) // chunks) * 128
-        columns = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-        ring, sums, scales = 16 * 4096 + 16, 16 * 8 * 36 * 4, slice_ // 128 * columns * 4
-        assert ring + sums + tokens * (2 * slice_ + 16) + scales <= 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -327,17 +308,21 @@ def taken(state: object, tokens: int, norm: bool = False) -> bool:
 
 
 COLUMNS_OF_X = [*range(64, 1088, 64), 1280, 1536, 2048, 4096, 5120, 7168, 8192, 8256, 16384]
+EVERY_COUNT, SOME = range(1, task.MOST_TOKENS + 1), (1, 2, 5, 6, 8, 9, 16, 17, 32)  # of tokens
 
 
 @needs_nvcc
+@pytest.mark.parametrize(
+    ("rows", "counts"), first([((64, 4096, 129280), SOME), ((64, 320, 1024, 4096, 32768, 129280), EVERY_COUNT)])
+)
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("kind", task.KINDS)
-def test_the_kernel_has_every_call_that_it_is_sent(kind, groups):
-    """Of any number of tokens; and an input is normed if and only if `norms` says so."""
+def test_the_kernel_has_every_call_that_it_is_sent(kind, groups, rows, counts):
+    """And an input is normed if and only if `norms` says so."""
     normed = set()
-    for n, k in itertools.product((64, 320, 1024, 4096, 32768, 129280), COLUMNS_OF_X):
+    for n, k in itertools.product(rows, COLUMNS_OF_X):
         state = planned(kind, ((n, k),), groups)
-        for tokens in range(1, task.MOST_TOKENS + 1):
+        for tokens in counts:
             assert taken(state, tokens), (n, k, tokens)
             says = mma.norms(state, tokens)
             assert taken(state, tokens, norm=True) == says, (n, k, tokens)
@@ -349,9 +334,10 @@ def test_the_kernel_has_every_call_that_it_is_sent(kind, groups):
 
 
 @needs_nvcc
+@pytest.mark.parametrize("counts", first([list(SOME), EVERY_COUNT]), ids=["some", "every count"])
 @pytest.mark.parametrize("kind", task.KINDS)
 @pytest.mark.parametrize("links", [2, 3, 4, 5])
-def test_the_kernel_has_every_link_of_a_chain(links, kind):
-    for first, other in itertools.product((64, 576, 4096, 16384), (64, 1024, 8192, 16384)):
-        state = planned(kind, ((other, first), *[(other, other)] * (links - 1)), 1)
-        assert all(taken(state, tokens) for tokens in range(1, task.MOST_TOKENS + 1)), (first, other)
+def test_the_kernel_has_every_link_of_a_chain(links, kind, counts):
+    for k, other in itertools.product((64, 576, 4096, 16384), (64, 1024, 8192, 16384)):
+        state = planned(kind, ((other, k), *[(other, other)] * (links - 1)), 1)
+        assert all(taken(state, tokens) for tokens in counts), (k, other)

@@ -17,6 +17,8 @@ from problems.dsv4_forward.trace import CHECKS, Follower, Recorder, margins
 from problems.dsv4_forward.weights.config import CSA, TINY
 from tests.support.marks import first
 
+SLICE = "tiny-3l8e"  # a layer of each kind
+
 
 def wrong_for(op: str) -> list[str]:
     """Files that define a wrong function of the op's name."""
@@ -296,14 +298,14 @@ def test_the_check_asks_for_edges_and_fails_by_a_layer(capsys, monkeypatch):
     monkeypatch.setattr(passes.Case, "late", seen)
     past = passes.Layer("layers.1", 1.0, 1.0, 0.5, 0.1, 0.0, 1.0, 1.0)
     monkeypatch.setattr(passes, "layers", lambda *given: [past])
-    assert not check.check(check.make("tiny", "fp32", "cpu", steps=1), "reference", "cpu")
+    assert not check.check(check.make(SLICE, "fp32", "cpu", steps=1), "reference", "cpu")
     assert asked == [True] and "FAULT: alone: copies after layers.1 are off" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fmt", ["fp32", pytest.param("released", marks=pytest.mark.slow)])
 def test_the_reference_is_right(fmt, capsys, monkeypatch):
     monkeypatch.setattr(check, "PROMPTS", (70, 9))
-    assert check.check(check.make("tiny", fmt, "cpu", steps=2), "reference", "cpu")
+    assert check.check(check.make(SLICE, fmt, "cpu", steps=2), "reference", "cpu")
     said = capsys.readouterr().out
     if fmt == "fp32":
         assert "greedy tokens: 6 of 6 equal, 0 differ within the error" in said and "relative error 0.00e+00" in said

@@ -99,7 +99,7 @@ def test_site_between_layers_is_the_one_that_is_checked(fault, output, capsys, m
 def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monkeypatch):
     """Then a row may be off by a tenth, in FP8 by 3 %, if all as one are not off by 2 or 1 %; elsewhere by 1 %."""
     monkeypatch.setattr(check, "PROMPTS", (24, 3))
-    case = check.make("tiny", fmt, "cpu", steps=1)
+    case = check.make(SLICE, fmt, "cpu", steps=1)
     row, whole = {"nvfp4": (0.08, 0.02), "released": (0.025, 0.01)}.get(fmt, (0.009, 0))
 
     def faults(rows: slice, off: float) -> list[str]:
@@ -269,7 +269,7 @@ def _input_spoilt(**given):
 def test_what_the_prompts_do_not_reach_is_reached_behind_random_contexts(fmt, capsys):
     wrong = {"layer_rows": _rows, "start": _angles_that_end, "choose": _few_scores}
     wrong |= {"fmha": _nothing_alone, "rms_norm": _input_spoilt}
-    case = check.make("tiny", fmt, "cpu")
+    case = check.make(SLICE, fmt, "cpu")
 
     def faults(changed: dict) -> list[str]:
         recorder = Recorder(dataclasses.replace(ops.REFERENCE, **changed), torch.bfloat16)

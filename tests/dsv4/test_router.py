@@ -131,8 +131,6 @@ def test_wrong_arguments_are_named(run):
 
 
 B16 = {"dtype": BF16}
-
-
 # Tokens in two tiles, more than the blocks that choose, and columns for all parts of a sum; the third way.
 SUMS = [("test_route", {"tokens": 9, "experts": 13, "chosen": 3, "hidden": 3112, **B16})]
 SUMS.append(("test_route", {"tokens": 5, "experts": 43, "chosen": 32, "hidden": 60, **B16}))

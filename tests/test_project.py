@@ -3,6 +3,8 @@
 import re
 import tomllib
 
+import pytest
+
 from tests import manifest
 from tests.support import ROOT
 from tools import on_gpu
@@ -33,6 +35,7 @@ def test_parts_name_files_that_exist_and_every_gpu_test():
     assert [file for file in marked if not any(file.is_relative_to(place) for place in places)] == []
 
 
+@pytest.mark.slow
 def test_run_returns_the_exit_code_of_each_command_and_interrupts_what_takes_too_long(tmp_path, capsys):
     commands = ("-c print(1)", "-c raise(SystemExit(3))", "-c import(nothing)", "-c __import__('time').sleep(600)")
     assert on_gpu.run("some", on_gpu.Part(commands, 8, ""), 8, tmp_path) == [0, 3, 1, 124]

@@ -91,6 +91,7 @@ def python_with_torch(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="with a driver the baselines are installed too")
+@pytest.mark.slow
 def test_setup_shows_what_pip_says_without_packages_and_installs_the_pins_once(checkout):
     done = checkout.set_up(BARE)
     assert done.returncode == 1 and "ERROR: No matching distribution found" in done.stdout
@@ -114,6 +115,7 @@ def test_setup_shows_what_pip_says_without_packages_and_installs_the_pins_once(c
     assert again.returncode == 0 and "making .venv" not in again.stdout and checkout.versions()["rich"] == "99.0"
 
 
+@pytest.mark.slow
 def test_setup_shares_a_torch_that_sees_a_gpu_and_without_ensurepip_uses_pip_of_python3(checkout, python_with_torch):
     checkout.require("torch>=2.10", "rich>=13.0", "pandas>=2.2", "ruff>=0.14", "shtab>=1.7")
     for name in ("torch", "rich", "pandas", "ruff"):

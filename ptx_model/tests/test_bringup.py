@@ -17,6 +17,7 @@ NO_GPU = bringup_sm100._gpu() is None
 
 @nvcc
 @pytest.mark.skipif(not NO_GPU, reason="for a machine without a B200")
+@pytest.mark.slow
 def test_without_a_b200_every_stage_is_right_in_the_model_and_the_file_says_what_did_not_run(tmp_path):
     out = tmp_path / "new folder" / "b.json"
     command = [sys.executable, "ptx_model/tools/bringup_sm100.py", "--out", str(out)]

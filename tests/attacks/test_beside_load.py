@@ -95,6 +95,7 @@ def assert_no_alarm(outcomes: list[Outcome], share: float) -> None:
     assert len(outcomes) - len(others) >= share * len(outcomes), Counter(map(str, others))
 
 
+@pytest.mark.slow
 def test_honest_controls_beside_load(busy):
     files = [suite.BY_NAME[name] for name in SHORT]
     with warm.installed():

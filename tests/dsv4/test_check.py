@@ -34,7 +34,7 @@ def short_prompts() -> Iterator[None]:
     """Past two windows and blocks of 128, and few; and fewer sequences beside each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "PROMPTS", (300, 37))
-        patch.setattr(check, "WIDE", (40,))
+        patch.setattr(passes, "WIDE", (40,))
         yield
 
 

@@ -28,6 +28,7 @@ def run(*arguments, problem="nvfp4_gemv"):
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_a_right_variant_is_recorded_as_model_checked_and_never_timed(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     words = ["nvfp4_gemv", "--device", "model", "--variant", "sm100_native", "--case", CASE]

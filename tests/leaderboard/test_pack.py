@@ -75,6 +75,7 @@ ON_CPU.sort(key=lambda one: one[1] != load.winner(load.PROBLEMS / "nvfp4_gemv", 
 
 
 @pytest.mark.parametrize(("problem", "name"), first(ON_CPU))
+@pytest.mark.slow
 def test_packed_cpu_winner_gives_same_bits_in_empty_folder(tmp_path, problem, name):
     """The packed file, on plain tuples, against the variant in the repository."""
     if load.missing_cpu_flags(load.PROBLEMS / problem / "variants" / f"{name}.py"):

@@ -84,6 +84,7 @@ def test_a_run_calls_it_on_what_it_serves_and_tells_the_rest(folder, capsys):
 
 
 @pytest.mark.parametrize(("mine", "other"), first([("whole", "peer_part"), ("peer_part", "whole")]))
+@pytest.mark.slow
 def test_in_a_case_that_only_one_of_a_pair_serves_that_one_has_its_time(folder, capsys, mine, other):
     words = [str(folder), "--device", "cpu", "--variant", mine, "--against", other, "--processes", "2"]
     assert run.main(words) in (0, 6)  # 6: BUSY

@@ -114,6 +114,7 @@ def test_a_folder_whose_answer_is_its_input_with_two_files_of_one_name(tmp_path)
     assert judged == ["solutions/wrong/bad", "wrong/bad", "solutions/correct/submission", "submission"]
 
 
+@pytest.mark.slow
 def test_a_problem_passes_in_short(monkeypatch):
     """In a third of its small cases, the last among them, which says more than the first."""
     found, said = folders.find("nvfp4_gemv"), []

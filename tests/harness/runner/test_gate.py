@@ -94,6 +94,7 @@ def test_what_is_stopped_stays_so_until_it_is_let_go_and_processes_left_behind_a
             assert counts_on(runner)
 
 
+@pytest.mark.slow
 def test_who_waits_in_the_kernel_is_not_stopped_and_no_end_continues_the_stopped():
     with gated(beside="vfork") as runner:
         assert runner.ready() == WELL and counts_on(runner)

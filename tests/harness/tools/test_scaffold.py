@@ -34,6 +34,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_new_problem_passes_its_tests_and_the_linter_untouched(written, capsys):
     assert command.main(["new", "my_op"]) == 0
     said = capsys.readouterr().out

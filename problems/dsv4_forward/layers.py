@@ -40,6 +40,15 @@ class Exchange(Protocol):
     def join(self, part: torch.Tensor, place: str) -> torch.Tensor:
         """part (M, n) -> all GPUs' parts, one behind the other, (M, GPUs * n)."""
 
+    def own(self, tokens: int, width: int) -> slice | None:
+        """Whose sites this GPU computes in a pass of so many tokens; None: those of all, since an exchange is short."""
+
+    def scatter(self, part: torch.Tensor, place: str) -> torch.Tensor:
+        """part (N, d) -> the sum of all GPUs' parts, of the tokens that are this one's own."""
+
+    def gather(self, rows: torch.Tensor, place: str) -> torch.Tensor:
+        """rows (n, d) of this GPU's own tokens -> those of all, (N, d)."""
+
     def see(self) -> None:
         """Raise PeerLostError if a GPU did not come in what has been computed so far."""
 
@@ -54,6 +63,7 @@ class Context:
     dtype: torch.dtype
     quantised_index: bool  # indexer queries and keys go through Hadamard and FP4
     exchange: Exchange | None = None
+    own: slice | None = None  # the tokens of which this GPU has copies and computes sites; None: all
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Make an unwritten tensor on the batch's device, of activations unless `dtype` says otherwise."""
@@ -105,8 +115,8 @@ class Pending:
     post: torch.Tensor
     comb: torch.Tensor
 
-    def rows(self, index: torch.Tensor) -> "Pending":
-        """What is pending for some tokens, int64 (M,)."""
+    def rows(self, index: torch.Tensor | slice) -> "Pending":
+        """What is pending for some tokens, int64 (M,) or a slice."""
         second = None if self.second is None else self.second[index]
         return Pending(self.y[index], second, self.copies[index], self.post[index], self.comb[index])
 
@@ -119,16 +129,30 @@ def block(
     residual: the copies, or what is still to be written to them. -> what the experts returned, still to be written.
     """
     u, *mixing = _site(residual, w.hc_attn, w.attn_norm, ctx)
+    u = ctx.exchange.gather(u, f"{name}.attention") if ctx.exchange and ctx.own else u
     middle = _pending(f"{name}.attention", attention(u, w.attn, state, rope, ctx), None, mixing, ctx)
     u, *mixing = _site(middle, w.hc_ffn, w.ffn_norm, ctx)
+    u = ctx.exchange.gather(u, f"{name}.experts") if ctx.exchange and ctx.own else u
     return _pending(f"{name}.experts", *moe(u, w.ffn, ctx), mixing, ctx)
 
 
 def _pending(place: str, y: torch.Tensor, second: torch.Tensor | None, mixing: list, ctx: Context) -> Pending:
     """Return what a sublayer returned, of all GPUs where several share the model."""
     if ctx.exchange:
-        y, second = ctx.exchange.add(y if second is None else y + second, place), None
+        summed = ctx.exchange.scatter if ctx.own else ctx.exchange.add
+        y, second = summed(y if second is None else y + second, place), None
     return Pending(y, second, *mixing)
+
+
+def gathered(residual: torch.Tensor | Pending, place: str, ctx: Context) -> torch.Tensor | Pending:
+    """Return of all tokens what there is of this GPU's own."""
+    if not (ctx.exchange and ctx.own):
+        return residual
+    given = vars(residual).values() if isinstance(residual, Pending) else (residual,)
+    found = [
+        one if one is None else ctx.exchange.gather(one.flatten(1), place).view(-1, *one.shape[1:]) for one in given
+    ]
+    return Pending(*found) if isinstance(residual, Pending) else found[0]
 
 
 def _site(

@@ -4,6 +4,7 @@ With the reference ops it is the oracle, with the problems' winners the submissi
 layer. Shapes: N new tokens flattened over sequences, d hidden, n hc copies of the residual.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,9 +83,13 @@ class Model:
     def _forward(self, batch: Batch, state: State, every: bool) -> Output:
         ctx, tables, embedded = self.start(batch)
         residual: torch.Tensor | Pending = embedded
+        if self.exchange and (own := self.exchange.own(len(embedded), embedded.shape[-1])):
+            ctx, residual = dataclasses.replace(ctx, own=own), embedded[own]
         for number, (w, layer) in enumerate(zip(self.weights.layers, state.layers, strict=True)):
             residual = self.block(f"layers.{number}", residual, w, layer, tables[layer.ratio], ctx)
-        self._enter("head", residual)
+        residual = layers.gathered(residual, "head", ctx)
+        if self.probe:
+            self.probe.enter("head", residual)
         if every or len(batch.tokens) == len(batch.sequences):
             return Output(*self.logits(residual, self._head, self.weights.norm, ctx))
         last = residual.rows(batch.last) if isinstance(residual, Pending) else residual[batch.last]
@@ -140,7 +145,11 @@ class Model:
         """Run the layer `name`. residual: copies (N, n, d), or what is still to be written to them, as what comes back
         is.
         """
-        self._enter(name, residual)
+        if self.probe:
+            residual = layers.gathered(residual, name, ctx)
+            self.probe.enter(name, residual)
+            if ctx.own:
+                residual = residual.rows(ctx.own) if isinstance(residual, Pending) else residual[ctx.own]
         return layers.block(name, residual, w, layer, table, ctx)
 
     def logits(
@@ -148,10 +157,6 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head on copies (M, n, d), or what is still to be written to them. -> fp32 (M, vocab), the copies."""
         return layers.head(residual, site, norm, self.weights.head, ctx)
-
-    def _enter(self, layer: str, residual: torch.Tensor | Pending) -> None:
-        if self.probe:
-            self.probe.enter(layer, residual)
 
 
 def _copies(residual: torch.Tensor | Pending, ctx: Context) -> torch.Tensor:

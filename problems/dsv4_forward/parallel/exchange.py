@@ -14,10 +14,17 @@ import torch.distributed as dist
 
 SETUP_S = 60.0  # until all ranks are there
 LIMIT_S = 2.0  # that a rank waits for another within a pass
+LEAST_OWN = 1024  # tokens of a pass whose sites are shared out
 
 
 class PeerLostError(RuntimeError):
     """Another rank did not send its part: it died, or hangs."""
+
+
+def own(rank: int, ranks: int, tokens: int) -> slice | None:
+    """The tokens that are a rank's own, of equally many each; None where they cannot be."""
+    each, left = divmod(tokens, ranks)
+    return None if left else slice(rank * each, (rank + 1) * each)
 
 
 class HostExchange:
@@ -43,6 +50,18 @@ class HostExchange:
     def join(self, part: torch.Tensor, place: str) -> torch.Tensor:
         """part (M, n) -> all ranks' parts, one behind the other, (M, ranks * n). PeerLostError."""
         return torch.cat(self._all(part, place), dim=-1)
+
+    def own(self, tokens: int, width: int) -> slice | None:
+        """As layers.Exchange has it."""
+        return own(self.rank, self.ranks, tokens) if tokens >= LEAST_OWN else None
+
+    def scatter(self, part: torch.Tensor, place: str) -> torch.Tensor:
+        """part (N, d) -> of the sum this rank's own rows. PeerLostError."""
+        return self.add(part, place)[own(self.rank, self.ranks, len(part))]
+
+    def gather(self, rows: torch.Tensor, place: str) -> torch.Tensor:
+        """rows (n, d) -> those of all ranks, (N, d). PeerLostError."""
+        return torch.cat(self._all(rows, place))
 
     def see(self) -> None:
         """Do nothing: who does not come is named where it is waited for."""

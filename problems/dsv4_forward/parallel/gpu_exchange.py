@@ -15,7 +15,7 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from problems.common import build, load
 from problems.dsv4_forward.kernels.arguments import fields
-from problems.dsv4_forward.parallel.exchange import LIMIT_S, PeerLostError
+from problems.dsv4_forward.parallel.exchange import LIMIT_S, PeerLostError, own
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_RANKS, THREADS, BLOCKS, BOXES = 8, 256, 128, 3
@@ -72,7 +72,8 @@ class GpuExchange:
     def add(self, part: torch.Tensor, place: str) -> torch.Tensor:
         """part (N, d), fp32 or bf16 -> the sum of all ranks' parts, in fp32, of the part's dtype."""
         if part.numel() > self.capacity:
-            return self._add_by_slices(part)
+            flat = part.view(self.ranks, -1)  # slices of equally many values, whatever their rows
+            return self.gather(self.scatter(flat, place), place).view(part.shape)
         out = torch.empty_like(part)
         self._exchange(part, out, 0, place)
         return out
@@ -85,6 +86,26 @@ class GpuExchange:
         for first in range(0, rows, most):
             some = slice(first, first + most)
             self._exchange(part[some], out[some], columns, place)
+        return out
+
+    def own(self, tokens: int, width: int) -> slice | None:
+        """As layers.Exchange has it: shared out is what goes through NCCL in any case."""
+        return own(self.rank, self.ranks, tokens) if tokens * width > self.capacity else None
+
+    def scatter(self, part: torch.Tensor, _: str) -> torch.Tensor:
+        """part (N, d) -> of the sum this rank's own rows, (N / ranks, d)."""
+        parts = part.view(self.ranks, -1)
+        mine = torch.empty_like(parts)
+        dist.all_to_all_single(mine, parts)
+        total = mine[0].to(torch.float32, copy=True)
+        for other in mine[1:]:
+            total.add_(other)
+        return total.to(part.dtype).view(-1, *part.shape[1:])
+
+    def gather(self, rows: torch.Tensor, _: str) -> torch.Tensor:
+        """rows (n, d) -> those of all ranks, (ranks * n, d)."""
+        out = rows.new_empty(self.ranks * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(out, rows.contiguous())
         return out
 
     def see(self) -> None:
@@ -109,14 +130,3 @@ class GpuExchange:
         struct.bf16, struct.place = int(bf16), self._places.setdefault(place, len(self._places))
         blocks = min(BLOCKS, -(-count // (4 * THREADS)))
         build.check(self._launch(ctypes.byref(struct), blocks, 1), "exchange")
-
-    def _add_by_slices(self, part: torch.Tensor) -> torch.Tensor:
-        parts = part.view(-1).view(self.ranks, -1)
-        mine = torch.empty_like(parts)
-        dist.all_to_all_single(mine, parts)
-        total = mine[0].to(torch.float32, copy=True)
-        for other in mine[1:]:
-            total.add_(other)
-        out = torch.empty_like(part)
-        dist.all_gather_into_tensor(out.view(-1), total.to(part.dtype))
-        return out

@@ -353,7 +353,7 @@ class Replays:
         recording.fds = recording.make(session, its_player, handle.baseline)
         session.checker.ask({"op": "fill", "runner": recording.name, "buffer": 0})
         process.child.send({"op": "record", **recording.message}, tuple(recording.fds))
-        limit_s = session.first_call_limit_s + replies.PREPARE_LIMIT_S
+        limit_s = (1 + self.compiles) * session.first_call_limit_s + replies.PREPARE_LIMIT_S
         reply, images = process.child.receive(limit_s, descriptors=True)
         recording.images = [self._image(handle.name, fd) for fd in images]
         recorded = admitted(replies.read(replies.Recorded, reply))

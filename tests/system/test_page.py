@@ -12,7 +12,7 @@ from tests.support.browser import Chromium
 from tests.support.records import full, line, write
 
 pytestmark = pytest.mark.system
-WIDTHS = (360, 390, 800, 1280, 1920)
+WIDTHS = (360, 800, 1920)
 OPEN = "for (const part of document.querySelectorAll('details')) part.open = true"
 CUT = """[...document.querySelectorAll('table, th, td, p, li, figure, summary, nav')]
   .filter((one) => one.checkVisibility() && one.getBoundingClientRect().right > innerWidth + 0.5)

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from harness.judge import verdict
-from harness.judge.outcome import Outcome
+from harness.judge.outcome import Outcome, of_cpu
 from harness.judge.readings import Timing
 from harness.judge.verdict import CaseTime, Result
 from harness.problem.folders import Case, Submission
 from harness.results import ranking
+from harness.runner import gate
 from tests.support import json_lines
 from tests.support.recorded import SOURCE, judge
 
@@ -99,3 +100,8 @@ def test_a_regression_is_an_interval_wholly_over_the_share():
     assert verdict.regressions(paired(slow, slow), 4) == []
     assert verdict.regressions(SimpleNamespace(times=[], against=[], against_all=None), 0) == []
     assert verdict.REGRESSION_EXIT not in verdict.EXIT_CODES.values()
+
+
+@pytest.mark.parametrize(("call_us", "delay_us", "busy"), [(9, 99, 0), (9, 101, 1), (9e3, 179, 0), (9e3, 181, 1)])
+def test_a_call_is_busy_that_waited_beyond_the_larger_allowance(call_us, delay_us, busy):
+    assert of_cpu(gate.Reading(0, call_us, 0, delay_us, 0, 1, 0, 0)).busy == busy

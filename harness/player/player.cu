@@ -60,8 +60,8 @@ struct Kernel {
 };
 using Nodes = std::vector<std::function<void()>>;  // each enqueues a kernel, a copy or a fill
 struct Variable {
-    size_t image, bytes;
-    CUdeviceptr place;
+    size_t bytes;
+    CUdeviceptr place, range;  // range: the start of the memory that it is part of; 0: not known
     std::vector<char> value;
 };
 
@@ -398,8 +398,7 @@ int player_before() {
     return guarded([] { call().before.swap(call().nodes); });
 }
 
-// An image's variable, with its value at capture; null: the one that it had when the image was loaded. To be called for
-// each variable of an image before the first call that has the image.
+// An image's variable, with its value at capture; null: as loaded. All come before the first call that has the image.
 int player_variable(size_t image, const char* name, const void* value, size_t bytes) {
     return guarded([=] {
         Call& call = ::call();
@@ -407,10 +406,11 @@ int player_variable(size_t image, const char* name, const void* value, size_t by
         const std::string named = std::string("variable ") + name;
         auto& variables = images[image].variables;
         if (!variables.count(name)) {
-            Variable loaded{image};
+            Variable loaded{};
             const CUresult code = cuModuleGetGlobal(&loaded.place, &loaded.bytes, images[image].module, name);
             if (code == CUDA_ERROR_NOT_FOUND && !value) return;  // a symbol of the compiler's that the driver hides
             need(code, named);
+            if (cuMemGetAddressRange(&loaded.range, nullptr, loaded.place) != CUDA_SUCCESS) loaded.range = 0;
             loaded.value.resize(loaded.bytes);
             need(cuMemcpyDtoH(loaded.value.data(), loaded.place, loaded.bytes), named);
             variables[name] = loaded;
@@ -419,9 +419,10 @@ int player_variable(size_t image, const char* name, const void* value, size_t by
         require(!value || bytes == variable.bytes, named + " has another size");
         if (value) memcpy(variable.value.data(), value, bytes);
         auto& all = call.variables;  // neighbours are restored as one: a header of CUTLASS's may bring a thousand bytes
-        if (!all.empty() && all.back().image == image && all.back().place + all.back().bytes == variable.place) {
-            all.back().bytes += variable.bytes;
-            all.back().value.insert(all.back().value.end(), variable.value.begin(), variable.value.end());
+        Variable* last = all.empty() || !variable.range || all.back().range != variable.range ? nullptr : &all.back();
+        if (last && last->place + last->bytes == variable.place) {
+            last->bytes += variable.bytes;
+            last->value.insert(last->value.end(), variable.value.begin(), variable.value.end());
         } else {
             all.push_back(std::move(variable));
         }

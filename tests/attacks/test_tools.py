@@ -41,9 +41,10 @@ def test_the_page_names_what_is_below_the_bound(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_form_passes_with_a_false_time(tmp_path):
+@pytest.mark.parametrize("name", ["clock_patched", "host_load_thread", "memory_pages_locks"])
+def test_no_form_passes_with_a_false_time(name, tmp_path):  # of all files, which takes hours: clock_table.py itself
     out = tmp_path / "found.jsonl"
-    table.run(out, table.files(), processes=6, pairs=6)
+    table.run(out, [suite.BY_NAME[name]], processes=6, pairs=6)
     assert not [one for one in table.read(out) if one.outcome == table.BELOW]
 
 

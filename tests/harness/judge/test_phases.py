@@ -126,6 +126,14 @@ def test_calls_stopped_late_are_repeated_twice_then_invalid(paired, late):
             assert len(set(timing.flat("us"))) == 1, "no late call is among them"
 
 
+def test_busy_calls_fill_up_their_own_case_alone():
+    session, us = Counting(), iter(range(99))
+    session.call = lambda *_: Outcome("PASSED", us=1.0, host_us=next(us), busy=True)
+    how = Counts(processes=1, samples=3, warmups=0, buffers=2, extra=4)
+    first, second = phases.run_benchmarks(session, submissions("a"), [case(0), case(1)], how)[0]["a"]
+    assert max(first.flat("host_us")) < min(second.flat("host_us"))
+
+
 def test_order_of_calls_puts_each_before_each_other_in_half_of_the_rounds():
     called: list[list[str]] = [[]]
 

@@ -18,10 +18,9 @@
 #include <cuda.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#ifdef TMA_WATCHDOG
-#include <cstdio>
-#endif
 
+#include "nvfp4.cuh"
+#include "ptx.cuh"
 #include "tma.cuh"
 
 // ------------------------------------------------------------------------------------------------- constants
@@ -51,6 +50,7 @@ static_assert(SFA_BYTES / 128 == 16, "the scale box is 16 rows of one 128-byte s
 
 // ------------------------------------------------------------------------------------------------- the host's side
 
+using ptx::smem_address;
 using tma::Tensor;
 
 struct Maps {
@@ -65,23 +65,6 @@ struct Shape {
 
 // ------------------------------------------------------------------------------------------------- device helpers
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {  // and one arrival
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
-}
-
 // Arrive on the barrier at the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, uint32_t rank) {
     asm volatile(
@@ -92,11 +75,8 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, uint32_t rank) 
 }
 
 // Wait until the phase of this parity is over. A barrier starts in phase 0; parity 1 then counts as over.
-__device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity, const char* what) {
+__device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
     uint32_t over = 0;
-#ifdef TMA_WATCHDOG
-    const long long start = clock64();
-#endif
     do {
         asm volatile(
             "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
@@ -104,20 +84,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity, con
             : "=r"(over)
             : "r"(smem_address(bar)), "r"(parity)
             : "memory");
-#ifdef TMA_WATCHDOG
-        if (!over && clock64() - start > 2'000'000'000) {  // cycles: one second
-            printf("hang: block (%d, %d) thread %d waits for %s, parity %u, state %016llx\n", blockIdx.x, blockIdx.y,
-                   threadIdx.x, what, parity, *reinterpret_cast<volatile unsigned long long*>(bar));
-            __trap();
-        }
-#endif
     } while (!over);
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
 }
 
 // All threads of all CTAs of the cluster (of the block where there is no cluster).
@@ -131,7 +98,7 @@ __device__ __forceinline__ void sync_all() {
 }
 
 __device__ __forceinline__ void sync_consumers() {
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMER_WARPS) : "memory");
+    ptx::named_barrier_sync<32 * CONSUMER_WARPS>(1);
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
@@ -208,8 +175,7 @@ __device__ __forceinline__ uint2 doubled_bytes(uint32_t codes) {
 
 // Two e4m3 scales, low byte first. Exact.
 __device__ __forceinline__ float2 scale_pair(uint32_t two_bytes) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(two_bytes)));
+    const uint32_t halves = nvfp4::e4m3x2_to_half2_bits(two_bytes);
     return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
@@ -270,16 +236,16 @@ __device__ void producer(const Maps& maps, const Shape& s, const SharedStorage& 
             const int first = segment * SEGMENT_STEPS, last = min(first + SEGMENT_STEPS, s.steps);
             if (round == 0 || s.segments > 1) {
                 // Parity (vectors - 1) & 1: the previous b is read, in every CTA of the cluster; at once for the first.
-                barrier_wait(&smem.bars->b_empty_barrier, (vectors + 1) & 1, "b_empty");
+                barrier_wait(&smem.bars->b_empty_barrier, (vectors + 1) & 1);
                 ++vectors;
-                barrier_expect(&smem.bars->b_full_barrier, (last - first) * (B_BYTES + SFB_BYTES));
+                ptx::arrive_and_expect_tx(smem_address(&smem.bars->b_full_barrier), (last - first) * (B_BYTES + SFB_BYTES));
                 for (int step = first; step < last; ++step) {
                     uint8_t* b = smem.b + (step - first) * B_BYTES;
                     uint8_t* sfb = smem.sfb + (step - first) * SFB_BYTES;
                     if constexpr (CTAS == 1) {
                         load_box<RANK>(b, &maps.b, &smem.bars->b_full_barrier, step * (BLOCK_K / 8), 0, batch);
                         load_box<RANK>(sfb, &maps.sfb, &smem.bars->b_full_barrier, 0, step * (BLOCK_K / 64), batch);
-                    } else if (step % CTAS == cluster_rank()) {  // each brings its share to all
+                    } else if (step % CTAS == ptx::cluster_rank()) {  // each brings its share to all
                         load_box_to_cluster(b, &maps.b, &smem.bars->b_full_barrier, step * (BLOCK_K / 8), 0, batch);
                         load_box_to_cluster(sfb, &maps.sfb, &smem.bars->b_full_barrier, 0, step * (BLOCK_K / 64),
                                             batch);
@@ -287,10 +253,10 @@ __device__ void producer(const Maps& maps, const Shape& s, const SharedStorage& 
                 }
             }
             for (int step = first; step < last; ++step, pipe.advance(s.stages)) {
-                barrier_wait(&smem.bars->empty_barriers[pipe.index], pipe.phase ^ 1, "empty");
+                barrier_wait(&smem.bars->empty_barriers[pipe.index], pipe.phase ^ 1);
                 uint64_t* full = &smem.bars->full_barriers[pipe.index];
                 uint8_t* a = smem.stages + pipe.index * STAGE_BYTES;
-                barrier_expect(full, STAGE_BYTES);
+                ptx::arrive_and_expect_tx(smem_address(full), STAGE_BYTES);
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
                     load_box<RANK>(a + quarter * BOX_A_BYTES, &maps.a, full, step * (BLOCK_K / 8),
@@ -331,12 +297,12 @@ __device__ void consumer(const Shape& s, const SharedStorage& smem, half* d) {
             const int steps = min(SEGMENT_STEPS, s.steps - segment * SEGMENT_STEPS);
             if (round == 0 || s.segments > 1) {
                 sync_consumers();  // no thread reads the previous x any more
-                barrier_wait(&smem.bars->b_full_barrier, vectors++ & 1, "b_full");
+                barrier_wait(&smem.bars->b_full_barrier, vectors++ & 1);
                 decode_vector(smem, steps, threadIdx.x - 32);
                 sync_consumers();
                 if (c < CTAS) {  // the raw b is free: tell every producer that may write it
                     if constexpr (CTAS == 1) {
-                        barrier_arrive(&smem.bars->b_empty_barrier);
+                        ptx::arrive(smem_address(&smem.bars->b_empty_barrier));
                     } else {
                         barrier_arrive_at(&smem.bars->b_empty_barrier, c);
                     }
@@ -346,7 +312,7 @@ __device__ void consumer(const Shape& s, const SharedStorage& smem, half* d) {
                 const uint4 x0 = reinterpret_cast<const uint4*>(smem.x + step * X_BYTES)[c];
                 const uint4 x1 = reinterpret_cast<const uint4*>(smem.x + step * X_BYTES)[32 + c];
                 const float2 xs = smem.xs[step * 32 + c];
-                barrier_wait(&smem.bars->full_barriers[pipe.index], pipe.phase, "full");
+                barrier_wait(&smem.bars->full_barriers[pipe.index], pipe.phase);
                 const uint8_t* stage = smem.stages + pipe.index * STAGE_BYTES;
                 uint4 codes[4];
 #pragma unroll
@@ -356,7 +322,7 @@ __device__ void consumer(const Shape& s, const SharedStorage& smem, half* d) {
                 // k-block c / 2 is a row of 8 16-byte chunks, chunk r stored at r ^ (row % 8) by the swizzle.
                 const uint4 scales = reinterpret_cast<const uint4*>(stage + A_BYTES)[c / 2 * 8 + (r ^ (c / 2 % 8))];
                 __syncwarp();
-                if (c == 0) barrier_arrive(&smem.bars->empty_barriers[pipe.index]);  // the stage is in registers
+                if (c == 0) ptx::arrive(smem_address(&smem.bars->empty_barriers[pipe.index]));  // the stage is in registers
                 const uint32_t four[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
@@ -389,12 +355,13 @@ __device__ __forceinline__ void gemv(const Maps& maps, const Shape& s, half* d) 
         prefetch_map(&maps.a);
         prefetch_map(&maps.sfa);
         for (int i = 0; i < s.stages; ++i) {
-            barrier_init(&smem.bars->full_barriers[i], 1);
-            barrier_init(&smem.bars->empty_barriers[i], CONSUMER_WARPS);
+            ptx::barrier_init(smem_address(&smem.bars->full_barriers[i]), 1);
+            ptx::barrier_init(smem_address(&smem.bars->empty_barriers[i]), CONSUMER_WARPS);
         }
-        barrier_init(&smem.bars->b_full_barrier, 1);
-        barrier_init(&smem.bars->b_empty_barrier, CTAS * CONSUMER_WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+        ptx::barrier_init(smem_address(&smem.bars->b_full_barrier), 1);
+        ptx::barrier_init(smem_address(&smem.bars->b_empty_barrier), CTAS * CONSUMER_WARPS);
+        ptx::barrier_publish();
+        ptx::fence_proxy_async_shared();
     }
     sync_all<CTAS>();  // no load may reach a CTA whose barriers are not set up
     if (threadIdx.x / 32 == 0) {

@@ -48,7 +48,7 @@ template <class S>
 __device__ __forceinline__ Sums add_up(const Group& g, int tile, int token, int part, int parts, bool all, int lane) {
     const int slices = gridDim.x;
     const uint64_t* from = g.sums + (int64_t(tile % RING) * S::TILE + token) * slices * SLOTS;
-    const bool low = all ? has_slot(lane) : lane < FOR_U;
+    const bool low = all ? is_used(lane) : lane < U_SLOTS;
     Sums sums = {0.0f, 0.0f};
     constexpr int BATCH = 8, BATCH_HIGH = 2;
     for (int s = part; s < slices; s += BATCH * parts) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ float add_slot(const uint64_t* from, int slot, int pa
 // comb. The weights say that all of the token's sums have been read, so the first waits until the second has.
 template <class S>
 __device__ __forceinline__ void mix(const Problem& p, const Group& g, typename S::Shared& shared, int mixer, int lane) {
-    constexpr int PAIRS = MIXERS / 2, BATCH = 16, BATCH_HIGH = 4, HIGH = SLOTS - 32, HIGH_PARTS = 32 / HIGH;
+    constexpr int PAIRS = MIXERS / 2, BATCH = 16, BATCH_HIGH = 4, HIGH = HIGH_SLOTS, HIGH_PARTS = 32 / HIGH;
     const int pair = mixer % PAIRS, slices = gridDim.x;
     const bool of_u = mixer < PAIRS;
     int turn = 0;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void mix(const Problem& p, const Group& g, typename S
         // Sixteen slots, each in two lanes.
         const int slot = lane % 16;
         Sums sums = {0.0f, 0.0f};
-        if (!of_u || slot < FOR_U)
-            sums.low = add_slot<BATCH>(from + (of_u ? 0 : POST), slot, lane / 16, 2, slices, g.tag(tile));
+        if (!of_u || slot < U_SLOTS)
+            sums.low = add_slot<BATCH>(from + (of_u ? 0 : POST_SLOT), slot, lane / 16, 2, slices, g.tag(tile));
         sums.low += __shfl_xor_sync(ALL, sums.low, 16);
         if (of_u) {
             const float found = inverse_of_copies(sums, p.hidden);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void publish_sums(const Group& g, const typename S::S
         float sum = 0.0f;
 #pragma unroll
         for (int part = 0; part < S::PARTS; ++part) sum += shared.products[part][token][product];
-        publish(to + token * apart + COPIES + product, sum, g.tag(tile));
+        publish(to + token * apart + PRODUCT_SLOT + product, sum, g.tag(tile));
     }
 }
 
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<FEW>, 1) site_kernel(const __gri
             sum_tile<S, FEW>(g, fn, tile, shared, thread - ROLE_THREADS);
     }
     if (FEW && early.tiles) mix_here<S>(p, group_of<S>(p, shared.first_tag), shared, column, thread);
-    if (thread == 0) tagged::leave(p.state, shared.first_tag + p.turns);
+    if (thread == 0) tagged::leave(p.state, shared.first_tag + p.group_tiles);
 }
 
 // ---------------------------------------------------------------- launch
@@ -325,7 +325,7 @@ cudaError_t launch_as(const Plan& plan, Problem p) {
     constexpr int BYTES = sizeof(typename Shape<COLUMNS, TILE, UNITS>::Shared);
     static_assert(BYTES <= MOST_SHARED && TILE <= MOST_TILE);
     const dim3 grid(slices(p.hidden, COLUMNS), plan.groups);
-    p.turns = ((p.tokens + plan.groups - 1) / plan.groups + TILE - 1) / TILE;
+    p.group_tiles = ((p.tokens + plan.groups - 1) / plan.groups + TILE - 1) / TILE;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES))
         return error;
     if (p.early) return programmatic::launch_resident(kernel, grid, BLOCK_THREADS<FEW>, BYTES, p);
@@ -360,8 +360,7 @@ int exchange_words(int blocks) {
 int launch(void* const* tensors, void* exchange, int tokens, int hidden, int y_bytes, int second_bytes, int blocks,
            int early) {
     using namespace columns;
-    Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden, y_bytes, second_bytes);
-    p.early = early;
+    Problem p = problem(tensors, static_cast<uint64_t*>(exchange), tokens, hidden, y_bytes, second_bytes, early);
     if (in_clusters(p)) return launch_tokens(p);
     Plan found;
     if (!plan(tokens, hidden, blocks, &found)) return cudaErrorCooperativeLaunchTooLarge;

@@ -5,21 +5,9 @@
 
 #include "ptx.cuh"
 #include "sm90_columns_exchange.cuh"
+#include "sm90_columns_problem.cuh"
 
 namespace columns {
-
-constexpr int COPIES = 4;
-constexpr int ROWS = 24;      // of fn
-constexpr int PRODUCTS = 10;  // x'_j x'_k for j <= k, row by row
-constexpr int ITERATIONS = 20;
-constexpr float HC_EPS = 1e-6f, NORM_EPS = 1e-6f;
-
-// The sums of a token over a block's columns, in this order: 4 rows of pre, 10 products, 2 places of nothing, 4 rows of
-// post, 16 of the combination.
-constexpr int SLOTS = 36, POST = 16, COMB = 20;
-constexpr int FOR_U = COPIES + PRODUCTS;  // the first ones, all that u needs
-__device__ __forceinline__ int slot_of_row(int row) { return row < COPIES ? row : row + POST - COPIES; }
-__device__ __forceinline__ bool has_slot(int lane) { return lane < FOR_U || lane >= POST; }
 
 // Sums of a token in a warp's lanes: low is slot `lane`, high slot 32 + lane % 4.
 struct Sums {
@@ -36,9 +24,8 @@ __device__ __forceinline__ float inverse_of_square(float square, float by_width)
 
 // The squares are the products of each copy with itself.
 __device__ __forceinline__ float inverse_of_copies(Sums sums, int hidden) {
-    const float square = broadcast(sums.low, 4) + broadcast(sums.low, 8) + broadcast(sums.low, 11) +
-                         broadcast(sums.low, 13);
-    return inverse_of_square(square, ptx::reciprocal_fast(COPIES * hidden));
+    auto square = [&](int j) { return broadcast(sums.low, PRODUCT_SLOT + product_of(j, j)); };
+    return inverse_of_square(square(0) + square(1) + square(2) + square(3), ptx::reciprocal_fast(COPIES * hidden));
 }
 
 // pre_j / the root mean square of u, in the lanes that have pre_j. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u
@@ -63,7 +50,7 @@ __device__ __forceinline__ float weights_of_u(Sums sums, float inverse, const fl
     const float pre = sigmoid(sums.low * inverse * scale[0] + base[lane % COPIES]) + HC_EPS;
     float products[PRODUCTS];
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sums.low, COPIES + i);
+    for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sums.low, PRODUCT_SLOT + i);
     return weights_by_products(pre, products, ptx::reciprocal_fast(hidden));
 }
 
@@ -128,12 +115,12 @@ __device__ __forceinline__ float sinkhorn(float logit, int lane) {
 // Write new_post (4) and new_comb (16) of a token.
 __device__ __forceinline__ void write_mixing(Sums sums, float inverse, const float* base, const float* scale,
                                              float* post, float* comb, int lane) {
-    if (lane >= POST && lane < COMB) {
-        const int k = lane - POST;
+    if (lane >= POST_SLOT && lane < COMB_SLOT) {
+        const int k = lane - POST_SLOT;
         post[k] = 2.0f * sigmoid(sums.low * inverse * scale[1] + base[COPIES + k]);
     }
-    const int e = lane % (COPIES * COPIES), low = 32 - COMB;  // elements that lie in the low slots
-    const float of_low = broadcast(sums.low, COMB + e % low), of_high = broadcast(sums.high, e % COPIES);
+    const int e = lane % (COPIES * COPIES), low = LANE_SLOTS - COMB_SLOT;  // elements that lie in the low slots
+    const float of_low = broadcast(sums.low, COMB_SLOT + e % low), of_high = broadcast(sums.high, e % COPIES);
     const float z = e < low ? of_low : of_high;
     const float balanced = sinkhorn(z * inverse * scale[2] + base[2 * COPIES + e], lane);
     if (lane < COPIES * COPIES) comb[e] = balanced;

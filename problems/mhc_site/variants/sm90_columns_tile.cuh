@@ -24,24 +24,7 @@ constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;
 constexpr int LAG = 2;              // tiles from the sums to out
 constexpr int RING = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
 constexpr int MOST_TILE = 32;       // tokens
-constexpr int STATE_WORDS = 16;     // of 8 bytes, ahead of the exchange
 constexpr int EIGHT = 8;            // bf16 of a 16-byte access
-
-// The tensors of task.Data, and how the launch is cut.
-struct Problem {
-    const void *y, *second;
-    const __nv_bfloat16* copies;
-    const float *post, *comb, *fn, *base, *scale;
-    const __nv_bfloat16* norm;
-    __nv_bfloat16 *new_copies, *out;
-    float *new_post, *new_comb;
-    tagged::State* state;
-    uint64_t* exchange;
-    int tokens, hidden;
-    int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
-    uint32_t turns;             // tiles of a group
-    int early;                  // whether blocks may begin before the kernel ahead has ended
-};
 
 // The spreaders, of a block that tells others sums: ahead of all that kernels ahead write, and of the tag, which the launch
 // before may still raise. The other warps, which load fn meanwhile, meet them at the block's barrier.
@@ -49,14 +32,6 @@ __device__ __forceinline__ void begin(const Problem& p, uint32_t& first_tag, int
     programmatic::wait();
     programmatic::trigger();
     if (thread == 0) first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->tag);
-}
-
-inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes) {
-    auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
-    auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
-    return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
-            fp32(12), reinterpret_cast<tagged::State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
-            second_bytes, 0, 0};
 }
 
 // TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
@@ -320,9 +295,8 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
     for (int of = 0; of < 2; ++of) {
         const int k = c % COPIES + of, token = first + r / COPIES * APART;
         if (k < j) continue;
-        const int at = j * COPIES - j * (j - 1) / 2 + k - j;
-        shared.products[part][token][at] = low[of];
-        shared.products[part][token + 2 * APART][at] = high[2 + of];
+        shared.products[part][token][product_of(j, k)] = low[of];
+        shared.products[part][token + 2 * APART][product_of(j, k)] = high[2 + of];
     }
 }
 

@@ -83,14 +83,31 @@ __device__ __forceinline__ float4 sum_of(const Problem& p, const Addends& addend
 struct Source {
     int first, warps, value;
 };
+// Of x'_j x'_k: by the threads of which half and copy, and whether it is their second product. Half 0 has x'_c x'_c of its
+// copies c, and of the first two x'_c x'_(c + 2); half 1 has x'_c x'_(c + 1).
+struct ProductSource {
+    int half, copy, second;
+};
+constexpr ProductSource PRODUCT_SOURCES[PRODUCTS] = {
+    {0, 0, 0}, {1, 0, 0}, {0, 0, 1}, {1, 3, 0},  // 00 01 02 03
+    {0, 1, 0}, {1, 1, 0}, {0, 1, 1},             // 11 12 13
+    {0, 2, 0}, {1, 2, 0},                        // 22 23
+    {0, 3, 0},                                   // 33
+};
+__host__ __device__ constexpr uint64_t packed_sources() {
+    int values[PRODUCTS] = {};
+    for (int i = 0; i < PRODUCTS; ++i)
+        values[i] = PRODUCT_SOURCES[i].half * COPIES + PRODUCT_SOURCES[i].copy + 8 * PRODUCT_SOURCES[i].second;
+    return pack_nibbles<uint64_t>(values);
+}
 __device__ __forceinline__ Source source_of(int slot) {
-    if (slot < COPIES || slot >= POST) {
-        const int row = slot < COPIES ? slot : slot - POST + COPIES;
+    if (slot < PRODUCT_SLOT || slot >= POST_SLOT) {
+        const int row = slot < PRODUCT_SLOT ? slot : slot - POST_SLOT + COPIES;
         return {row / HALF_ROWS * TOKEN_WARPS / 2, TOKEN_WARPS / 2, row % HALF_ROWS};
     }
-    // x'_j x'_k of 00 01 02 03 11 12 13 22 23 33: its pair of warps, and 8 for the second product.
-    const int at = 0x3629517840ull >> 4 * (slot - COPIES) & 15;
-    return {at % 8 * 2, 2, HALF_ROWS + at / 8};
+    constexpr uint64_t SOURCES = packed_sources();
+    const int source = SOURCES >> 4 * (slot - PRODUCT_SLOT) & 15;
+    return {source % 8 * 2, 2, HALF_ROWS + source / 8};
 }
 
 // The block's sum of a slot. from: in shared memory, the part of the first of its warps.
@@ -194,11 +211,12 @@ __device__ __forceinline__ void make_out(const Problem& p, const TokenShared<PAS
         for (int j = 0; j < COPIES; ++j) x[pass][j] = shared.x[role.t][pass][j][role.thread];
     const float by_width = ptx::reciprocal_fast(COPIES * p.hidden), by_hidden = ptx::reciprocal_fast(p.hidden);
     ptx::wait(ptx::smem_address(&shared.arrived), 0);
-    const float sum = sum_of_blocks(shared, role.t, min(lane, FOR_U - 1));
+    const float sum = sum_of_blocks(shared, role.t, min(lane, U_SLOTS - 1));
     float products[PRODUCTS];
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sum, COPIES + i);
-    const float inverse = inverse_of_square(products[0] + products[4] + products[7] + products[9], by_width);
+    for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sum, PRODUCT_SLOT + i);
+    const float inverse = inverse_of_square(products[product_of(0, 0)] + products[product_of(1, 1)] + products[product_of(2, 2)] +
+                                            products[product_of(3, 3)], by_width);
     const float pre = sigmoid(sum * inverse * weights.scale + weights.base) + HC_EPS;
     const float weight = weights_by_products(pre, products, by_hidden);
     float by[COPIES];
@@ -221,8 +239,11 @@ __device__ __forceinline__ void make_out(const Problem& p, const TokenShared<PAS
 template <int PASSES, int TOKENS>
 __device__ __forceinline__ void make_mixing(const Problem& p, const TokenShared<PASSES, TOKENS>& shared,
                                             const Role& role, const RoleWeights<PASSES>& weights, int token, int lane) {
-    const int slot = lane >= 16 ? 0xdb84 >> 4 * (lane % COPIES) & 15 : role.kind == COMBINES ? COMB + lane
-                                                                                         : POST + lane % COPIES;
+    constexpr uint32_t SQUARE_SLOTS = pack_nibbles<uint32_t>(
+        {PRODUCT_SLOT + product_of(0, 0), PRODUCT_SLOT + product_of(1, 1), PRODUCT_SLOT + product_of(2, 2),
+         PRODUCT_SLOT + product_of(3, 3)});
+    const int slot = lane >= 16 ? SQUARE_SLOTS >> 4 * (lane % COPIES) & 15
+                     : role.kind == COMBINES ? COMB_SLOT + lane : POST_SLOT + lane % COPIES;
     const float by_width = ptx::reciprocal_fast(COPIES * p.hidden);
     ptx::wait(ptx::smem_address(&shared.arrived), 0);
     const float sum = sum_of_blocks(shared, role.t, slot);
@@ -275,7 +296,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     const RoleWeights<PASSES> of_role(p, role, first_quad, quads, lane);
     // Of a sender's slot: where its parts lie, of how many warps, and where its sum goes.
     const int slot = role.thread;
-    const bool sends = role.kind == SENDS && slot < SLOTS && (slot >= 32 || has_slot(slot));
+    const bool sends = role.kind == SENDS && slot < SLOTS && (slot >= 32 || is_used(slot));
     const Source source = source_of(slot);
     const uint32_t parts = ptx::smem_address(&shared.part[role.t][source.first][source.value]);
     const uint32_t to = ptx::smem_address(&shared.from[role.t][rank][slot]);

@@ -197,7 +197,7 @@ def test_a_block_that_waits_for_ever_ends_with_a_line_that_says_so(tokens, tmp_p
     """One block of the launch never tells its sums; the process is another one, since its device context is lost."""
     for each in (load.PROBLEMS / "mhc_site" / "variants").glob("sm90_columns*"):
         shutil.copy(each, tmp_path)
-    source = tmp_path / "sm90_columns.cu"
+    source = tmp_path / "sm90_columns_blocks.cuh"
     text, told = source.read_text(), "publish_sums<S>(g, shared, tile, thread);"
     broken = text.replace(told, f"if (blockIdx.x) {told}")
     assert broken != text

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "launch.cuh"
 #include "ptx.cuh"
 #include "sm90_columns_mix.cuh"
 
@@ -25,14 +24,6 @@ constexpr int LAG = 2;              // tiles from the sums to out
 constexpr int RING = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
 constexpr int MOST_TILE = 32;       // tokens
 constexpr int EIGHT = 8;            // bf16 of a 16-byte access
-
-// The spreaders, of a block that tells others sums: ahead of all that kernels ahead write, and of the tag, which the launch
-// before may still raise. The other warps, which load fn meanwhile, meet them at the block's barrier.
-__device__ __forceinline__ void begin(const Problem& p, uint32_t& first_tag, int thread) {
-    programmatic::wait();
-    programmatic::trigger();
-    if (thread == 0) first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->tag);
-}
 
 // TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
 template <int COLUMNS_, int TILE_, int UNITS_>

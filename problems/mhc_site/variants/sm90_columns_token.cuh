@@ -381,27 +381,4 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         make_mixing(p, shared, role, of_role, out_token, lane);
 }
 
-// ---------------------------------------------------------------- launch
-
-constexpr int MOST_PASSES = 2;
-constexpr int FEW_TOKENS = 8;      // of a launch in clusters
-constexpr int TOKENS_BY_ONE = 4;   // up to these a cluster has one: not all GPUs have room for eight clusters at once
-
-template <int TOKENS>
-cudaError_t launch_tokens_by(const Problem& p) {
-    const auto kernel = p.hidden <= CLUSTER * QUAD * QUADS ? token_kernel<1, TOKENS> : token_kernel<MOST_PASSES, TOKENS>;
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
-        return error;
-    return programmatic::launch_clusters(kernel, dim3(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS), TOKEN_THREADS, 0, CLUSTER,
-                                         true, p);
-}
-
-// Whether clusters serve the call.
-inline bool in_clusters(const Problem& p) {
-    return p.tokens <= FEW_TOKENS && p.hidden <= CLUSTER * QUAD * QUADS * MOST_PASSES;
-}
-inline cudaError_t launch_tokens(const Problem& p) {
-    return p.tokens <= TOKENS_BY_ONE ? launch_tokens_by<1>(p) : launch_tokens_by<2>(p);
-}
-
 }  // namespace columns

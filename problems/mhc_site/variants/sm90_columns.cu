@@ -108,7 +108,7 @@ extern "C" {
 // Words of 8 bytes that a launch of at most `blocks` blocks needs between calls, zero at first.
 int exchange_words(int blocks) {
     using namespace columns;
-    return STATE_WORDS + RING * MOST_TILE * blocks * (SLOTS + COPIES);
+    return STATE_WORDS + RING_TILES * MOST_TILE * blocks * (SLOTS + COPIES);
 }
 
 // The tensors of task.Data in order, then exchange_words words; y_bytes and second_bytes as Problem has them; blocks: of

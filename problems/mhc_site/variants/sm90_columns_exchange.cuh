@@ -13,7 +13,7 @@ using tagged::publish_pair;
 
 constexpr unsigned ALL = 0xffffffffu;
 
-__device__ __forceinline__ uint64_t look(const uint64_t* from) {
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* from) {
     uint64_t word;
     asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
     return word;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void receive(const uint64_t* from, int apart, int rea
     for (bool all = false; !all; count_try(tries)) {
         all = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) word[i] = i < real ? look(from + i * apart) : uint64_t(tag) << 32;
+        for (int i = 0; i < COUNT; ++i) word[i] = i < real ? load_relaxed(from + i * apart) : uint64_t(tag) << 32;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) all &= static_cast<uint32_t>(word[i] >> 32) == tag;
     }

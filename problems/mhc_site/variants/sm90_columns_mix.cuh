@@ -18,19 +18,19 @@ __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal_fast(
 __device__ __forceinline__ float broadcast(float v, int lane) { return __shfl_sync(ALL, v, lane); }
 
 // 1 / the root mean square of a token's copies, from the sum of their squares. by_width: 1 / (COPIES * hidden).
-__device__ __forceinline__ float inverse_of_square(float square, float by_width) {
+__device__ __forceinline__ float inverse_rms_of_square(float square, float by_width) {
     return rsqrtf(square * by_width + NORM_EPS);
 }
 
 // The squares are the products of each copy with itself.
-__device__ __forceinline__ float inverse_of_copies(Sums sums, int hidden) {
+__device__ __forceinline__ float inverse_rms_of_copies(Sums sums, int hidden) {
     auto square = [&](int j) { return broadcast(sums.low, PRODUCT_SLOT + product_of(j, j)); };
-    return inverse_of_square(square(0) + square(1) + square(2) + square(3), ptx::reciprocal_fast(COPIES * hidden));
+    return inverse_rms_of_square(square(0) + square(1) + square(2) + square(3), ptx::reciprocal_fast(COPIES * hidden));
 }
 
 // pre_j / the root mean square of u, in the lanes that have pre_j. |u|^2 is the sum of pre_j pre_k x'_j x'_k, so that u
 // need not be there. products: x'_j x'_k; by_hidden: 1 / hidden.
-__device__ __forceinline__ float weights_by_products(float pre, const float (&products)[PRODUCTS], float by_hidden) {
+__device__ __forceinline__ float u_weight(float pre, const float (&products)[PRODUCTS], float by_hidden) {
     float each[COPIES], square = 0.0f;
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) each[j] = broadcast(pre, j);
@@ -45,13 +45,13 @@ __device__ __forceinline__ float weights_by_products(float pre, const float (&pr
 }
 
 // Lanes 0 to 3: pre_j / the root mean square of u.
-__device__ __forceinline__ float weights_of_u(Sums sums, float inverse, const float* base, const float* scale,
+__device__ __forceinline__ float u_weight_of_sums(Sums sums, float inverse, const float* base, const float* scale,
                                               int hidden, int lane) {
     const float pre = sigmoid(sums.low * inverse * scale[0] + base[lane % COPIES]) + HC_EPS;
     float products[PRODUCTS];
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sums.low, PRODUCT_SLOT + i);
-    return weights_by_products(pre, products, ptx::reciprocal_fast(hidden));
+    return u_weight(pre, products, ptx::reciprocal_fast(hidden));
 }
 
 // One half of a round of Sinkhorn, on divisors a_j and b_k of rows and columns: a_j = HC_EPS a_j + sum over k of

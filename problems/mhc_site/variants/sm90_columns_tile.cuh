@@ -14,51 +14,51 @@ namespace columns {
 constexpr int ROLE_WARPS = 8;  // of each of two: spreaders make x' and out, multipliers the sums
 constexpr int WARPS = 2 * ROLE_WARPS;
 constexpr int ROLE_THREADS = 32 * ROLE_WARPS, NUM_THREADS = 32 * WARPS;
-constexpr int MIXERS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
+constexpr int MIXER_WARPS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
 // Numbered barriers: of all warps; of spreaders; of multipliers; of both; of a pair of mixers, and the next of the other
 // pair.
-constexpr int BLOCK_BARRIER = 0, SPREAD_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
+constexpr int BLOCK_BARRIER = 0, PRODUCE_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
-constexpr int MIXER_REGISTERS = 64, COLUMN_REGISTERS = 104;
+constexpr int MIXER_REGISTERS = 64, ROLE_REGISTERS = 104;
 constexpr int LAG = 2;              // tiles from the sums to out
-constexpr int RING = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
+constexpr int RING_TILES = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
 constexpr int MOST_TILE = 32;       // tokens
-constexpr int EIGHT = 8;            // bf16 of a 16-byte access
+constexpr int VECTOR = 8;            // bf16 of a 16-byte access
 
 // TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
 template <int COLUMNS_, int TILE_, int UNITS_>
 struct Shape {
     static constexpr int UNITS = UNITS_;
-    static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / EIGHT);  // bytes from one to the next
+    static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / VECTOR);  // bytes from one to the next
     static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
-    static constexpr int LANES = COLUMNS / EIGHT;            // threads of a token, eight columns each
+    static constexpr int LANES = COLUMNS / VECTOR;            // threads of a token, eight columns each
     static constexpr int ITEMS = TILE * LANES;               // of a tile, one or two for each spreader
     static constexpr int K_STEPS = COPIES * COLUMNS / 16;    // of the product, 16 columns of a copy each
     static constexpr int STEPS = K_STEPS / ROLE_WARPS;       // of a multiplier
     // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
     // tokens of one copy and for all copies of two tokens, four apart.
     static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
-    static constexpr int X_STAGES = LAG + 2, Y_STAGES = 2;
+    static constexpr int NUM_X_STAGES = LAG + 2, NUM_Y_STAGES = 2;
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
     static_assert(K_STEPS % ROLE_WARPS == 0 && ITEMS % 32 == 0 && LANES <= 32 && TILE % 16 == 0 && PARTS >= 1);
 
     struct Shared {
-        uint8_t x[X_STAGES][TILE][ROW];  // the copies, then x' in their place
-        uint4 y[Y_STAGES][UNITS][TILE][LANES];  // of the first addend, then of the second
-        float4 mixing[Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
+        uint8_t x[NUM_X_STAGES][TILE][ROW];  // the copies, then x' in their place
+        uint4 y[NUM_Y_STAGES][UNITS][TILE][LANES];  // of the first addend, then of the second
+        float4 mixing[NUM_Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
         float4 dots[ROLE_WARPS][TILE][ROWS / 4];
         float products[PARTS][TILE][PRODUCTS];
-        float weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
-        float part[WARPS][SLOTS];
+        float u_weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
+        float partials[WARPS][SLOTS];
         // Of a place of x: spreaders have made a tile's x', multipliers have read it. A phase a tile.
-        uint64_t ready[X_STAGES], read[X_STAGES];
+        uint64_t full_barriers[NUM_X_STAGES], empty_barriers[NUM_X_STAGES];
         uint32_t first_tag;
     };
-    static __device__ __forceinline__ uint32_t at(const uint64_t* barriers, int tile) {
-        return ptx::smem_address(&barriers[tile % X_STAGES]);
+    static __device__ __forceinline__ uint32_t barrier(const uint64_t* barriers, int tile) {
+        return ptx::smem_address(&barriers[tile % NUM_X_STAGES]);
     }
-    static __device__ __forceinline__ uint32_t phase(int tile) { return tile / X_STAGES % 2; }
+    static __device__ __forceinline__ uint32_t parity(int tile) { return tile / NUM_X_STAGES % 2; }
 };
 
 // Brings a line of 128 bytes to L2.
@@ -74,7 +74,7 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_flo
 
 // Ask for eight columns of an addend, `offset` values behind `from`: a unit of bf16 or two of fp32.
 template <class S>
-__device__ __forceinline__ void load_units(uint32_t to, const uint8_t* from, int bytes, int offset, bool real) {
+__device__ __forceinline__ void load_addend(uint32_t to, const uint8_t* from, int bytes, int offset, bool real) {
     ptx::cp_async16(to, from + offset * bytes, real);
     if (bytes == 4) ptx::cp_async16(to + S::UNIT, from + offset * bytes + 16, real);
 }
@@ -93,21 +93,21 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
         const __nv_bfloat16* const copies = p.copies + row * COPIES * p.hidden;
 #pragma unroll 1
         for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-            const int token = item / S::LANES, lane = item % S::LANES, at = column + lane * EIGHT;
+            const int token = item / S::LANES, lane = item % S::LANES, at = column + lane * VECTOR;
             const bool real = token < count && at < p.hidden;
             const int offset = token * p.hidden + at;  // from the tile's first
-            const uint32_t unit = ptx::smem_address(&shared.y[tile % S::Y_STAGES][0][token][lane]);
-            load_units<S>(unit, y, p.y_bytes, offset, real);
-            if (p.second_bytes) load_units<S>(unit + of_y * S::UNIT, second, p.second_bytes, offset, real);
+            const uint32_t unit = ptx::smem_address(&shared.y[tile % S::NUM_Y_STAGES][0][token][lane]);
+            load_addend<S>(unit, y, p.y_bytes, offset, real);
+            if (p.second_bytes) load_addend<S>(unit + of_y * S::UNIT, second, p.second_bytes, offset, real);
             const __nv_bfloat16* from = copies + (offset + (COPIES - 1) * token * p.hidden);
-            const uint32_t to = ptx::smem_address(shared.x[tile % S::X_STAGES][token]) + 2 * EIGHT * lane;
+            const uint32_t to = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][token]) + 2 * VECTOR * lane;
 #pragma unroll
             for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, real);
         }
         for (int i = thread; i < S::TILE * (1 + COPIES); i += ROLE_THREADS) {
             const int token = i / (1 + COPIES), part = i % (1 + COPIES);
             const float* from = part ? p.comb + ((row + token) * COPIES + part - 1) * COPIES : p.post + (row + token) * COPIES;
-            ptx::cp_async16(ptx::smem_address(&shared.mixing[tile % S::Y_STAGES][token][part]), from, token < count);
+            ptx::cp_async16(ptx::smem_address(&shared.mixing[tile % S::NUM_Y_STAGES][token][part]), from, token < count);
         }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -115,11 +115,11 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
 
 // Add eight columns of an addend, in one unit of bf16 or two of fp32, the first of them unit `from`, TILE * LANES apart.
 template <class S>
-__device__ __forceinline__ void add_units(const uint4* from, int bytes, float (&sum)[EIGHT]) {
+__device__ __forceinline__ void add_addend(const uint4* from, int bytes, float (&sum)[VECTOR]) {
     const uint4 a = *from, b = bytes == 4 ? from[S::TILE * S::LANES] : a;
-    const uint32_t words[EIGHT] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const uint32_t words[VECTOR] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-    for (int i = 0; i < EIGHT; ++i) {
+    for (int i = 0; i < VECTOR; ++i) {
         const float narrow = i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]);
         sum[i] += bytes == 4 ? __uint_as_float(words[i]) : narrow;
     }
@@ -127,26 +127,26 @@ __device__ __forceinline__ void add_units(const uint4* from, int bytes, float (&
 
 // What the sublayer ahead returned, eight columns of it, rounded.
 template <class S>
-__device__ __forceinline__ uint4 output_of(const Problem& p, const typename S::Shared& shared, int tile, int token,
+__device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typename S::Shared& shared, int tile, int token,
                                            int lane) {
-    const uint4* const units = &shared.y[tile % S::Y_STAGES][0][token][lane];
+    const uint4* const units = &shared.y[tile % S::NUM_Y_STAGES][0][token][lane];
     if (p.y_bytes == 2 && !p.second_bytes) return *units;
-    float sum[EIGHT] = {};
-    add_units<S>(units, p.y_bytes, sum);
-    if (p.second_bytes) add_units<S>(units + p.y_bytes / 2 * S::TILE * S::LANES, p.second_bytes, sum);
+    float sum[VECTOR] = {};
+    add_addend<S>(units, p.y_bytes, sum);
+    if (p.second_bytes) add_addend<S>(units + p.y_bytes / 2 * S::TILE * S::LANES, p.second_bytes, sum);
     return make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
 }
 
 // x' of eight columns at a time, into shared memory and new_copies.
 template <class S>
-__device__ __forceinline__ void spread(const Problem& p, int first, int count, int tile, int column,
+__device__ __forceinline__ void make_copies(const Problem& p, int first, int count, int tile, int column,
                                        typename S::Shared& shared, int thread) {
 #pragma unroll 1
     for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-        const int token = item / S::LANES, lane = item % S::LANES, at = lane * EIGHT;
-        uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * at;
-        const float4* mixing = shared.mixing[tile % S::Y_STAGES][token];
+        const int token = item / S::LANES, lane = item % S::LANES, at = lane * VECTOR;
+        uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * at;
+        const float4* mixing = shared.mixing[tile % S::NUM_Y_STAGES][token];
         const float4 post = mixing[0];
         float4 comb[COPIES];
         uint4 x[COPIES];
@@ -155,7 +155,7 @@ __device__ __forceinline__ void spread(const Problem& p, int first, int count, i
             comb[j] = mixing[1 + j];
             x[j] = *reinterpret_cast<const uint4*>(row + j * S::COPY);
         }
-        const uint4 y = output_of<S>(p, shared, tile, token, lane);
+        const uint4 y = sublayer_output<S>(p, shared, tile, token, lane);
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
             auto of = [pair](uint4& v) -> uint32_t& { return pair < 2 ? (pair ? v.y : v.x) : (pair == 2 ? v.z : v.w); };
@@ -189,7 +189,7 @@ __device__ __forceinline__ void spread(const Problem& p, int first, int count, i
 // A warp's columns of fn, each value as the sum of two bf16, which is off by 2^-17 of it at most: the second factor of
 // mma.m16n8k16, three times eight rows of fn.
 template <class S>
-struct Weights {
+struct FnFragments {
     static constexpr int ROW_TILES = ROWS / 8;
     uint32_t high[S::STEPS][ROW_TILES][2], low[S::STEPS][ROW_TILES][2];
 
@@ -235,14 +235,14 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 
 // The tile's tokens times this warp's columns of fn.
 template <class S>
-__device__ __forceinline__ void multiply(const Weights<S>& fn, int count, int tile, typename S::Shared& shared,
+__device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int count, int tile, typename S::Shared& shared,
                                          int warp, int lane) {
-    constexpr int ROW_TILES = Weights<S>::ROW_TILES, IN_COPY = S::COLUMNS / 16;
+    constexpr int ROW_TILES = FnFragments<S>::ROW_TILES, IN_COPY = S::COLUMNS / 16;
 #pragma unroll
     for (int from = 0; from < S::TILE; from += 16) {
         if (from >= count) return;
         float sum[ROW_TILES][4] = {};
-        const uint32_t row = ptx::smem_address(shared.x[tile % S::X_STAGES][from + lane % 16]) + lane / 16 * 16;
+        const uint32_t row = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][from + lane % 16]) + lane / 16 * 16;
 #pragma unroll
         for (int s = 0; s < S::STEPS; ++s) {
             const int k = warp * S::STEPS + s;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
     constexpr int STEPS = S::COLUMNS / 16 / S::PARTS, APART = 4;  // between the four tokens
     const int group = warp % S::GROUPS, part = warp / S::GROUPS;
     const int first = group / APART * 16 + group % APART;
-    const uint32_t row = ptx::smem_address(shared.x[tile % S::X_STAGES][first + lane % 16 / COPIES * APART]) +
+    const uint32_t row = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][first + lane % 16 / COPIES * APART]) +
                          lane % COPIES * S::COPY + lane / 16 * 16 + 32 * STEPS * part;
     float low[4] = {}, high[4] = {};  // of the first two tokens, of the others
 #pragma unroll
@@ -293,9 +293,9 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
 
 // The norm's weight for the eight columns of each of a spreader's items.
 template <class S>
-__device__ __forceinline__ uint4 norm_of(const Problem& p, int column, int thread) {
+__device__ __forceinline__ uint4 load_norm(const Problem& p, int column, int thread) {
     static_assert(ROLE_THREADS % S::LANES == 0);
-    const int at = column + thread % S::LANES * EIGHT;
+    const int at = column + thread % S::LANES * VECTOR;
     return at < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + at) : make_uint4(0, 0, 0, 0);
 }
 
@@ -303,7 +303,7 @@ __device__ __forceinline__ uint4 norm_of(const Problem& p, int column, int threa
 template <class S>
 __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int tile, int column,
                                           const typename S::Shared& shared, int thread) {
-    const int at = column + thread % S::LANES * EIGHT;
+    const int at = column + thread % S::LANES * VECTOR;
     if (at >= p.hidden) return;
     __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + at;
     const uint32_t by[4] = {norm.x, norm.y, norm.z, norm.w};
@@ -311,11 +311,11 @@ __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int firs
     for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
         const int token = item / S::LANES;
         if (token >= count) return;
-        const uint8_t* const row = shared.x[tile % S::X_STAGES][token] + 2 * EIGHT * (thread % S::LANES);
-        float u[EIGHT] = {};
+        const uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * VECTOR * (thread % S::LANES);
+        float u[VECTOR] = {};
 #pragma unroll
         for (int j = 0; j < COPIES; ++j) {
-            const float weight = shared.weights[tile % 2][token][j];
+            const float weight = shared.u_weights[tile % 2][token][j];
             const uint4 x = *reinterpret_cast<const uint4*>(row + j * S::COPY);
             const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

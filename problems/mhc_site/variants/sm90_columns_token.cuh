@@ -215,10 +215,10 @@ __device__ __forceinline__ void make_out(const Problem& p, const TokenShared<PAS
     float products[PRODUCTS];
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) products[i] = broadcast(sum, PRODUCT_SLOT + i);
-    const float inverse = inverse_of_square(products[product_of(0, 0)] + products[product_of(1, 1)] + products[product_of(2, 2)] +
+    const float inverse = inverse_rms_of_square(products[product_of(0, 0)] + products[product_of(1, 1)] + products[product_of(2, 2)] +
                                             products[product_of(3, 3)], by_width);
     const float pre = sigmoid(sum * inverse * weights.scale + weights.base) + HC_EPS;
-    const float weight = weights_by_products(pre, products, by_hidden);
+    const float weight = u_weight(pre, products, by_hidden);
     float by[COPIES];
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) by[j] = broadcast(weight, j);
@@ -248,7 +248,7 @@ __device__ __forceinline__ void make_mixing(const Problem& p, const TokenShared<
     ptx::wait(ptx::smem_address(&shared.arrived), 0);
     const float sum = sum_of_blocks(shared, role.t, slot);
     const float square = broadcast(sum, 16) + broadcast(sum, 17) + broadcast(sum, 18) + broadcast(sum, 19);
-    const float logit = sum * inverse_of_square(square, by_width) * weights.scale + weights.base;
+    const float logit = sum * inverse_rms_of_square(square, by_width) * weights.scale + weights.base;
     if (role.kind == COMBINES) {
         const float balanced = sinkhorn(logit, lane);
         if (lane < COPIES * COPIES) p.new_comb[token * COPIES * COPIES + lane] = balanced;

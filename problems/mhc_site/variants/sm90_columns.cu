@@ -1,40 +1,33 @@
-// mhc_site in one launch, by the first row of this table that has room:
+// mhc_site in one launch, by the first row of this table that serves the call:
 //
-//   tokens      d         form                                                                     kernel
-//   up to 4     to 8192   a cluster of 16 blocks a token; sums by st.async into shared memory      token_kernel<P, 1>
-//   5 to 8      to 8192   the same, two tokens a cluster: eight clusters do not all run at once    token_kernel<P, 2>
-//   up to 16    any       blocks own columns of all copies, for a group of tokens; the group is    site_kernel<.., true>
-//                         one tile, and every block adds up for itself what u needs
-//   more        any       the same, tile by tile; four warps of each block add up and mix          site_kernel<.., false>
-//                         tokens for all blocks, while the others are two tiles further
+//   tokens     d         form                                                                    kernel
+//   up to 4    to 8192   a cluster of 16 blocks a token; sums by st.async into shared memory     token_kernel<P, 1>
+//   5 to 8     to 8192   the same, two tokens a cluster: not every GPU runs eight clusters       token_kernel<P, 2>
+//   up to 16   any       blocks own columns of all tokens of a group, which is one tile; every   site_kernel<.., true>
+//                        block adds up for itself what u needs
+//   more       any       the same, tile by tile; four warps of each block add up and mix some    site_kernel<.., false>
+//                        of the tokens for all blocks
 //
-// Why: a call of few tokens reads fn (1.6 MB at d = 4096) and waits. A cluster reads all of fn for its token, which costs
-// more the more clusters there are, but its sums need no way through L2: 9.1 and 9.9 us at T = 1 and 8 where blocks took
-// 12.0 and 13.7 (H200, d = 4096). Blocks read fn once for any number of tokens, into registers; with a tile or two a
-// group, to add up in every block saves a second crossing; with more, it would cost each block all sums of all tokens.
-// README.md has the steps with their times. FORMS below has the tiles.
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
+// Why: each cluster reads all of fn (1.6 MB at d = 4096), so only few tokens have one each, but their sums do not cross
+// L2: 9.1 and 9.9 us at T = 1 and 8, where blocks took 12.0 and 13.7 (H200, d = 4096). Blocks read fn once for all
+// tokens. While a group is one tile, adding up in every block saves the weights of u a second crossing; with more tiles
+// each block would read all sums of all tokens. README.md has the steps and their times, FORMS the tiles.
 #include <utility>
 
 #include "launch_clusters.cuh"
 #include "launch_cooperative.cuh"
 #include "sm90_columns_blocks.cuh"
-#include "sm90_columns_problem.cuh"
 #include "sm90_columns_token.cuh"
 
 namespace columns {
-
-// ---------------------------------------------------------------- blocks that own columns
 
 // A tile of a block. units: of 16 bytes, that eight columns of both addends take at most; one_tile: as site_kernel's.
 struct Form {
     int columns, tokens, units;
     bool one_tile;
 };
-// Narrow columns first: the more blocks, the less each has to do. The last one's tile, of many tokens, has no room for
-// more than two addends of bf16; tiles of 16 take 2 % longer at T = 4096.
+// Narrow columns first: the more blocks, the less each has to do. Tiles of 32 have no room for addends of fp32; those
+// of 16 take 2 % longer at T = 4096.
 constexpr Form FORMS[] = {
     {32, 16, 4, true},  {64, 16, 4, true},  {128, 16, 4, true},                       // up to ONE_TILE tokens
     {32, 16, 4, false}, {64, 16, 4, false}, {128, 32, 2, false}, {128, 16, 4, false}  // more
@@ -45,8 +38,8 @@ constexpr int ONE_TILE = 16;             // tokens of a launch in which every bl
 
 inline int slices(int hidden, int columns) { return (hidden + columns - 1) / columns; }
 
-// Groups of tokens so that each block adds up little, then the first form that takes the addends and all of whose blocks
-// are resident, one a multiprocessor.
+// Groups of tokens so that each block adds up little, then the first form that takes the addends and has all of its
+// blocks resident, one a multiprocessor.
 inline bool plan(const Problem& p, int multiprocessors, int* form, int* groups) {
     const int wanted = p.tokens <= 4 ? 1 : p.tokens <= ONE_TILE ? 2 : 4;
     for (*groups = wanted; *groups; *groups /= 2) {
@@ -64,7 +57,8 @@ inline bool plan(const Problem& p, int multiprocessors, int* form, int* groups) 
 template <int FORM>
 cudaError_t launch_blocks_as(int groups, Problem p) {
     constexpr Form F = FORMS[FORM];
-    constexpr int BYTES = sizeof(typename Shape<F.columns, F.tokens, F.units>::Shared), THREADS = BLOCK_THREADS<F.one_tile>;
+    constexpr int BYTES = sizeof(typename Shape<F.columns, F.tokens, F.units>::Shared);
+    constexpr int THREADS = BLOCK_THREADS<F.one_tile>;
     static_assert(BYTES <= MOST_SHARED && F.tokens <= MOST_TILE);
     const auto kernel = site_kernel<F.columns, F.tokens, F.units, F.one_tile>;
     const dim3 grid(slices(p.hidden, F.columns), groups);
@@ -77,16 +71,13 @@ cudaError_t launch_blocks_as(int groups, Problem p) {
 
 template <int... ALL_FORMS>
 cudaError_t launch_blocks(int form, int groups, const Problem& p, std::integer_sequence<int, ALL_FORMS...>) {
-    cudaError_t error = cudaErrorInvalidValue;
-    ((form == ALL_FORMS ? void(error = launch_blocks_as<ALL_FORMS>(groups, p)) : void()), ...);
-    return error;
+    constexpr cudaError_t (*LAUNCHERS[])(int, Problem) = {launch_blocks_as<ALL_FORMS>...};
+    return LAUNCHERS[form](groups, p);
 }
 
-// ---------------------------------------------------------------- clusters
-
 constexpr int MOST_PASSES = 2;
-constexpr int MOST_CLUSTER_TOKENS = 8;     // of a launch
-constexpr int MOST_TOKENS_ONE_EACH = 4;    // up to these a cluster has one: not all GPUs run eight clusters at once
+constexpr int MOST_CLUSTER_TOKENS = 8;   // of a launch
+constexpr int MOST_TOKENS_ONE_EACH = 4;  // up to these a cluster has one: not all GPUs run eight clusters at once
 
 inline bool fits_clusters(const Problem& p) {
     return p.tokens <= MOST_CLUSTER_TOKENS && p.hidden <= CLUSTER * QUAD * QUADS * MOST_PASSES;
@@ -94,11 +85,12 @@ inline bool fits_clusters(const Problem& p) {
 
 template <int TOKENS>
 cudaError_t launch_clusters(const Problem& p) {
-    const auto kernel = p.hidden <= CLUSTER * QUAD * QUADS ? token_kernel<1, TOKENS> : token_kernel<MOST_PASSES, TOKENS>;
+    const bool one_pass = p.hidden <= CLUSTER * QUAD * QUADS;
+    const auto kernel = one_pass ? token_kernel<1, TOKENS> : token_kernel<MOST_PASSES, TOKENS>;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
         return error;
-    return programmatic::launch_clusters(kernel, dim3(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS), TOKEN_THREADS, 0, CLUSTER,
-                                         true, p);
+    const dim3 grid(CLUSTER, (p.tokens + TOKENS - 1) / TOKENS);
+    return programmatic::launch_clusters(kernel, grid, TOKEN_THREADS, 0, CLUSTER, true, p);
 }
 
 }  // namespace columns
@@ -111,9 +103,9 @@ int exchange_words(int blocks) {
     return STATE_WORDS + RING_TILES * MOST_TILE * blocks * (SLOTS + COPIES);
 }
 
-// The tensors of task.Data in order, then exchange_words words; y_bytes and second_bytes as Problem has them; blocks: of
-// the device, one a multiprocessor. early: whether the kernel may begin before the preceding one has ended, which that of
-// few tokens always may.
+// The tensors of task.Data in order, then exchange_words words; y_bytes and second_bytes as Problem has them; blocks:
+// multiprocessors of the device. early: whether site_kernel may begin before the preceding kernel has ended, which
+// token_kernel always may.
 // -> a cudaError_t; cudaErrorCooperativeLaunchTooLarge: hidden is too large for the device.
 int launch(void* const* tensors, void* exchange, int tokens, int hidden, int y_bytes, int second_bytes, int blocks,
            int early) {

@@ -36,7 +36,7 @@ def custom_kernel(data: input_t) -> output_t:
 @functools.cache
 @torch.inference_mode(False)
 def _exchange(device: torch.device) -> tuple[torch.Tensor, int]:
-    """Where the blocks of a launch tell each other sums, int64, zero at first; and how many may wait for each other.
+    """Where the blocks of a launch exchange sums, int64, zero at first; and how many may wait for each other.
 
     Kept, since tags grow from launch to launch: of what lies there, no launch uses what another one left.
     """

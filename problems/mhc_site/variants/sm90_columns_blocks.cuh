@@ -1,7 +1,5 @@
-// Blocks that own columns of all four copies, for every token of their group. A block makes x' of a tile of tokens, keeps it
-// in shared memory, and multiplies it by its columns of fn, which its warps hold in registers for the whole launch: fn is
-// read once. Sums go to the blocks that need them (sm90_columns_reduce.cuh), from which each gets the weights of u for
-// its columns of out. Of a tile:
+// Blocks that own columns of all four copies, for every token of their group: post is local to a column. fn is read
+// once, into registers. Of a tile of tokens, which stays in shared memory:
 //
 //   role         warps   steps
 //   producers    8       load, two tiles early; make x' and write it; LAG tiles later, with the weights of u, out
@@ -11,12 +9,9 @@
 // Full barriers say that producers have made x' of a tile, empty barriers that multipliers have read it.
 #pragma once
 
-#include <cstdint>
-
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "sm90_columns_reduce.cuh"
-#include "sm90_columns_tile.cuh"
 
 namespace columns {
 
@@ -24,7 +19,7 @@ namespace columns {
 template <bool ONE_TILE>
 constexpr int BLOCK_THREADS = ONE_TILE ? NUM_THREADS : NUM_THREADS + 32 * MIXER_WARPS;
 
-// Producers wait for the preceding kernel before they touch what kernels write, and before the tag, which the launch before
+// Producers wait for the preceding kernel before they touch what kernels write, and the tag, which the launch before
 // may still raise. The other warps, which load fn meanwhile, wait for them at the block's barrier.
 __device__ __forceinline__ void begin_launch(const Problem& p, uint32_t& first_tag, int thread) {
     programmatic::wait();
@@ -69,7 +64,8 @@ __device__ __forceinline__ void producer(const Problem& p, const Group& g, int c
         if (out_tile >= 0) receive_weights<S>(g, shared, out_tile, thread);
         ptx::named_barrier_sync<ROLE_THREADS>(PRODUCE_BARRIER);
         if (out_tile >= 0) {
-            write_out<S>(p, norm, g.first, min(S::TILE, g.count - out_tile * S::TILE), out_tile, column, shared, thread);
+            const int count = min(S::TILE, g.count - out_tile * S::TILE);
+            write_out<S>(p, norm, g.first, count, out_tile, column, shared, thread);
             // The weights say so too, but by way of global memory, without an order that others could rely on.
             ptx::wait(S::barrier(shared.empty_barriers, out_tile), S::parity(out_tile));
         }

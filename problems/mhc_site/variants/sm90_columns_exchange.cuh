@@ -1,4 +1,4 @@
-// How a block reads the sums that others of its launch tell it, see tagged_words.cuh.
+// How a block reads the sums that others of its launch publish, see tagged_words.cuh.
 #pragma once
 
 #include <cassert>
@@ -26,18 +26,18 @@ __device__ __forceinline__ void count_try(int& tries) {
     __trap();
 }
 
-// COUNT words at from, from + apart, ...: those below `real` of them, the others 0. All are asked for at once, and again
-// until they have the tag.
+// COUNT words at from, from + stride, ...: the first `valid` of them, the others 0. All are asked for at once, and
+// again until they have the tag.
 template <int COUNT>
-__device__ __forceinline__ void receive(const uint64_t* from, int apart, int real, uint32_t tag, float (&to)[COUNT]) {
+__device__ __forceinline__ void receive(const uint64_t* from, int stride, int valid, uint32_t tag, float (&to)[COUNT]) {
     uint64_t word[COUNT];
     int tries = 0;
-    for (bool all = false; !all; count_try(tries)) {
-        all = true;
+    for (bool arrived = false; !arrived; count_try(tries)) {
+        arrived = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) word[i] = i < real ? load_relaxed(from + i * apart) : uint64_t(tag) << 32;
+        for (int i = 0; i < COUNT; ++i) word[i] = i < valid ? load_relaxed(from + i * stride) : uint64_t(tag) << 32;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) all &= static_cast<uint32_t>(word[i] >> 32) == tag;
+        for (int i = 0; i < COUNT; ++i) arrived &= static_cast<uint32_t>(word[i] >> 32) == tag;
     }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) to[i] = __uint_as_float(static_cast<uint32_t>(word[i]));

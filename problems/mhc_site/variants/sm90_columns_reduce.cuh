@@ -1,12 +1,7 @@
-// Sums over all columns, from those that each block publishes for the tokens of its group; and from them the weights of u,
-// new_post and new_comb.
+// Sums over all columns, from those that each block publishes for its group; and from them the weights of u, new_post
+// and new_comb.
 #pragma once
 
-#include <cstdint>
-
-#include "sm90_columns_exchange.cuh"
-#include "sm90_columns_mix.cuh"
-#include "sm90_columns_problem.cuh"
 #include "sm90_columns_tile.cuh"
 
 namespace columns {
@@ -33,8 +28,6 @@ __device__ __forceinline__ Group group_of(const Problem& p, uint32_t first_tag) 
     g.first_tag = first_tag;
     return g;
 }
-
-// ---- what multipliers publish
 
 // The block's sums of a tile. Four rows of a token, or a product, a thread.
 template <class S>
@@ -63,8 +56,6 @@ __device__ __forceinline__ void publish_sums(const Group& g, const typename S::S
     }
 }
 
-// ---- many tokens: mixers add up, each block for some of the tokens
-
 // A lane's part of the sums of slots that lie `slot` words from `from`, over the slices first, first + step, ....
 template <int BATCH>
 __device__ __forceinline__ float sum_slot(const uint64_t* from, int slot, int first, int step, int slices,
@@ -82,7 +73,8 @@ __device__ __forceinline__ float sum_slot(const uint64_t* from, int slot, int fi
 // The mixers, two warps for a token of the block: the first makes the weights of u for every block, the second post and
 // comb. The weights say that all of the token's sums have been read, so the first waits until the second has.
 template <class S>
-__device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename S::Shared& shared, int mixer, int lane) {
+__device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename S::Shared& shared, int mixer,
+                                      int lane) {
     constexpr int PAIRS = MIXER_WARPS / 2, BATCH = 16, BATCH_HIGH = 4, HIGH_PARTS = 32 / HIGH_SLOTS;
     static_assert(U_SLOTS <= 16 && LANE_SLOTS - POST_SLOT == 16, "sixteen slots a warp, each in two lanes");
     const int pair = mixer % PAIRS, slices = gridDim.x;
@@ -106,8 +98,8 @@ __device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename
             if (lane < COPIES)
                 publish(g.u_weights + (tile % RING_TILES * S::TILE + t % S::TILE) * COPIES + lane, weight, g.tag(tile));
         } else {
-            sums.high = sum_slot<BATCH_HIGH>(from + LANE_SLOTS, lane % HIGH_SLOTS, lane / HIGH_SLOTS, HIGH_PARTS, slices,
-                                             g.tag(tile));
+            sums.high = sum_slot<BATCH_HIGH>(from + LANE_SLOTS, lane % HIGH_SLOTS, lane / HIGH_SLOTS, HIGH_PARTS,
+                                             slices, g.tag(tile));
 #pragma unroll
             for (int offset = HIGH_SLOTS; offset < 32; offset *= 2)
                 sums.high += __shfl_xor_sync(ALL, sums.high, offset);
@@ -130,8 +122,6 @@ __device__ __forceinline__ void receive_weights(const Group& g, typename S::Shar
     }
 }
 
-// ---- one tile: every block adds up for itself
-
 // The sums of a token over the slices first, first + step, ..., in that order; all slots, or what u needs only.
 template <class S>
 __device__ __forceinline__ Sums sum_slices(const Group& g, int tile, int token, int first, int step, bool all_slots,
@@ -153,7 +143,8 @@ __device__ __forceinline__ Sums sum_slices(const Group& g, int tile, int token, 
     for (int s = first + lane / HIGH_SLOTS * step; s - lane / HIGH_SLOTS * step < slices; s += BATCH_HIGH * high_step) {
         float value[BATCH_HIGH];
         const int valid = s < slices ? (slices - s + high_step - 1) / high_step : 0;
-        receive(from + int64_t(s) * SLOTS + LANE_SLOTS + lane % HIGH_SLOTS, high_step * SLOTS, valid, g.tag(tile), value);
+        receive(from + int64_t(s) * SLOTS + LANE_SLOTS + lane % HIGH_SLOTS, high_step * SLOTS, valid, g.tag(tile),
+                value);
 #pragma unroll
         for (int i = 0; i < BATCH_HIGH; ++i) sums.high += value[i];
     }
@@ -172,8 +163,8 @@ __device__ __forceinline__ Sums sum_partials(const float (*partials)[SLOTS], int
     return sums;
 }
 
-// All warps add up, each a part of the slices of one token; then one warp a token makes its weights of u, and where the
-// token is this block's, post and comb, while the producers go on to out.
+// Of a group's one tile: all warps add up, each a part of the slices of one token; then one warp a token makes its weights
+// of u, and where the token is this block's, post and comb, while the producers go on to out.
 template <class S>
 __device__ __forceinline__ void mix_in_block(const Problem& p, const Group& g, typename S::Shared& shared, int column,
                                              int thread) {

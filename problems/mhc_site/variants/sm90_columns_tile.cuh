@@ -1,29 +1,52 @@
-// What a block does with a tile of tokens and its columns: load, add the sublayer's output and make out, by spreaders;
-// multiply by fn and by themselves, by multipliers.
+// What a block does with a tile of tokens and its columns: producers load, make x' and out, multipliers multiply.
 #pragma once
 
 #include <cuda_bf16.h>
-
-#include <cstdint>
 
 #include "ptx.cuh"
 #include "sm90_columns_mix.cuh"
 
 namespace columns {
 
-constexpr int ROLE_WARPS = 8;  // of each of two: spreaders make x' and out, multipliers the sums
+constexpr int ROLE_WARPS = 8;  // producers, and as many multipliers
 constexpr int WARPS = 2 * ROLE_WARPS;
 constexpr int ROLE_THREADS = 32 * ROLE_WARPS, NUM_THREADS = 32 * WARPS;
-constexpr int MIXER_WARPS = 4;  // warps besides, in pairs, which mix tokens while the others are ahead
-// Numbered barriers: of all warps; of spreaders; of multipliers; of both; of a pair of mixers, and the next of the other
-// pair.
+constexpr int MIXER_WARPS = 4;  // besides, in pairs
+// Numbered barriers: of all warps; of producers; of multipliers; of both; of a pair of mixers, and the next pair's.
 constexpr int BLOCK_BARRIER = 0, PRODUCE_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, ROLE_REGISTERS = 104;
-constexpr int LAG = 2;              // tiles from the sums to out
-constexpr int RING_TILES = 4;             // tiles between blocks: who writes the fifth has had the weights of the first
-constexpr int MOST_TILE = 32;       // tokens
-constexpr int VECTOR = 8;            // bf16 of a 16-byte access
+constexpr int LAG = 2;         // tiles from the sums to out
+constexpr int RING_TILES = 4;  // tiles between blocks: who writes the fifth has had the weights of the first
+constexpr int MOST_TILE = 32;  // tokens
+constexpr int VECTOR = 8;      // bf16 of a 16-byte access
+
+// The tensors of task.Data, and how the launch is cut.
+struct Problem {
+    const void *y, *second;
+    const __nv_bfloat16* copies;
+    const float *post, *comb, *fn, *base, *scale;
+    const __nv_bfloat16* norm;
+    __nv_bfloat16 *new_copies, *out;
+    float *new_post, *new_comb;
+    tagged::State* state;
+    uint64_t* exchange;
+    int tokens, hidden;
+    int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
+    uint32_t group_tiles;       // tiles of a group of tokens
+    int early;                  // whether blocks may begin before the preceding kernel has ended
+};
+
+constexpr int STATE_WORDS = 16;  // of 8 bytes, in front of the exchange
+
+inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes,
+                       bool early) {
+    auto bf16 = [&](int i) { return static_cast<__nv_bfloat16*>(t[i]); };
+    auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
+    return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
+            fp32(12), reinterpret_cast<tagged::State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
+            second_bytes, 0, early};
+}
 
 // TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
 template <int COLUMNS_, int TILE_, int UNITS_>
@@ -31,8 +54,8 @@ struct Shape {
     static constexpr int UNITS = UNITS_;
     static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / VECTOR);  // bytes from one to the next
     static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
-    static constexpr int LANES = COLUMNS / VECTOR;            // threads of a token, eight columns each
-    static constexpr int ITEMS = TILE * LANES;               // of a tile, one or two for each spreader
+    static constexpr int LANES = COLUMNS / VECTOR;           // threads of a token, eight columns each
+    static constexpr int ITEMS = TILE * LANES;               // of a tile, one or two for each producer
     static constexpr int K_STEPS = COPIES * COLUMNS / 16;    // of the product, 16 columns of a copy each
     static constexpr int STEPS = K_STEPS / ROLE_WARPS;       // of a multiplier
     // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
@@ -45,13 +68,13 @@ struct Shape {
 
     struct Shared {
         uint8_t x[NUM_X_STAGES][TILE][ROW];  // the copies, then x' in their place
-        uint4 y[NUM_Y_STAGES][UNITS][TILE][LANES];  // of the first addend, then of the second
+        uint4 y[NUM_Y_STAGES][UNITS][TILE][LANES];      // of the first addend, then of the second
         float4 mixing[NUM_Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
         float4 dots[ROLE_WARPS][TILE][ROWS / 4];
         float products[PARTS][TILE][PRODUCTS];
         float u_weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
         float partials[WARPS][SLOTS];
-        // Of a place of x: spreaders have made a tile's x', multipliers have read it. A phase a tile.
+        // Of a stage of x: producers have made a tile's x', multipliers have read it. A phase a tile.
         uint64_t full_barriers[NUM_X_STAGES], empty_barriers[NUM_X_STAGES];
         uint32_t first_tag;
     };
@@ -72,48 +95,50 @@ __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Ask for eight columns of an addend, `offset` values behind `from`: a unit of bf16 or two of fp32.
+// Ask for eight columns of an addend, `offset` values after `from`: a unit of bf16 or two of fp32.
 template <class S>
-__device__ __forceinline__ void load_addend(uint32_t to, const uint8_t* from, int bytes, int offset, bool real) {
-    ptx::cp_async16(to, from + offset * bytes, real);
-    if (bytes == 4) ptx::cp_async16(to + S::UNIT, from + offset * bytes + 16, real);
+__device__ __forceinline__ void load_addend(uint32_t to, const uint8_t* from, int bytes, int offset, bool valid) {
+    ptx::cp_async16(to, from + offset * bytes, valid);
+    if (bytes == 4) ptx::cp_async16(to + S::UNIT, from + offset * bytes + 16, valid);
 }
 
-// Ask for a tile's copies, y, post and comb. Zeros beyond the group's tokens and the copies' columns. Each spreader later
-// uses the columns that it asked for, post and comb all of them. The copies of one call wait as one.
+// Ask for a tile's copies, y, post and comb. Zeros beyond the group's tokens and the copies' columns. Later each
+// producer uses the columns that it asked for, and all of post and comb. The copies of one call are waited for as one.
 template <class S>
 __device__ __forceinline__ void load_tile(const Problem& p, int first, int tokens, int tile, int column,
                                           typename S::Shared& shared, int thread) {
     const int count = tokens - tile * S::TILE;
-    const int64_t row = first + tile * S::TILE;
+    const int64_t first_row = first + tile * S::TILE;
     if (count > 0) {
-        const int of_y = p.y_bytes / 2;
-        const auto* const y = static_cast<const uint8_t*>(p.y) + row * p.hidden * p.y_bytes;
-        const auto* const second = static_cast<const uint8_t*>(p.second) + row * p.hidden * p.second_bytes;
-        const __nv_bfloat16* const copies = p.copies + row * COPIES * p.hidden;
+        const int y_units = p.y_bytes / 2;
+        const auto* const y = static_cast<const uint8_t*>(p.y) + first_row * p.hidden * p.y_bytes;
+        const auto* const second = static_cast<const uint8_t*>(p.second) + first_row * p.hidden * p.second_bytes;
+        const __nv_bfloat16* const copies = p.copies + first_row * COPIES * p.hidden;
 #pragma unroll 1
         for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-            const int token = item / S::LANES, lane = item % S::LANES, at = column + lane * VECTOR;
-            const bool real = token < count && at < p.hidden;
-            const int offset = token * p.hidden + at;  // from the tile's first
+            const int token = item / S::LANES, lane = item % S::LANES, first_column = column + lane * VECTOR;
+            const bool valid = token < count && first_column < p.hidden;
+            const int offset = token * p.hidden + first_column;  // from the tile's first
             const uint32_t unit = ptx::smem_address(&shared.y[tile % S::NUM_Y_STAGES][0][token][lane]);
-            load_addend<S>(unit, y, p.y_bytes, offset, real);
-            if (p.second_bytes) load_addend<S>(unit + of_y * S::UNIT, second, p.second_bytes, offset, real);
+            load_addend<S>(unit, y, p.y_bytes, offset, valid);
+            if (p.second_bytes) load_addend<S>(unit + y_units * S::UNIT, second, p.second_bytes, offset, valid);
             const __nv_bfloat16* from = copies + (offset + (COPIES - 1) * token * p.hidden);
             const uint32_t to = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][token]) + 2 * VECTOR * lane;
 #pragma unroll
-            for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, real);
+            for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, valid);
         }
         for (int i = thread; i < S::TILE * (1 + COPIES); i += ROLE_THREADS) {
             const int token = i / (1 + COPIES), part = i % (1 + COPIES);
-            const float* from = part ? p.comb + ((row + token) * COPIES + part - 1) * COPIES : p.post + (row + token) * COPIES;
-            ptx::cp_async16(ptx::smem_address(&shared.mixing[tile % S::NUM_Y_STAGES][token][part]), from, token < count);
+            const float* from = part ? p.comb + ((first_row + token) * COPIES + part - 1) * COPIES
+                                     : p.post + (first_row + token) * COPIES;
+            const uint32_t to = ptx::smem_address(&shared.mixing[tile % S::NUM_Y_STAGES][token][part]);
+            ptx::cp_async16(to, from, token < count);
         }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Add eight columns of an addend, in one unit of bf16 or two of fp32, the first of them unit `from`, TILE * LANES apart.
+// Add eight columns of an addend, in one unit of bf16 or two of fp32, from `from` on, TILE * LANES apart.
 template <class S>
 __device__ __forceinline__ void add_addend(const uint4* from, int bytes, float (&sum)[VECTOR]) {
     const uint4 a = *from, b = bytes == 4 ? from[S::TILE * S::LANES] : a;
@@ -125,10 +150,10 @@ __device__ __forceinline__ void add_addend(const uint4* from, int bytes, float (
     }
 }
 
-// What the sublayer ahead returned, eight columns of it, rounded.
+// Eight columns of the sublayer's output, rounded.
 template <class S>
-__device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typename S::Shared& shared, int tile, int token,
-                                           int lane) {
+__device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typename S::Shared& shared, int tile,
+                                                 int token, int lane) {
     const uint4* const units = &shared.y[tile % S::NUM_Y_STAGES][0][token][lane];
     if (p.y_bytes == 2 && !p.second_bytes) return *units;
     float sum[VECTOR] = {};
@@ -141,11 +166,11 @@ __device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typenam
 // x' of eight columns at a time, into shared memory and new_copies.
 template <class S>
 __device__ __forceinline__ void make_copies(const Problem& p, int first, int count, int tile, int column,
-                                       typename S::Shared& shared, int thread) {
+                                            typename S::Shared& shared, int thread) {
 #pragma unroll 1
     for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-        const int token = item / S::LANES, lane = item % S::LANES, at = lane * VECTOR;
-        uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * at;
+        const int token = item / S::LANES, lane = item % S::LANES, first_column = lane * VECTOR;
+        uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * first_column;
         const float4* mixing = shared.mixing[tile % S::NUM_Y_STAGES][token];
         const float4 post = mixing[0];
         float4 comb[COPIES];
@@ -158,30 +183,32 @@ __device__ __forceinline__ void make_copies(const Problem& p, int first, int cou
         const uint4 y = sublayer_output<S>(p, shared, tile, token, lane);
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-            auto of = [pair](uint4& v) -> uint32_t& { return pair < 2 ? (pair ? v.y : v.x) : (pair == 2 ? v.z : v.w); };
-            uint4 all = y;
-            const float y0 = low_bf16(of(all)), y1 = high_bf16(of(all));
-            float made[COPIES][2];
+            auto pair_of = [pair](uint4& v) -> uint32_t& {
+                return pair < 2 ? (pair ? v.y : v.x) : (pair == 2 ? v.z : v.w);
+            };
+            uint4 output = y;
+            const float y0 = low_bf16(pair_of(output)), y1 = high_bf16(pair_of(output));
+            float sums[COPIES][2];
 #pragma unroll
             for (int k = 0; k < COPIES; ++k) {
                 auto element = [k](const float4& v) { return k < 2 ? (k ? v.y : v.x) : (k == 2 ? v.z : v.w); };
-                made[k][0] = element(post) * y0, made[k][1] = element(post) * y1;
+                sums[k][0] = element(post) * y0, sums[k][1] = element(post) * y1;
 #pragma unroll
                 for (int j = 0; j < COPIES; ++j) {
-                    made[k][0] = fmaf(element(comb[j]), low_bf16(of(x[j])), made[k][0]);
-                    made[k][1] = fmaf(element(comb[j]), high_bf16(of(x[j])), made[k][1]);
+                    sums[k][0] = fmaf(element(comb[j]), low_bf16(pair_of(x[j])), sums[k][0]);
+                    sums[k][1] = fmaf(element(comb[j]), high_bf16(pair_of(x[j])), sums[k][1]);
                 }
             }
 #pragma unroll
-            for (int k = 0; k < COPIES; ++k) of(x[k]) = ptx::pack_bf16x2(made[k][0], made[k][1]);
+            for (int k = 0; k < COPIES; ++k) pair_of(x[k]) = ptx::pack_bf16x2(sums[k][0], sums[k][1]);
         }
-        const bool real = token < count && column + at < p.hidden;
+        const bool valid = token < count && column + first_column < p.hidden;
         __nv_bfloat16* to = p.new_copies + int64_t(first + tile * S::TILE) * COPIES * p.hidden +
-                            (token * COPIES * p.hidden + column + at);
+                            (token * COPIES * p.hidden + column + first_column);
 #pragma unroll
         for (int k = 0; k < COPIES; ++k, to += p.hidden) {
             *reinterpret_cast<uint4*>(row + k * S::COPY) = x[k];
-            if (real) *reinterpret_cast<uint4*>(to) = x[k];
+            if (valid) *reinterpret_cast<uint4*>(to) = x[k];
         }
     }
 }
@@ -196,14 +223,15 @@ struct FnFragments {
     __device__ __forceinline__ void load(const float* fn, int hidden, int column, int warp, int lane) {
 #pragma unroll
         for (int s = 0; s < S::STEPS; ++s) {
-            const int k = 16 * (warp * S::STEPS + s), copy = k / S::COLUMNS, at = column + k % S::COLUMNS;
+            const int k = 16 * (warp * S::STEPS + s), copy = k / S::COLUMNS, first_column = column + k % S::COLUMNS;
             float2 value[ROW_TILES][2];
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
-                const float* from = fn + (int64_t(8 * tile + lane / 4) * COPIES + copy) * hidden + at + lane % 4 * 2;
+                const float* from = fn + (int64_t(8 * tile + lane / 4) * COPIES + copy) * hidden + first_column +
+                                    lane % 4 * 2;
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    value[tile][half] = at < hidden ? *reinterpret_cast<const float2*>(from + 8 * half)
+                    value[tile][half] = first_column < hidden ? *reinterpret_cast<const float2*>(from + 8 * half)
                                                     : make_float2(0.0f, 0.0f);
             }
 #pragma unroll
@@ -235,8 +263,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 
 // The tile's tokens times this warp's columns of fn.
 template <class S>
-__device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int count, int tile, typename S::Shared& shared,
-                                         int warp, int lane) {
+__device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int count, int tile,
+                                               typename S::Shared& shared, int warp, int lane) {
     constexpr int ROW_TILES = FnFragments<S>::ROW_TILES, IN_COPY = S::COLUMNS / 16;
 #pragma unroll
     for (int from = 0; from < S::TILE; from += 16) {
@@ -266,10 +294,11 @@ __device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int cou
 // blocks on the diagonal are kept. Rows of a fragment are columns of the other factor's as they lie.
 template <class S>
 __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& shared, int warp, int lane) {
-    constexpr int STEPS = S::COLUMNS / 16 / S::PARTS, APART = 4;  // between the four tokens
+    constexpr int STEPS = S::COLUMNS / 16 / S::PARTS, TOKEN_STRIDE = 4;
     const int group = warp % S::GROUPS, part = warp / S::GROUPS;
-    const int first = group / APART * 16 + group % APART;
-    const uint32_t row = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][first + lane % 16 / COPIES * APART]) +
+    const int first = group / TOKEN_STRIDE * 16 + group % TOKEN_STRIDE;
+    const int row_token = first + lane % 16 / COPIES * TOKEN_STRIDE;
+    const uint32_t row = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][row_token]) +
                          lane % COPIES * S::COPY + lane / 16 * 16 + 32 * STEPS * part;
     float low[4] = {}, high[4] = {};  // of the first two tokens, of the others
 #pragma unroll
@@ -283,30 +312,30 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
     const int r = lane / 4, c = lane % 4 * 2, j = r % COPIES;
     if (r / COPIES != c / COPIES) return;
 #pragma unroll
-    for (int of = 0; of < 2; ++of) {
-        const int k = c % COPIES + of, token = first + r / COPIES * APART;
+    for (int i = 0; i < 2; ++i) {
+        const int k = c % COPIES + i, token = first + r / COPIES * TOKEN_STRIDE;
         if (k < j) continue;
-        shared.products[part][token][product_of(j, k)] = low[of];
-        shared.products[part][token + 2 * APART][product_of(j, k)] = high[2 + of];
+        shared.products[part][token][product_of(j, k)] = low[i];
+        shared.products[part][token + 2 * TOKEN_STRIDE][product_of(j, k)] = high[2 + i];
     }
 }
 
-// The norm's weight for the eight columns of each of a spreader's items.
+// The norm's weight for the eight columns of each of a producer's items.
 template <class S>
 __device__ __forceinline__ uint4 load_norm(const Problem& p, int column, int thread) {
     static_assert(ROLE_THREADS % S::LANES == 0);
-    const int at = column + thread % S::LANES * VECTOR;
-    return at < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + at) : make_uint4(0, 0, 0, 0);
+    const int first_column = column + thread % S::LANES * VECTOR;
+    return first_column < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + first_column) : make_uint4(0, 0, 0, 0);
 }
 
-// out of eight columns at a time, of the tile's x' and weights.
+// out of eight columns at a time, of the tile's x' and weights of u.
 template <class S>
 __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int tile, int column,
                                           const typename S::Shared& shared, int thread) {
-    const int at = column + thread % S::LANES * VECTOR;
-    if (at >= p.hidden) return;
-    __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + at;
-    const uint32_t by[4] = {norm.x, norm.y, norm.z, norm.w};
+    const int first_column = column + thread % S::LANES * VECTOR;
+    if (first_column >= p.hidden) return;
+    __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + first_column;
+    const uint32_t norms[4] = {norm.x, norm.y, norm.z, norm.w};
 #pragma unroll 1
     for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
         const int token = item / S::LANES;
@@ -324,11 +353,11 @@ __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int firs
                 u[2 * i + 1] = fmaf(weight, high_bf16(pairs[i]), u[2 * i + 1]);
             }
         }
-        uint32_t made[4];
+        uint32_t out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            made[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(by[i]), u[2 * i + 1] * high_bf16(by[i]));
-        *reinterpret_cast<uint4*>(to + token * p.hidden) = make_uint4(made[0], made[1], made[2], made[3]);
+            out[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(norms[i]), u[2 * i + 1] * high_bf16(norms[i]));
+        *reinterpret_cast<uint4*>(to + token * p.hidden) = make_uint4(out[0], out[1], out[2], out[3]);
     }
 }
 

@@ -3,10 +3,6 @@
 // thread, before which little may stand: a block's 16 warps take a microsecond for 450 instructions.
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include <cstdint>
-
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "sm90_columns_token_roles.cuh"
@@ -29,8 +25,6 @@ struct Share {
     int half, copy, place;  // place: the quad in the block is place + pass * QUADS
 };
 
-// ---- fn
-
 // The first pass of fn; of the others, lines to L2. weights: the thread's first row.
 template <int PASSES>
 __device__ __forceinline__ void load_fn(const float* weights, int row_stride, const int (&column)[PASSES], int lane,
@@ -45,15 +39,10 @@ __device__ __forceinline__ void load_fn(const float* weights, int row_stride, co
     }
 }
 
-// ---- x'
-
-// Four columns of an addend as they lie in memory: fp32, or bf16 in the first half. Loaded without branches, so that what
-// is loaded after them need not wait for their values.
+// Four columns of an addend as they lie in memory: fp32, or bf16 in the first half. Loaded without branches, so that
+// what is loaded after them need not wait for their values.
 struct Raw {
     uint2 half[2];
-};
-struct Addends {
-    Raw y, second;
 };
 __device__ __forceinline__ Raw load_quad(const void* from, int bytes, int64_t at) {
     const auto* quad = reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(from) + at * bytes);
@@ -65,28 +54,25 @@ __device__ __forceinline__ float4 value_of(const Raw& raw, int bytes) {
     return make_float4(__uint_as_float(raw.half[0].x), __uint_as_float(raw.half[0].y), __uint_as_float(raw.half[1].x),
                        __uint_as_float(raw.half[1].y));
 }
-// Four columns of the sublayer's output, rounded.
-__device__ __forceinline__ float4 add_addends(const Problem& p, const Addends& addends) {
-    return widen(narrow(add_scaled(1.0f, value_of(addends.second, p.second_bytes), value_of(addends.y, p.y_bytes))));
-}
 
 // A quad of a token's inputs; coefficients of x' of one copy: of the output, and 1 + j of copy j.
 struct Inputs {
     uint2 x[COPIES];
-    Addends y;
+    Raw y, second;
 };
 using Coefficients = float[1 + COPIES];
 
 template <int PASSES>
 __device__ __forceinline__ void load_inputs(const Problem& p, int token, const Share& share,
-                                            const int (&column)[PASSES], Inputs (&in)[PASSES], Coefficients& coefficients) {
+                                            const int (&column)[PASSES], Inputs (&in)[PASSES],
+                                            Coefficients& coefficients) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
         const __nv_bfloat16* from = p.copies + int64_t(token) * COPIES * p.hidden + column[pass];
 #pragma unroll
         for (int j = 0; j < COPIES; ++j) in[pass].x[j] = *reinterpret_cast<const uint2*>(from + j * p.hidden);
         const int64_t at = int64_t(token) * p.hidden + column[pass];
-        in[pass].y = {load_quad(p.y, p.y_bytes, at), load_quad(p.second, p.second_bytes, at)};
+        in[pass].y = load_quad(p.y, p.y_bytes, at), in[pass].second = load_quad(p.second, p.second_bytes, at);
     }
     coefficients[0] = p.post[token * COPIES + share.copy];
 #pragma unroll
@@ -94,31 +80,21 @@ __device__ __forceinline__ void load_inputs(const Problem& p, int token, const S
 }
 
 __device__ __forceinline__ uint2 make_quad(const Problem& p, const Inputs& in, const Coefficients& coefficients) {
-    const float4 y = add_addends(p, in.y);
+    // The sublayer's output, rounded.
+    const float4 y =
+        widen(narrow(add_scaled(1.0f, value_of(in.second, p.second_bytes), value_of(in.y, p.y_bytes))));
     float4 v = make_float4(coefficients[0] * y.x, coefficients[0] * y.y, coefficients[0] * y.z, coefficients[0] * y.w);
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) v = add_scaled(coefficients[1 + j], widen(in.x[j]), v);
     return narrow(v);
 }
 
+// The thread's part of the sums: x' times fn, of which each row's next pass is loaded after its last use, and x' times
+// x' as PRODUCT_SOURCES has it.
 template <int PASSES, int TOKENS>
-__device__ __forceinline__ void write_copies(const Problem& p, const TokenShared<PASSES, TOKENS>& shared, int t, int token,
-                                             const Share& share, const int (&column)[PASSES],
-                                             const bool (&valid)[PASSES]) {
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
-        if (valid[pass])
-            *reinterpret_cast<uint2*>(p.new_copies + (int64_t(token) * COPIES + share.copy) * p.hidden +
-                                      column[pass]) = shared.x[t][pass][share.copy][share.place];
-}
-
-// ---- sums
-
-// The thread's part of the sums: x' times fn, of which each row's next pass is loaded behind its last use, and x' times x'.
-template <int PASSES, int TOKENS>
-__device__ __forceinline__ void multiply(const TokenShared<PASSES, TOKENS>& shared, const float* weights, int row_stride,
-                                         const Share& share, int first_quad, int quads, float4 (&fn)[HALF_ROWS],
-                                         float (&sums)[TOKENS][VALUES]) {
+__device__ __forceinline__ void multiply(const TokenShared<PASSES, TOKENS>& shared, const float* weights,
+                                         int row_stride, const Share& share, int first_quad, int quads,
+                                         float4 (&fn)[HALF_ROWS], float (&sums)[TOKENS][VALUES]) {
     const int half = share.half, copy = share.copy, place = share.place;
 #pragma unroll 1  // two at once spill
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -127,7 +103,7 @@ __device__ __forceinline__ void multiply(const TokenShared<PASSES, TOKENS>& shar
         for (int t = 0; t < TOKENS; ++t) {
             const auto* const x = shared.x[t][pass];
             const float4 wide = widen(x[copy][place]);
-            const float4 with = half ? widen(x[(copy + 1) % COPIES][place]) : wide;  // as PRODUCT_SOURCES has it
+            const float4 with = half ? widen(x[(copy + 1) % COPIES][place]) : wide;
             sums[t][HALF_ROWS] = add_dot(wide, with, sums[t][HALF_ROWS]);
             if (half == 0 && copy < 2)
                 sums[t][HALF_ROWS + 1] = add_dot(wide, widen(x[copy + 2][place]), sums[t][HALF_ROWS + 1]);
@@ -159,8 +135,6 @@ __device__ __forceinline__ float fold(const float (&v)[WIDTH], int lane) {
         return fold(kept, lane);
     }
 }
-
-// ---- kernel
 
 // Grid (CLUSTER, ceil(tokens / TOKENS)). PASSES: quads of a thread.
 template <int PASSES, int TOKENS>
@@ -229,7 +203,13 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     __syncthreads();
     if (sends) send_sum(sum_warps(partials, source.warps), to, sums_barrier);
     // While sums are under way: nothing waits for the copies but the end.
-    if (makes_copies) write_copies(p, shared, t, token, share, column, valid);
+    if (makes_copies) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass)
+            if (valid[pass])
+                *reinterpret_cast<uint2*>(p.new_copies + (int64_t(token) * COPIES + share.copy) * p.hidden +
+                                          column[pass]) = shared.x[t][pass][share.copy][share.place];
+    }
     const int out_token = first_token + role.t;
     if (role.kind == SEND_SUMS || role.kind == NOTHING || out_token >= p.tokens) return;
     if (role.kind == MAKE_OUT)

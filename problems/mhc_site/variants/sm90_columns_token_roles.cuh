@@ -1,14 +1,7 @@
-// Few tokens: what a block of a cluster has in shared memory, where the sums of a token come from and go to, and what its
-// warps make of them.
+// Few tokens: a block's shared memory, where the sums of a token come from and go to, and what warps make of them.
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include <cstdint>
-
 #include "ptx.cuh"
-#include "sm90_columns_mix.cuh"
-#include "sm90_columns_problem.cuh"
 #include "sm90_columns_tile.cuh"
 
 namespace columns {
@@ -19,7 +12,7 @@ constexpr int HALF_ROWS = ROWS / 2;
 constexpr int QUADS = 64;    // threads of a half and a copy; quads beyond them come in further passes
 constexpr int TOKEN_THREADS = 2 * COPIES * QUADS, TOKEN_WARPS = TOKEN_THREADS / 32;
 constexpr int OUT_WARPS = QUADS / 32;  // of a token, which make out
-constexpr int VALUES = 16;             // that a thread sums up for a token: rows, two products x'_j x'_k, two of nothing
+constexpr int VALUES = 16;             // of a thread for a token: rows, two products x'_j x'_k, two of nothing
 constexpr int SUMS = ROWS + PRODUCTS;  // of SLOTS
 static_assert(HALF_ROWS + 2 <= VALUES && QUADS % 32 == 0 && TOKEN_THREADS <= 1024);
 
@@ -41,42 +34,27 @@ __device__ __forceinline__ float4 add_scaled(float by, float4 v, float4 to) {
     return make_float4(fmaf(by, v.x, to.x), fmaf(by, v.y, to.y), fmaf(by, v.z, to.z), fmaf(by, v.w, to.w));
 }
 
-// ---- where sums come from
-
 // Where the partial sums of a slot lie: warps from `first` on, and which of their values.
 struct Source {
     int first, warps, value;
 };
-// Which threads sum up x'_j x'_k: their half and copy, and whether it is their second product. Half 0 has x'_c x'_c of
-// its copies c, and of the first two x'_c x'_(c + 2); half 1 has x'_c x'_(c + 1).
-struct ProductSource {
-    int half, copy, second;
-};
-constexpr ProductSource PRODUCT_SOURCES[PRODUCTS] = {
-    {0, 0, 0}, {1, 0, 0}, {0, 0, 1}, {1, 3, 0},  // 00 01 02 03
-    {0, 1, 0}, {1, 1, 0}, {0, 1, 1},             // 11 12 13
-    {0, 2, 0}, {1, 2, 0},                        // 22 23
-    {0, 3, 0},                                   // 33
-};
-__host__ __device__ constexpr uint64_t packed_sources() {
-    int values[PRODUCTS] = {};
-    for (int i = 0; i < PRODUCTS; ++i)
-        values[i] = PRODUCT_SOURCES[i].half * COPIES + PRODUCT_SOURCES[i].copy + 2 * COPIES * PRODUCT_SOURCES[i].second;
-    return pack_nibbles<uint64_t>(values);
-}
-// Shifts and no function for a lookup: with a call here the compiler takes other registers.
+// Which threads sum up x'_j x'_k: those of copy c in half 0 have x'_c x'_c, and as their second product, for c < 2,
+// x'_c x'_(c + 2); in half 1 x'_c x'_(c + 1).
+constexpr int SQUARE_OF = 0, NEXT_OF = COPIES, SECOND_OF = 2 * COPIES;  // and c
+constexpr uint64_t PRODUCT_SOURCES = pack_nibbles<uint64_t>({
+    SQUARE_OF + 0, NEXT_OF + 0, SECOND_OF + 0, NEXT_OF + 3,   // 00 01 02 03
+    SQUARE_OF + 1, NEXT_OF + 1, SECOND_OF + 1,                // 11 12 13
+    SQUARE_OF + 2, NEXT_OF + 2, SQUARE_OF + 3,                // 22 23 33
+});
 __device__ __forceinline__ Source source_of(int slot) {
     constexpr int GROUP_WARPS = QUADS / 32;  // of a half and a copy
     if (slot < PRODUCT_SLOT || slot >= POST_SLOT) {
         const int row = slot < PRODUCT_SLOT ? slot : slot - POST_SLOT + COPIES;
         return {row / HALF_ROWS * TOKEN_WARPS / 2, TOKEN_WARPS / 2, row % HALF_ROWS};
     }
-    constexpr uint64_t SOURCES = packed_sources();
-    const int source = SOURCES >> 4 * (slot - PRODUCT_SLOT) & 15;
-    return {source % (2 * COPIES) * GROUP_WARPS, GROUP_WARPS, HALF_ROWS + source / (2 * COPIES)};
+    const int source = PRODUCT_SOURCES >> 4 * (slot - PRODUCT_SLOT) & 15;
+    return {source % SECOND_OF * GROUP_WARPS, GROUP_WARPS, HALF_ROWS + source / SECOND_OF};
 }
-
-// ---- what warps do with them
 
 // What a warp does when the sums of its block are there, for a token of the cluster.
 enum Kind { SEND_SUMS, MAKE_OUT, MAKE_COMB, MAKE_POST, NOTHING };
@@ -85,14 +63,15 @@ struct Role {
     int t, thread;  // thread: of those that do the same for the token
 };
 
-// Two warps a token send its sums to all blocks, and OUT_WARPS make out. In one of the blocks a warp makes new_comb, which
-// takes longest, and another new_post.
+// Two warps a token send its sums to all blocks, and OUT_WARPS make out. In one of the blocks a warp makes new_comb,
+// which takes longest, and another new_post.
 template <int TOKENS>
 __device__ __forceinline__ Role role_of(int warp, int lane, uint32_t rank) {
     constexpr int FIRST_OUT = 2 * TOKENS, FIRST_COMB = FIRST_OUT + OUT_WARPS * TOKENS, FIRST_POST = FIRST_COMB + TOKENS;
     static_assert(SLOTS <= 2 * 32 && FIRST_POST + TOKENS <= TOKEN_WARPS);
     if (warp < FIRST_OUT) return {SEND_SUMS, warp / 2, warp % 2 * 32 + lane};
-    if (warp < FIRST_COMB) return {MAKE_OUT, (warp - FIRST_OUT) / OUT_WARPS, (warp - FIRST_OUT) % OUT_WARPS * 32 + lane};
+    if (warp < FIRST_COMB)
+        return {MAKE_OUT, (warp - FIRST_OUT) / OUT_WARPS, (warp - FIRST_OUT) % OUT_WARPS * 32 + lane};
     const int t = (warp - FIRST_COMB) % TOKENS;
     if (warp >= FIRST_POST + TOKENS || rank != CLUSTER - 1 - t) return {NOTHING, t, lane};
     return {warp < FIRST_POST ? MAKE_COMB : MAKE_POST, t, lane};
@@ -109,7 +88,8 @@ struct RoleParameters {
         if (role.kind == NOTHING || role.kind == SEND_SUMS) return;
         const int row = role.kind == MAKE_OUT ? lane % COPIES
                       : role.kind == MAKE_POST ? COPIES + lane % COPIES : 2 * COPIES + lane % (COPIES * COPIES);
-        base = __ldg(p.base + row), scale = __ldg(p.scale + (role.kind == MAKE_OUT ? 0 : role.kind == MAKE_POST ? 1 : 2));
+        base = __ldg(p.base + row);
+        scale = __ldg(p.scale + (role.kind == MAKE_OUT ? 0 : role.kind == MAKE_POST ? 1 : 2));
         if (role.kind != MAKE_OUT) return;
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
@@ -132,9 +112,8 @@ __device__ __forceinline__ float sum_warps(uint32_t from, int warps) {
 __device__ __forceinline__ void send_sum(float sum, uint32_t to, uint32_t barrier) {
 #pragma unroll
     for (int block = 0; block < CLUSTER; ++block)
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                         ptx::in_block(block, to)),
-                     "r"(__float_as_uint(sum)), "r"(ptx::in_block(block, barrier))
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                     ::"r"(ptx::in_block(block, to)), "r"(__float_as_uint(sum)), "r"(ptx::in_block(block, barrier))
                      : "memory");
 }
 
@@ -186,8 +165,9 @@ __device__ __forceinline__ void make_out(const Problem& p, const TokenShared<PAS
 
 // A warp: new_comb or new_post of a token. A lane has one slot's sum: of an element, or from lane 16 on of a square.
 template <int PASSES, int TOKENS>
-__device__ __forceinline__ void make_mixing(const Problem& p, const TokenShared<PASSES, TOKENS>& shared, const Role& role,
-                                            const RoleParameters<PASSES>& parameters, int token, int lane) {
+__device__ __forceinline__ void make_mixing(const Problem& p, const TokenShared<PASSES, TOKENS>& shared,
+                                            const Role& role, const RoleParameters<PASSES>& parameters, int token,
+                                            int lane) {
     constexpr uint32_t SQUARE_SLOTS = pack_nibbles<uint32_t>(
         {PRODUCT_SLOT + product_of(0, 0), PRODUCT_SLOT + product_of(1, 1), PRODUCT_SLOT + product_of(2, 2),
          PRODUCT_SLOT + product_of(3, 3)});

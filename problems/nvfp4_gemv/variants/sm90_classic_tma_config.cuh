@@ -10,8 +10,6 @@
 
 namespace classic {
 
-// ------------------------------------------------------------------------------------------------- constants
-
 constexpr int QUARTERS = 4;          // of a block of 128 rows, whose scales lie side by side
 constexpr int ROWS = 8;              // of a tile in each quarter
 constexpr int BLOCK_M = QUARTERS * ROWS;
@@ -87,10 +85,7 @@ struct PipelineState {
     uint32_t phase = 0;
 
     __device__ __forceinline__ void advance(int stages) {
-        if (++index == stages) {
-            index = 0;
-            phase ^= 1;
-        }
+        if (++index == stages) index = 0, phase ^= 1;
     }
 };
 
@@ -123,11 +118,10 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
 // All threads of all CTAs of the cluster (of the block where there is no cluster).
 template <int CTAS>
 __device__ __forceinline__ void sync_all() {
-    if constexpr (CTAS == 1) {
+    if constexpr (CTAS == 1)
         __syncthreads();
-    } else {
+    else
         asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    }
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {

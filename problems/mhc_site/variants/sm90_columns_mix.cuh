@@ -84,7 +84,7 @@ __device__ __forceinline__ float u_weight_of_sums(Sums sums, float inverse, cons
 
 // One half of a round of Sinkhorn, on divisors a_j and b_k of rows and columns: a_j = HC_EPS a_j + sum over k of
 // m_jk / b_k, or the same of b. The divisors themselves are not needed, only m_jk / (a_j b_k), so they are kept times
-// powers of two and products of the others: 1 / b_0 is b_1 b_2 b_3 / P, and 1 / P is left out. It takes half the time of
+// powers of two and products of the others: 1 / b_0 is b_1 b_2 b_3 / P, and 1 / P is left out. Half the time of
 // four reciprocals. v = s times the divisors; f: P between 1 and 2; inverse_f: 1 / that of the half before.
 struct Divisors {
     float v[COPIES], s;

@@ -163,7 +163,7 @@ __device__ __forceinline__ Sums sum_partials(const float (*partials)[SLOTS], int
     return sums;
 }
 
-// Of a group's one tile: all warps add up, each a part of the slices of one token; then one warp a token makes its weights
+// Of a group's one tile: all warps add up, each a part of the slices of one token; then one warp a token makes weights
 // of u, and where the token is this block's, post and comb, while the producers go on to out.
 template <class S>
 __device__ __forceinline__ void mix_in_block(const Problem& p, const Group& g, typename S::Shared& shared, int column,

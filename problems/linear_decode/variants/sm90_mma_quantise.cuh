@@ -1,4 +1,5 @@
-// sm90_mma: a piece of the input as the products take it; the same bits wherever it is done.
+// How sm90_mma's input becomes what the products take, a piece at a time; the same bits wherever it is done: in each
+// block (sm90_mma_input.cuh), in quantise_kernel, or in the epilogue of the previous link (write_next).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -20,7 +21,7 @@ __device__ __forceinline__ uint16_t e4m3_pair(float low, float high) {
     return pair;
 }
 
-// In its place behind the wait for the kernel ahead, which may have written this.
+// Stays behind the wait for the previous kernel, which may have written this.
 __device__ __forceinline__ uint4 load_input(const void* at) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -30,33 +31,33 @@ __device__ __forceinline__ uint4 load_input(const void* at) {
     return v;
 }
 
-// The power of two that a group of 128 is divided by, and its inverse; most: the largest magnitude.
-__device__ __forceinline__ float2 group_scale(float most, bool quantise) {
-    if (quantise) {  // the least one with 448 * scale >= most, which counts as 1e-4 or more: fp8.ue8m0_scale
+// The power of two that a group of 128 is divided by, and its inverse; amax: the largest magnitude.
+__device__ __forceinline__ float2 group_scale(float amax, bool quantise) {
+    if (quantise) {  // the least one with 448 * scale >= amax, which counts as 1e-4 or more: fp8.ue8m0_scale
         // 448 is 1.75 * 2^8: 2^23 more than the bits of 1.75, less one, carry where the mantissa is larger than that.
-        const int exponent = (__float_as_uint(fmaxf(most, 1e-4f)) + 0x1FFFFF >> 23) - 8;
+        const int exponent = (__float_as_uint(fmaxf(amax, 1e-4f)) + 0x1FFFFF >> 23) - 8;
         return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
     }
-    const int exponent = min(max(static_cast<int>(__float_as_uint(most) >> 23), 28), 254) - 14;
+    const int exponent = min(max(static_cast<int>(__float_as_uint(amax) >> 23), 28), 254) - 14;
     return make_float2(__uint_as_float(exponent << 23), __uint_as_float(254 - exponent << 23));
 }
 
-// 16 / PIECES lanes have a group of 128. -> fp16, in place; scale: of the group.
+// bf16 -> fp16, in place; 16 / PIECES lanes share the scale of SCALE_K values.
 template <int PIECES>
 __device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantise, float& scale) {
     uint32_t words[PIECES][4];
-    float most = 0;
+    float amax = 0;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         words[i][0] = pieces[i].x, words[i][1] = pieces[i].y, words[i][2] = pieces[i].z, words[i][3] = pieces[i].w;
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i][w] << 16)),
+            amax = fmaxf(amax, fmaxf(fabsf(__uint_as_float(words[i][w] << 16)),
                                      fabsf(__uint_as_float(words[i][w] & 0xFFFF0000u))));
     }
 #pragma unroll
-    for (int apart = 8 / PIECES; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-    const float2 both = group_scale(most, quantise);
+    for (int distance = 8 / PIECES; distance; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
+    const float2 both = group_scale(amax, quantise);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
 #pragma unroll
@@ -71,9 +72,9 @@ __device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantis
 }
 
 __device__ __forceinline__ uint4 fp8_piece(uint4 raw, bool quantise, float& scale) {
-    uint4 one[1] = {raw};
-    fp8_pieces(one, quantise, scale);
-    return one[0];
+    uint4 pieces[1] = {raw};
+    fp8_pieces(pieces, quantise, scale);
+    return pieces[0];
 }
 
 // a / b to nearest, inverse being 1 / b to nearest, for finite a, b and quotients that are no subnormal numbers: of 8
@@ -89,9 +90,9 @@ __device__ __forceinline__ float nvfp4_divided(float v, float input_scale, float
     return quotient(fminf(fmaxf(v, -limit), limit), input_scale, inverse);
 }
 
-__device__ __forceinline__ float nvfp4_scale(float most) {
+__device__ __forceinline__ float nvfp4_scale(float amax) {
     constexpr float HIGH = 1 / 6.f, LOW = static_cast<float>(1 / 6. - HIGH);  // together 1 / 6, see Inverse
-    const float wanted = fminf(fmaf(most, HIGH, most * LOW), 448.f);
+    const float wanted = fminf(fmaf(amax, HIGH, amax * LOW), 448.f);
     const uint32_t half2 = half2_of_e4m3(e4m3_pair(wanted, 0.f));
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
 }
@@ -116,8 +117,8 @@ __device__ __forceinline__ float nvfp4_code(float divided, const Inverse& by) {
     const float code = fmaf(divided, by.high, divided * by.low);  // times 2^22
     // The power of two at or below it, at least 1: codes are half of it apart. 1.5 * 2^23 of these halves more, and the
     // sum's last bit is worth one of them.
-    const float far = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 0x1p22f)) & 0x7F800000u | 0x00400000u);
-    const float rounded = __fsub_rn(fmaf(code, 0x1p-22f, far), far);
+    const float half_steps = __uint_as_float(__float_as_uint(fmaxf(fabsf(code), 0x1p22f)) & 0x7F800000u | 0x00400000u);
+    const float rounded = __fsub_rn(fmaf(code, 0x1p-22f, half_steps), half_steps);
     return BELOW_7 ? rounded : fminf(fmaxf(rounded, -6.f), 6.f);
 }
 
@@ -129,17 +130,17 @@ __device__ __forceinline__ uint32_t nvfp4_values(float low, float high, float sc
 // Two lanes have a group of 16. -> bf16.
 __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float inverse) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    float value[PIECE], most = 0;
+    float value[PIECE], amax = 0;
 #pragma unroll
     for (int e = 0; e < PIECE; ++e) {
         value[e] = __uint_as_float(e & 1 ? words[e / 2] & 0xFFFF0000u : words[e / 2] << 16);
-        most = fmaxf(most, fabsf(value[e]));
+        amax = fmaxf(amax, fabsf(value[e]));
     }
     // The quotient of the largest is the largest quotient.
-    most = nvfp4_divided(fmaxf(most, __shfl_xor_sync(~0u, most, 1)), input_scale, inverse);
-    const float scale = nvfp4_scale(most);
+    amax = nvfp4_divided(fmaxf(amax, __shfl_xor_sync(~0u, amax, 1)), input_scale, inverse);
+    const float scale = nvfp4_scale(amax);
     const Inverse by(scale);
-    if (most < 6.9f * scale)  // but for the smallest scales and the largest inputs: no need of limits
+    if (amax < 6.9f * scale)  // but for the smallest scales and the largest inputs: no need of limits
 #pragma unroll
         for (int e = 0; e < PIECE; ++e)
             value[e] = nvfp4_code<true>(quotient(value[e], input_scale, inverse), by);
@@ -150,59 +151,62 @@ __device__ __forceinline__ uint4 nvfp4_piece(uint4 raw, float input_scale, float
                       nvfp4_values(value[4], value[5], scale), nvfp4_values(value[6], value[7], scale));
 }
 
-// A lane has four values of a token, bf16, from column `column` of the link behind on, and four lanes a group: writes
-// them where that takes them, if `inside`. held: lane i has input scale i. All lanes call this.
-__device__ __forceinline__ void write_behind(const Next& next, bool inside, int token, int column, uint2 words,
-                                             float held) {
-    const int k = next.k_units * COLUMNS;
+// Quantises four values of a token, bf16, from column `column` of the next link on; four lanes share a scale. Writes
+// them if `inside`. lane_scale: lane i has input scale i. All lanes call this.
+__device__ __forceinline__ void write_next(const Next& next, bool inside, int token, int column, uint2 words,
+                                           float lane_scale) {
+    const int k = next.k_units * BLOCK_K;
     const float v[4] = {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xFFFF0000u),
                         __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xFFFF0000u)};
 #pragma unroll 1
-    for (int copy = 0; copy < next.taken_columns; copy += next.x_columns) {  // one for each input scale of the column
-        const int group = min((copy + column) / k, (next.taken_columns - 1) / k);
-        float input_scale = __shfl_sync(~0u, held, group & 31);
+    for (int copy = 0; copy < next.quantised_stride; copy += next.x_stride) {  // one for each input scale of the column
+        const int group = min((copy + column) / k, (next.quantised_stride - 1) / k);
+        float input_scale = __shfl_sync(~0u, lane_scale, group & 31);
         if (group > 31) input_scale = next.input_scales[group];
         const float inverse = __frcp_rn(input_scale);
-        float divided[4], most = 0;
+        float divided[4], amax = 0;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             divided[e] = nvfp4_divided(v[e], input_scale, inverse);
-            most = fmaxf(most, fabsf(divided[e]));
+            amax = fmaxf(amax, fabsf(divided[e]));
         }
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float scale = nvfp4_scale(most);
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+        const float scale = nvfp4_scale(amax);
         const Inverse by(scale);
 #pragma unroll
         for (int e = 0; e < 4; ++e) divided[e] = nvfp4_code(divided[e], by);
         if (inside)
-            *reinterpret_cast<uint2*>(next.taken + static_cast<int64_t>(token) * next.taken_columns + copy + column) =
+            *reinterpret_cast<uint2*>(next.quantised + static_cast<int64_t>(token) * next.quantised_stride + copy +
+                                      column) =
                 make_uint2(nvfp4_values(divided[0], divided[1], scale), nvfp4_values(divided[2], divided[3], scale));
     }
 }
 
-// A lane a piece: 16 lanes have 128 columns of a group of a token, less at its end.
-template <int FORMAT>
-__global__ void __launch_bounds__(QUANTISERS) quantise_kernel(const __grid_constant__ Link p) {
+// Quantises the input of a link once for all its blocks: a lane a piece, 16 lanes SCALE_K columns of a group of a
+// token, fewer at its end.
+template <Format FORMAT>
+__global__ void __launch_bounds__(QUANTISE_THREADS) quantise_kernel(const __grid_constant__ Link link) {
     programmatic::trigger();  // blocks of the link may begin to copy their weights
-    programmatic::wait();     // until the link ahead has written the input, and has read what is written here
-    const int k = p.k_units * COLUMNS, blocks = (k + BLOCK - 1) / BLOCK, groups = p.groups();
-    const int index = blockIdx.x * QUANTISERS + threadIdx.x, part = index % (BLOCK / PIECE);
-    const int block = index / (BLOCK / PIECE) % blocks, row = index / (BLOCK / PIECE) / blocks;
-    const int token = row / groups, group = row % groups, column = block * BLOCK + PIECE * part;
-    const bool inside = token < p.tokens && column < k;
+    programmatic::wait();     // until the previous link has written the input, and has read what is written here
+    const int k = link.k_units * BLOCK_K, scales = (k + SCALE_K - 1) / SCALE_K, groups = link.groups();
+    const int index = blockIdx.x * QUANTISE_THREADS + threadIdx.x, part = index % (SCALE_K / PIECE);
+    const int scale_column = index / (SCALE_K / PIECE) % scales, row = index / (SCALE_K / PIECE) / scales;
+    const int token = row / groups, group = row % groups, column = scale_column * SCALE_K + PIECE * part;
+    const bool inside = token < link.tokens && column < k;
     uint4 piece = make_uint4(0, 0, 0, 0);
-    if (inside) piece = load_input(p.x + static_cast<int64_t>(token) * p.x_columns + group * p.group_columns + column);
+    const int64_t first = static_cast<int64_t>(token) * link.x_stride;
+    if (inside) piece = load_input(link.x + first + group * link.group_stride + column);
     float scale = 0;
     if constexpr (FORMAT == FP8) {
-        piece = fp8_piece(piece, p.quantise, scale);
+        piece = fp8_piece(piece, link.quantise, scale);
     } else {
-        const float input_scale = p.input_scales[group];
+        const float input_scale = link.input_scales[group];
         piece = nvfp4_piece(piece, input_scale, __frcp_rn(input_scale));
     }
     if (!inside) return;
-    *reinterpret_cast<uint4*>(p.taken + static_cast<int64_t>(row) * k + column) = piece;
-    if (FORMAT == FP8 && part == 0) p.taken_scales[row * blocks + block] = scale;
+    *reinterpret_cast<uint4*>(link.quantised + static_cast<int64_t>(row) * k + column) = piece;
+    if (FORMAT == FP8 && part == 0) link.quantised_scales[row * scales + scale_column] = scale;
 }
 
 }  // namespace linear_mma

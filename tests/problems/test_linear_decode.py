@@ -258,21 +258,21 @@ def test_experts_that_are_none_and_weights_without_room_are_refused():
         *((4096, 4096, 1, {32: 2}), (65536, 1536, 1, {32: 1})),
     ],
 )
-def test_more_than_two_blocks_that_share_a_tile_tell_each_other_sums(n, k, sections, blocks):
+def test_more_than_two_blocks_that_share_a_tile_exchange_sums(n, k, sections, blocks):
     """As many as sums are added up by, since a token's bits must not depend on the others. blocks: by tokens."""
     state = planned("fp8", ((n, k),), 1)
     for tokens, count in blocks.items():
         (to,), *_ = calls(state, tokens)
-        assert to.cluster == count and bool(to.exchange) is (count > 2)
-        assert state.links[0].sections == sections and to.section == to.chunks // sections
+        assert to.num_splits == count and bool(to.exchange) is (count > 2)
+        assert state.links[0].sections == sections and to.section_chunks == to.num_chunks // sections
 
 
 @pytest.mark.parametrize(("groups", "n", "k"), [(1, 4096, 8192), (3, 320, 4160), (8, 64, 16384), (1, 129280, 7168)])
-def test_there_is_room_for_the_sums_that_blocks_tell_each_other(groups, n, k):
+def test_there_is_room_for_the_sums_that_blocks_exchange(groups, n, k):
     """Of every pass, which is no fewer tiles than blocks have at once; and two words before them."""
     (link,) = planned("fp8", ((n, k),), groups).links
     at_once = mma.WARPS * link.sections // link.chunks
-    passes = groups * -(-n // mma.TILE // at_once)
+    passes = groups * -(-n // mma.BLOCK_N // at_once)
     assert link.exchanged == 2 + passes * link.sections * at_once * 32 * task.MOST_TOKENS
 
 
@@ -283,7 +283,7 @@ def planned(kind: str, sizes: tuple[tuple[int, int, int], ...], groups: int) -> 
         scales = torch.empty(0) if kind == "fp8" else None
         inputs = torch.ones(groups) if kind == "nvfp4" else None
         quantise = kind == "nvfp4" or (kind == "fp8" and groups == 1)
-        chunks = mma.chunks_of(groups * n // mma.TILE, k)
+        chunks = mma.chunks_of(groups * n // mma.BLOCK_N, k)
         links.append(mma.Link(torch.empty(1), scales, None, inputs, quantise, groups, ((groups, n, k),), chunks))
     return mma.State(kind.removesuffix("_a16"), tuple(links), torch.empty(0), torch.empty(1))
 
@@ -295,16 +295,16 @@ def calls(state: object, tokens: int, norm: bool = False) -> tuple[ctypes.Array,
         ((groups, n, k),) = link.sizes
         x, out = (torch.empty(1).expand(tokens, groups * columns) for columns in (k, n))
         mma._fill(to, link, x, [out])
-        to.norm = 1 if norm else None
+        to.norm_weights = 1 if norm else None
     return made, *mma._arrange(state, made, torch.device("cpu"))
 
 
 def taken(state: object, tokens: int, norm: bool = False) -> bool:
     """Whether sm90_mma.cu has every call of a State."""
     takes = build.cuda(mma.SOURCE, "sm90").function("takes", ctypes.c_void_p, *[ctypes.c_int] * 2)
-    made, together, ahead, _rooms = calls(state, tokens, norm)
-    assert not (together and ahead)
-    return all(takes(ctypes.addressof(to), task.FORMATS.index(state.format), together) for to in made)
+    made, chain, num_prequantised, _rooms = calls(state, tokens, norm)
+    assert not (chain and num_prequantised)
+    return all(takes(ctypes.addressof(to), task.FORMATS.index(state.format), chain) for to in made)
 
 
 COLUMNS_OF_X = [*range(64, 1088, 64), 1280, 1536, 2048, 4096, 5120, 7168, 8192, 8256, 16384]

@@ -5,7 +5,6 @@ It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_
 
 import math
 from ctypes import Array, Structure, addressof, c_float, c_int, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,22 +27,24 @@ from problems.common import build, early, load
 
 TARGETS = ("sm90", "sm100")  # sm100: compiled, with the same instructions
 SOURCE = Path(__file__).with_suffix(".cu")
-TILE, COLUMNS = 32, 64  # rows and columns of a unit
-WARPS = 16  # of a block
 NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp4_units.cuh
-MOST_PARTS = 4  # matrices of a link
-MOST_CHUNKS, MOST_SECTIONS = 32, 8
-SLICE = 2048  # columns that a block can hold of 32 tokens
+# As in sm90_mma_formats.cuh: rows and columns of a unit, warps of a block, matrices of a link, blocks of a cluster (of
+# 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time), parts of k, links of a chain in one launch.
+BLOCK_N, BLOCK_K, WARPS, MAX_OUTPUTS, MAX_CLUSTER, MAX_SECTIONS, MAX_LINKS = 32, 64, 16, 4, 2, 8, 4
+CHAIN_TOKENS = 8  # of a chain in one launch
+MAX_CHUNKS = 32
+BLOCK_COLUMNS = 2048  # that a block can hold of 32 tokens
+PREFETCH_LINES = 32  # of 128 bytes of the next link, that each warp asks for to L2
 # Values that a block takes without much delay: 16 tokens of 2048 columns, and half of that where each is divided twice.
 EASY, EASY_NVFP4 = 2**15, 2**14
 CLUSTER_FP8 = 8  # tokens of fp8 up to which a cluster shares the tiles of a matrix with sections
-MOST_CLUSTER = 2  # blocks; of 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time
-AHEAD, AHEAD_NVFP4 = 16, 2  # tokens that each block quantises itself; more are quantised once, by a kernel ahead
-MOST_LINKS, CHAIN_TOKENS = 4, 8  # of a chain in one launch
+IN_BLOCK, IN_BLOCK_NVFP4 = 16, 2  # tokens that each block quantises itself; more are quantised once, by another kernel
 # Of inputs that are normed: tokens, and values that a block has in registers; columns of a warp.
-NORMED_TOKENS, MOST_NORMED, NORMED_COLUMNS = 8, 8192, 256
+NORMED_TOKENS, MAX_NORMED, NORMED_COLUMNS = 8, 8192, 256
 PASS = 0.5  # what adding the chunks' sums costs, in blocks of 128 that a warp multiplies by
-MULTIPROCESSORS = 132  # of the GPU that chunks are chosen for; bits must not depend on the one that runs
+# Of the GPU that chunks are chosen for. Sums are added by chunks, so bits would depend on the GPU if it were asked; the
+# grid is chosen by the one that runs.
+MULTIPROCESSORS = 132
 
 
 class Link(NamedTuple):
@@ -78,23 +79,23 @@ class Link(NamedTuple):
         share a tile of 32 tokens, where these are too many for a cluster, else 1.
         """
         blocks = max(self.fewest, _blocks_of(self.sizes[0][2]))
-        return blocks if blocks > MOST_CLUSTER else 1
+        return blocks if blocks > MAX_CLUSTER else 1
 
     @property
     def exchanged(self) -> int:
-        """Words of 8 bytes in which blocks tell each other the sections' sums of 32 tokens; 0: they never do."""
+        """Words of 8 bytes in which blocks exchange the sections' sums of 32 tokens; 0: they never do."""
         if self.sections == 1:
             return 0
-        tiles = sum(g * n for g, n, _ in self.sizes) // TILE // self.groups  # of a group
+        tiles = sum(g * n for g, n, _ in self.sizes) // BLOCK_N // self.groups  # of a group
         at_once = WARPS * self.sections // self.chunks
-        return 2 + self.groups * -(-tiles // at_once) * at_once * self.sections * TILE * MOST_TOKENS
+        return 2 + self.groups * -(-tiles // at_once) * at_once * self.sections * BLOCK_N * MOST_TOKENS
 
 
 class State(NamedTuple):
     """What prepare keeps in the weights' place, for one call at a time.
 
     met       int32 (), what blocks count at between links
-    exchange  int64 (words,), zero at first: Exchange of sm90_mma.cu, for any of the links
+    exchange  int64 (words,), zero at first: Exchange of sm90_mma_reduce.cuh, for any of the links
     """
 
     format: str
@@ -108,31 +109,23 @@ class State(NamedTuple):
         return tuple(link.sizes for link in self.links)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """cluster: blocks that share a tile, a cluster or, if more than 2, blocks that tell each other sums through memory.
-    ahead: lines of 128 bytes of the link behind that each warp asks for to L2.
-    """
-
-    cluster: int
-    ahead: int
-
-
-class _Part(Structure):
-    _fields_ = (("out", c_void_p), ("columns", c_int), ("tile", c_int))
+class _Output(Structure):
+    _fields_ = (("out", c_void_p), ("columns", c_int), ("first_tile", c_int))
 
 
 class _Link(Structure):
+    """Link of sm90_mma_formats.cuh."""
+
     _fields_ = (
-        *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x", "taken", "taken_scales")),
-        *((name, c_void_p) for name in ("norm", "exchange")),
-        *((name, c_int) for name in ("tokens", "quantise", "x_columns", "group_columns", "tiles", "group_tiles")),
-        *((name, c_int) for name in ("k_units", "chunks", "cluster", "section")),
-        *((name, c_int) for name in ("ahead", "gated")),
+        *((name, c_void_p) for name in ("units", "scales", "factors", "input_scales", "x", "quantised")),
+        *((name, c_void_p) for name in ("quantised_scales", "norm_weights", "exchange")),
+        *((name, c_int) for name in ("tokens", "quantise", "x_stride", "group_stride", "tiles", "group_tiles")),
+        *((name, c_int) for name in ("k_units", "num_chunks", "num_splits", "section_chunks", "prefetch_lines")),
+        ("gated", c_int),
         ("limit", c_float),
         ("eps", c_float),
-        ("parts", c_int),
-        ("part", _Part * MOST_PARTS),
+        ("num_outputs", c_int),
+        ("outputs", _Output * MAX_OUTPUTS),
     )
 
 
@@ -169,8 +162,8 @@ def norms(state: State, tokens: int) -> bool:
     link = state.links[0]
     k, quantised = link.sizes[0][2], link.inputs is not None or link.scales is not None
     one = len(state.links) == link.groups == 1 and quantised and k % NORMED_COLUMNS == 0
-    few = tokens <= NORMED_TOKENS and tokens * k <= MOST_NORMED
-    return one and few and plan(link, tokens).cluster == 1
+    few = tokens <= NORMED_TOKENS and tokens * k <= MAX_NORMED
+    return one and few and splits_of(link, tokens) == 1
 
 
 def with_norm(data: input_t, weight: torch.Tensor, eps: float) -> output_t:
@@ -182,7 +175,7 @@ def with_norm(data: input_t, weight: torch.Tensor, eps: float) -> output_t:
     sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
     made = (_Link * 1)()
     _fill(made[0], state.links[0], x, parts(out, sizes)[0])
-    made[0].norm, made[0].eps = weight.data_ptr(), eps
+    made[0].norm_weights, made[0].eps = weight.data_ptr(), eps
     _launch(state, made, out)
     return out
 
@@ -204,24 +197,24 @@ def expert(state: State, limit: float, x: torch.Tensor, out: torch.Tensor) -> No
     _launch(state, made, out)
 
 
-def plan(link: Link, tokens: int) -> Plan:
-    """How a link is launched for so many tokens: chunks are shared by blocks where the input is much."""
-    k, cluster = link.sizes[0][2], link.fewest
+def splits_of(link: Link, tokens: int) -> int:
+    """Blocks that share a tile, by how much the input is: a cluster, or more, which exchange sums through memory."""
+    k, splits = link.sizes[0][2], link.fewest
     if link.scales is not None and tokens > CLUSTER_FP8 and link.sections > 1:
-        return Plan(link.sections, ahead=32)
+        return link.sections
     easy = EASY if link.inputs is None else EASY_NVFP4
-    while cluster < link.chunks and (
-        tokens * k > MOST_TOKENS * SLICE * cluster or (cluster < MOST_CLUSTER and tokens * k > easy * cluster)
+    while splits < link.chunks and (
+        tokens * k > MOST_TOKENS * BLOCK_COLUMNS * splits or (splits < MAX_CLUSTER and tokens * k > easy * splits)
     ):
-        cluster *= 2
-    return Plan(cluster if cluster <= MOST_CLUSTER else link.sections, ahead=32)
+        splits *= 2
+    return splits if splits <= MAX_CLUSTER else link.sections
 
 
 def chunks_of(tiles: int, k: int) -> int:
     """Into how many chunks k is cut, by shapes alone: as many as keep all warps of a GPU busy, and no more."""
     granules = -(-k // BLOCK)
     least = _blocks_of(k)
-    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MOST_CHUNKS))]
+    found = [chunks for chunks in (1, 2, 4, 8, 16, 32) if least <= chunks <= max(least, min(granules, MAX_CHUNKS))]
 
     def cost(chunks: int) -> float:
         passes = -(-tiles * chunks // WARPS)
@@ -232,7 +225,7 @@ def chunks_of(tiles: int, k: int) -> int:
 
 def _blocks_of(k: int) -> int:
     """Blocks, a power of two, that hold 32 tokens of k columns."""
-    return 2 ** (-(-k // SLICE) - 1).bit_length()
+    return 2 ** (-(-k // BLOCK_COLUMNS) - 1).bit_length()
 
 
 def _state(fmt: str, *links: Link) -> State:
@@ -242,73 +235,70 @@ def _state(fmt: str, *links: Link) -> State:
 
 
 def _launch(state: State, made: Array, out: torch.Tensor) -> None:
-    together, ahead, rooms = _arrange(state, made, out.device)
+    chain, num_prequantised, rooms = _arrange(state, made, out.device)
     run = build.cuda(SOURCE, load.device_target(out.device))
     run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
-    met = state.met.data_ptr() if together else None
-    code = run(addressof(made), len(made), ahead, FORMATS.index(state.format), met, early.allowed())
+    counter = state.met.data_ptr() if chain else None
+    code = run(addressof(made), len(made), num_prequantised, FORMATS.index(state.format), counter, early.allowed())
     del rooms  # until here
     build.check(code, "launch")
 
 
 def _arrange(state: State, made: Array, device: torch.device) -> tuple[bool, int, list[torch.Tensor]]:
-    """Plan each link. -> whether all are one launch; of how many of them a kernel takes the input; memory to be held
-    until the launch.
-    """
+    """Split links. -> whether all are one launch; how many inputs kernels of their own quantise; memory to be held."""
     for link, to in zip(state.links, made, strict=True):
-        chosen = plan(link, to.tokens)
-        to.cluster, to.ahead = chosen.cluster, chosen.ahead
-        to.exchange = state.exchange.data_ptr() if chosen.cluster > MOST_CLUSTER else None
+        to.num_splits = splits_of(link, to.tokens)
+        to.exchange = state.exchange.data_ptr() if to.num_splits > MAX_CLUSTER else None
     # A chain of few tokens is one launch in nvfp4; in fp8 launches that begin early were as good.
-    together = state.format == "nvfp4" and 1 < len(made) <= MOST_LINKS and made[0].tokens <= CHAIN_TOKENS
-    together = together and max(to.cluster for to in made) <= MOST_CLUSTER
-    rooms, ahead = [], 0
+    chain = state.format == "nvfp4" and 1 < len(made) <= MAX_LINKS and made[0].tokens <= CHAIN_TOKENS
+    chain = chain and max(to.num_splits for to in made) <= MAX_CLUSTER
+    rooms, num_prequantised = [], 0
     for i, (link, to) in enumerate(zip(state.links, made, strict=True)):
         nvfp4 = link.inputs is not None
-        behind = nvfp4 and i > 0 and len(state.links) > 1  # the link ahead quantises
-        needed = behind if together else to.tokens > (AHEAD_NVFP4 if nvfp4 else AHEAD) and not to.norm
+        by_previous = nvfp4 and i > 0 and len(state.links) > 1
+        needed = by_previous if chain else to.tokens > (IN_BLOCK_NVFP4 if nvfp4 else IN_BLOCK) and not to.norm_weights
         if needed and (link.quantise or link.scales is not None):
-            rooms += _take_ahead(link, to, device)
-            ahead += not behind
-    return together, ahead, rooms
+            rooms += _room_for_quantised(link, to, device)
+            num_prequantised += not by_previous
+    return chain, num_prequantised, rooms
 
 
-def _take_ahead(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:
-    """Memory for the link's input as its products take it, see `taken` in sm90_mma.cu; to be held until the launch."""
+def _room_for_quantised(link: Link, to: _Link, device: torch.device) -> list[torch.Tensor]:
+    """Memory for `quantised` of the link, see sm90_mma_formats.cuh; to be held until the launch."""
     rows, k = to.tokens * link.groups, link.sizes[0][2]
     rooms = [torch.empty(rows, k, dtype=torch.bfloat16, device=device)]
-    to.taken = rooms[0].data_ptr()
+    to.quantised = rooms[0].data_ptr()
     if link.scales is not None:
         rooms.append(torch.empty(rows, -(-k // BLOCK), dtype=torch.float32, device=device))
-        to.taken_scales = rooms[1].data_ptr()
+        to.quantised_scales = rooms[1].data_ptr()
     return rooms
 
 
 def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], limit: float = 0.0) -> None:
     groups, _, k = link.sizes[0]
-    tiles = sum(g * n for g, n, _ in link.sizes) // TILE
+    tiles = sum(g * n for g, n, _ in link.sizes) // BLOCK_N
     to.units, to.x = link.units.data_ptr(), x.data_ptr()
     to.scales = None if link.scales is None else link.scales.data_ptr()
     to.factors = None if link.factors is None else link.factors.data_ptr()
     to.input_scales = None if link.inputs is None else link.inputs.data_ptr()
     to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // link.groups
-    to.x_columns, to.group_columns = groups * k, k if groups > 1 else 0
-    to.k_units, to.chunks = k // COLUMNS, link.chunks
-    to.section = link.chunks // link.sections
+    to.x_stride, to.group_stride = groups * k, k if groups > 1 else 0
+    to.k_units, to.num_chunks, to.section_chunks = k // BLOCK_K, link.chunks, link.chunks // link.sections
+    to.prefetch_lines = PREFETCH_LINES
     to.gated, to.limit = link.gated, limit
-    to.parts, tile = len(given), 0
-    for part, out in zip(to.part, given, strict=False):
-        part.out, part.columns, part.tile = out.data_ptr(), out.shape[1], tile
-        tile += out.shape[1] // TILE
+    to.num_outputs, tile = len(given), 0
+    for output, out in zip(to.outputs, given, strict=False):
+        output.out, output.columns, output.first_tile = out.data_ptr(), out.shape[1], tile
+        tile += out.shape[1] // BLOCK_N
 
 
 def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, int], ...]) -> Link:
-    if len(matrices) > MOST_PARTS:
-        raise ValueError(f"links must have at most {MOST_PARTS} matrices, got {len(matrices)}")
+    if len(matrices) > MAX_OUTPUTS:
+        raise ValueError(f"links must have at most {MAX_OUTPUTS} matrices, got {len(matrices)}")
     k = sizes[0][2]
-    if k > MOST_SECTIONS * SLICE:
-        raise ValueError(f"k must be at most {MOST_SECTIONS * SLICE}, got {k}")
-    tiles = sum(g * n for g, n, _ in sizes) // TILE
+    if k > MAX_SECTIONS * BLOCK_COLUMNS:
+        raise ValueError(f"k must be at most {MAX_SECTIONS * BLOCK_COLUMNS}, got {k}")
+    tiles = sum(g * n for g, n, _ in sizes) // BLOCK_N
     units = torch.cat([_units(fmt, matrix, *size) for matrix, size in zip(matrices, sizes, strict=True)])
     scales = (
         torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)])
@@ -321,14 +311,14 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
     if fmt == "nvfp4" and matrices[0].quantise:
         of_tiles = _by_tile([matrix.input_scale for matrix in matrices], sizes)
         if len(matrices) > 1 and not bool((of_tiles == of_tiles[0]).all()):
-            groups = tiles // math.gcd(*(n // TILE for _, n, _ in sizes))
+            groups = tiles // math.gcd(*(n // BLOCK_N for _, n, _ in sizes))
         factors, inputs = factors * of_tiles, of_tiles[:: tiles // groups].contiguous()
     return Link(units, scales, factors, inputs, matrices[0].quantise, groups, sizes, chunks_of(tiles, k))
 
 
 def _gated(link: Link) -> Link:
     """The same with a tile of the first half of its rows and one of the second half in turn."""
-    tiles = link.sizes[0][1] // TILE
+    tiles = link.sizes[0][1] // BLOCK_N
 
     def ordered(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -341,12 +331,12 @@ def _gated(link: Link) -> Link:
 
 def _by_tile(values: list[torch.Tensor], sizes: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
     """fp32 (tiles,), of values by group of each matrix."""
-    return torch.cat([one.repeat_interleave(n // TILE) for one, (_, n, _) in zip(values, sizes, strict=True)])
+    return torch.cat([one.repeat_interleave(n // BLOCK_N) for one, (_, n, _) in zip(values, sizes, strict=True)])
 
 
 def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tensor:
     """uint8 (bytes,): units of all groups, one row of units below the other."""
-    tiles, across = groups * n // TILE, k // COLUMNS
+    tiles, across = groups * n // BLOCK_N, k // BLOCK_K
     if fmt == "nvfp4":
         made = torch.empty(tiles * across * NVFP4_UNIT, dtype=torch.uint8, device=matrix.codes.device)
         run = build.cuda(SOURCE, load.device_target(made.device))
@@ -363,5 +353,5 @@ def _units(fmt: str, matrix: Matrix, groups: int, n: int, k: int) -> torch.Tenso
 
 def _tile_scales(matrix: Matrix, n: int) -> torch.Tensor:
     """uint8 (tiles, ceil(k / 128)): the scales of each tile's blocks."""
-    rows = matrix.scales.repeat_interleave(BLOCK // TILE, 1)[:, : n // TILE]
+    rows = matrix.scales.repeat_interleave(BLOCK // BLOCK_N, 1)[:, : n // BLOCK_N]
     return rows.reshape(-1, rows.shape[2])

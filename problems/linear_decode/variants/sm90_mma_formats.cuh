@@ -130,7 +130,7 @@ struct Link {
     const __nv_bfloat16* norm_weights;  // (k,): x goes through RMSNorm with these weights first; null: it does not
     uint64_t* exchange;                 // where blocks that share a tile exchange sums; null: they are a cluster
     int tokens, quantise;
-    int x_stride, group_stride;       // from a group's input to the next one's; 0: all have the same
+    int x_stride, group_stride;       // of a token; from a group's input to the next one's, 0: all have the same
     int tiles, group_tiles, k_units;  // group_tiles: of one group, tiles where there are none
     int num_chunks, num_splits;       // of k, a power of two; blocks that share a tile's chunks
     int section_chunks;               // whose sums are added up by themselves first, a power of two

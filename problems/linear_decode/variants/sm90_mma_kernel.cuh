@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
         const auto load_input_scale = [&](int group) {
             return FORMAT == NVFP4 && converts ? link.input_scales[group] : 1.f;
         };
-        uint32_t tile_scale = 0;  // both are first_stages for before the input is waited for
+        uint32_t tile_scale = 0;  // both are asked for before the input is waited for
         float input_scale = 1;
         const bool has_passes = !CHAIN || work.first_pass < geo.passes;
         const int first_group = geo.group_of(work.first_pass);
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
             if (!CHAIN && next.units && pass + geo.teams >= geo.passes)
                 prefetch_next<C>(next, link.prefetch_lines, block_index() * WARPS + warp, lane);
 
-            // ---- the chunks' smem_sums, in the order of k
+            // ---- the chunks' sums, in the order of k
             const int shift = BLOCK_M == 8 ? 0 : geo.token_tile_shift;
 #pragma unroll 1
             for (int t = 0; t < TOKEN_TILES; t += 1 << shift) {
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
                     const bool inside = four + lane / 8 < lines && tile < link.group_tiles;
                     epilogue.write_rows(inside, group * link.group_tiles + tile, first_token + token, gates, total);
                 }
-                // All have read, where they are written work or another block reads.
+                // All have read, where they are written again or another block reads.
                 if (CHAIN || BLOCK_M > 8 || link.num_splits > 1 || pass + geo.teams < geo.passes) sync_team();
             }
         }

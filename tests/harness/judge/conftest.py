@@ -10,8 +10,9 @@ from tests.support.recorded import SOURCE, TASK, FakeSession, World
 
 
 @pytest.fixture
-def world(monkeypatch, results) -> World:
+def world(monkeypatch, results, tmp_path) -> World:
     made = World()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # nothing is timed, so it waits for no other test that times
     monkeypatch.setattr(judging, "Session", FakeSession)
     monkeypatch.setattr(invariance, "run", lambda *_: {})
     monkeypatch.setattr(phases, "run_tests", made.run_tests)

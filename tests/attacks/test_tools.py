@@ -1,4 +1,4 @@
-"""The tools of this folder: clock_table.py, slowly the table itself too, honest_pairs.py and bare_loop.py."""
+"""The tools of this folder: clock_table.py, slowly with three files of its table, honest_pairs.py and bare_loop.py."""
 
 import json
 

@@ -111,7 +111,7 @@ struct Inverse {
     }
 };
 
-// What the code stands for, not times the scale yet. BELOW_7: codes before they are rounded are.
+// What the code stands for, not times the scale yet. BELOW_7: whether all are below 7 before rounding.
 template <bool BELOW_7 = false>
 __device__ __forceinline__ float nvfp4_code(float divided, const Inverse& by) {
     const float code = fmaf(divided, by.high, divided * by.low);  // times 2^22

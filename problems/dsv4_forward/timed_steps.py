@@ -267,7 +267,7 @@ class _Held:
             torch.cuda.can_device_access_peer(0, other) for other in range(1, count)
         )
         topology = f"{count} of one host, {'with' if peers else 'without'} access to each other's memory"
-        return {"partition": partition.__doc__.partition("\n")[0], "topology": topology, "median_us": medians}
+        return {"partition": f"cut: {', '.join(partition.CUTS)}", "topology": topology, "median_us": medians}
 
 
 @functools.lru_cache(maxsize=1)  # of one model at a time: they fill the GPU

@@ -1,10 +1,11 @@
 // The GPUs of one model exchange parts of a sum, or of logits, by stores into each other's memory: no flags, no barrier.
 //
 // Each rank has three boxes of its own, each with room for `capacity` floats of every rank, full of -0, which stands for
-// "not there yet". In exchange e a rank stores its part, with -0 made +0, into box e % 3 of every rank, and reads its own
-// box until no word of it is empty; so each word is its own flag, and a part may arrive in any order. Then it empties what
-// exchange e - 1 has left. Three boxes suffice: a rank writes for exchange e + 2, in box (e - 1) % 3, only when it has this
-// rank's part of exchange e + 1, which was sent behind the emptying. Sums are in the order of ranks: equal bits everywhere.
+// "not there yet". In exchange e a rank stores its part, with -0 made +0, into box e % 3 of every other rank. While parts
+// are under way it empties what exchange e - 1 has left. Then it reads its own box until no word of the others' is empty;
+// so each word is its own flag, and a part may arrive in any order. Three boxes suffice: a rank writes for exchange e + 2,
+// in box (e - 1) % 3, only when it has this rank's part of exchange e + 1, which was sent behind the emptying. Sums are in
+// the order of ranks: equal bits everywhere.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -70,11 +71,15 @@ __device__ __forceinline__ unsigned long long now_us() {
     return ns / 1000;
 }
 
-__device__ __forceinline__ float4 part_of(const Exchange& x, int quad) {
-    if (!x.bf16) return ((const float4*)x.part)[quad];
+// Four values of this rank's part, as they are sent.
+__device__ __forceinline__ uint4 part_of(const Exchange& x, int quad) {
+    if (!x.bf16) {
+        const float4 f = ((const float4*)x.part)[quad];
+        return {sent(f.x), sent(f.y), sent(f.z), sent(f.w)};
+    }
     const __nv_bfloat162* pair = (const __nv_bfloat162*)x.part + 2 * quad;
     const float2 a = __bfloat1622float2(pair[0]), b = __bfloat1622float2(pair[1]);
-    return make_float4(a.x, a.y, b.x, b.y);
+    return {sent(a.x), sent(a.y), sent(b.x), sent(b.y)};
 }
 
 // Wait for a quad of a rank's part. False: it did not come in time.
@@ -101,43 +106,44 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ Exch
     const int box = epoch % 3, before = (epoch + 2) % 3, quads = x.count / 4;
     const size_t own = (size_t)x.ranks * x.capacity;
     const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
-    if (!*(volatile unsigned*)&x.progress->lost) {
-        for (int quad = first; quad < quads; quad += step) {
-            const float4 mine = part_of(x, quad);
-            const uint4 words = {sent(mine.x), sent(mine.y), sent(mine.z), sent(mine.w)};
-            for (int turn = 0; turn < x.ranks; turn++) {  // not all to the same rank at once
-                const int to = (x.rank + turn) % x.ranks;
-                store_box(x.boxes[to] + box * own + (size_t)x.rank * x.capacity + 4 * quad, words);
-            }
-        }
-        const float* mine = x.boxes[x.rank] + box * own;
-        for (int quad = first; quad < quads; quad += step) {
-            float4 total = {0, 0, 0, 0};
-            for (int rank = 0; rank < x.ranks; rank++) {
-                uint4 v;
-                if (!arrived(x, mine + (size_t)rank * x.capacity + 4 * quad, rank, v)) break;
-                const float4 f = *(const float4*)&v;
-                if (x.row) {  // a part's rows lie side by side
-                    const int at = 4 * quad / x.row, column = 4 * quad % x.row;
-                    *(float4*)((float*)x.out + ((size_t)at * x.ranks + rank) * x.row + column) = f;
-                } else {
-                    total = rank ? make_float4(total.x + f.x, total.y + f.y, total.z + f.z, total.w + f.w) : f;
-                }
-            }
-            if (x.row) continue;
-            if (x.bf16) {
-                __nv_bfloat162* pair = (__nv_bfloat162*)x.out + 2 * quad;
-                pair[0] = __floats2bfloat162_rn(total.x, total.y), pair[1] = __floats2bfloat162_rn(total.z, total.w);
-            } else {
-                ((float4*)x.out)[quad] = total;
-            }
+    const bool lost = *(volatile unsigned*)&x.progress->lost;
+    for (int quad = first; !lost && quad < quads; quad += step) {
+        const uint4 words = part_of(x, quad);
+        for (int turn = 1; turn < x.ranks; turn++) {  // not all to the same rank at once
+            const int to = (x.rank + turn) % x.ranks;
+            store_box(x.boxes[to] + box * own + (size_t)x.rank * x.capacity + 4 * quad, words);
         }
     }
     float* old = x.boxes[x.rank] + before * own;
     const int left = x.progress->words[before] / 4;
     for (int rank = 0; rank < x.ranks; rank++)
-        for (int quad = first; quad < left; quad += step)
+        for (int quad = first; rank != x.rank && quad < left; quad += step)
             store_box(old + (size_t)rank * x.capacity + 4 * quad, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+    const float* mine = x.boxes[x.rank] + box * own;
+    for (int quad = first; !lost && quad < quads; quad += step) {
+        float4 total = {0, 0, 0, 0};
+        for (int rank = 0; rank < x.ranks; rank++) {
+            uint4 v;
+            if (rank == x.rank)
+                v = part_of(x, quad);
+            else if (!arrived(x, mine + (size_t)rank * x.capacity + 4 * quad, rank, v))
+                break;
+            const float4 f = *(const float4*)&v;
+            if (x.row) {  // a part's rows lie side by side
+                const int at = 4 * quad / x.row, column = 4 * quad % x.row;
+                *(float4*)((float*)x.out + ((size_t)at * x.ranks + rank) * x.row + column) = f;
+            } else {
+                total = rank ? make_float4(total.x + f.x, total.y + f.y, total.z + f.z, total.w + f.w) : f;
+            }
+        }
+        if (x.row) continue;
+        if (x.bf16) {
+            __nv_bfloat162* pair = (__nv_bfloat162*)x.out + 2 * quad;
+            pair[0] = __floats2bfloat162_rn(total.x, total.y), pair[1] = __floats2bfloat162_rn(total.z, total.w);
+        } else {
+            ((float4*)x.out)[quad] = total;
+        }
+    }
     __syncthreads();
     if (threadIdx.x) return;
     __threadfence();

@@ -79,13 +79,14 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     const uint32_t ring = smem_address(smem);
     // The thread that copies: a unit row, of `all` units, to the ring's place `stage` and those behind it.
     const auto send = [&](const uint8_t* from, int all, uint64_t policy, int& stage, int& parity) {
+        const int under_way = all > WARPS ? UNDER_WAY : min(2 * UNDER_WAY, p.stages);  // of half a stage
 #pragma unroll 1
         for (int i = 0; i < all; i += EACH * WARPS) {
             const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
             wait(empty_barriers + 8 * stage, parity ^ 1);
-            if (NT == 1) {  // until the copy UNDER_WAY before has come
-                const bool wraps = stage < UNDER_WAY;
-                wait(full_barriers + 8 * (stage - UNDER_WAY + (wraps ? p.stages : 0)), parity ^ int(wraps));
+            if (NT == 1) {  // until the copy so many before has come
+                const bool wraps = stage < under_way;
+                wait(full_barriers + 8 * (stage - under_way + (wraps ? p.stages : 0)), parity ^ int(wraps));
             }
             copy(ring + stage * STAGE_BYTES, from, bytes, full_barriers + 8 * stage, policy);
             from += bytes;
@@ -317,40 +318,65 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     }
 
     // ---- second product ----
+    // Where a warp has one unit of a row, tokens come two groups ahead: a row is read in less time than they take.
+    constexpr bool SHORT = C2 == 1;
+    static_assert(!SHORT || (NT == 1 && !FP8));
     const bool single = EARLY && p.tokens == 1;
     int ended = 0;  // phase in which those who add end a unit row of out
     for (int row = blockIdx.x; row < rows2; row += gridDim.x) {
         // No warp adds to it before all have handed over sums.
         if (!single)
             for (int i = threadIdx.x; i < p.tokens * MARGIN; i += CONSUMER_THREADS) total[i] = 0;
-        Tokens<C2, NT, FP8> tokens;
         int batch = 0, due = 0;  // the next batch to wait for, and its first group
         const auto await = [&](int group) {
             if (BATCHED<NT> ? group != due : group) return;
             wait(ready + 8 * batch, 0);
             if (BATCHED<NT>) due = ++batch < batches ? batch_begin(count, batches, batch) : -1;
         };
-        if (count) {
+        if constexpr (SHORT) {
+            Tokens<1, NT> ahead[2];
+            const auto aim = [&](Tokens<1, NT>& at, int i) {
+                await(i);
+                at.aim(p.v, p.inner, 1, warp, groups[min(i, count - 1)], slots, lane);
+            };
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                if (j < count) {
+                    aim(ahead[j], j);
+                    if (mine2) ahead[j].take(0, false);
+                }
+            for (int i = 0; i < count; i += 2)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    if (i + j == count) break;
+                    aim(ahead[j], i + j + 2);
+                    clear();
+                    mma_row(ahead[j], units2, ONE_TILE, std::integral_constant<int, 1>(),
+                            [&](int) { ahead[j].take(0, false); });
+                    hand_over(false);
+                }
+        } else if (count) {
+            Tokens<C2, NT, FP8> tokens;
             await(0);
-            const Group g = groups[0];
-            tokens.aim(p.v, p.inner, 1, warp, g, slots, lane);
+            const Group first = groups[0];
+            tokens.aim(p.v, p.inner, 1, warp, first, slots, lane);
 #pragma unroll
             for (int c = 0; c < C2; ++c)
-                if (c < mine2) tokens.take(c, NT > 1 && g.count() > 8);
-        }
-        for (int i = 0; i < count; ++i) {
-            const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
-            const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
-            if constexpr (FP8) tokens.round(units2, warp, both);
-            await(i + 1);
-            tokens.aim(p.v, p.inner, 1, warp, coming, slots, lane);
-            clear();
-            const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
-            if (both)
-                mma_row(tokens, units2, ALL_TILES, std::integral_constant<int, C2>(), then);
-            else
-                mma_row(tokens, units2, ONE_TILE, std::integral_constant<int, C2>(), then);
-            hand_over(both);
+                if (c < mine2) tokens.take(c, NT > 1 && first.count() > 8);
+            for (int i = 0; i < count; ++i) {
+                const Group g = groups[i], coming = groups[min(i + 1, count - 1)];
+                const bool both = NT > 1 && g.count() > 8, coming_both = NT > 1 && coming.count() > 8;
+                if constexpr (FP8) tokens.round(units2, warp, both);
+                await(i + 1);
+                tokens.aim(p.v, p.inner, 1, warp, coming, slots, lane);
+                clear();
+                const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
+                if (both)
+                    mma_row(tokens, units2, ALL_TILES, std::integral_constant<int, C2>(), then);
+                else
+                    mma_row(tokens, units2, ONE_TILE, std::integral_constant<int, C2>(), then);
+                hand_over(both);
+            }
         }
         if (single) continue;  // who adds writes it
         if (!count)  // those who add wait for nobody then, and may be several phases ahead
@@ -407,7 +433,7 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
                          : fp8 && short_rows             ? launch<4, 2, 2, true>
                          : fp8 && second <= 4            ? launch<8, 4, 1, true>
                          : fp8                           ? launch<8, 8, 1, true>
-                         : short_rows && tiles == 1      ? launch<4, 2, 1, false>
+                         : short_rows && tiles == 1      ? (second == 1 ? launch<4, 1, 1, false> : launch<4, 2, 1, false>)
                          : short_rows                    ? launch<4, 2, 2, false>
                          : second <= 4                   ? launch<8, 4, 1, false>
                                                          : launch<8, 8, 1, false>;

@@ -8,6 +8,7 @@
 PYTHON ?= python3
 PROBLEM ?= nvfp4_gemv
 VENV_PYTHON := .venv/bin/python
+workers = $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist $(1)")
 # Packages come uncompiled (tools/setup.py): what an import compiles is kept, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -41,16 +42,15 @@ board: setup
 
 # A file's tests all go to one worker: what they share, from a judgement to a model, is made once.
 test: setup
-	$(VENV_PYTHON) -m pytest -q $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist loadfile --no-loadscope-reorder")
+	$(VENV_PYTHON) -m pytest -q $(call workers,loadfile --no-loadscope-reorder)
 
 # Single tests take minutes, so they are shared out one by one; the longest are printed at the end.
 test-nightly: setup
-	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu" --durations=25 \
-	  $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist worksteal")
+	$(VENV_PYTHON) -m pytest -q -m "slow and not gpu" --durations=25 $(call workers,worksteal)
 
 # With REQUIRE_SYSTEM=1 a test fails where a program is missing, and is not skipped.
 test-system: setup
-	$(VENV_PYTHON) -m pytest -q -m "system and not slow" tests/system
+	$(VENV_PYTHON) -m pytest -q -m "system and not slow" $(call workers,loadfile) tests/system
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .

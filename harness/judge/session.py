@@ -110,10 +110,12 @@ class Session:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
         seed = self.secret_seed(case) if seed is None else seed
         reply = self.checker.ask({"op": "content", "case": case.params, "seed": seed, "rows": case.rows})
+        before, device, name = vars(self).get("present"), reply["device"], self.problem.name
         self.present = Content(case, reply["host"], reply["parts"], reply["open"], reply["bytes"], reply["held"])
-        if (device := reply["device"]) != self.device:
-            why = f"makes its data on {device}, the session runs on {self.device}: use --device {device}"
-            raise ProblemError(f"{self.problem.name} {why}")
+        if device != self.device:
+            raise ProblemError(f"{name} makes its data on {device}, not on {self.device}: use --device {device}")
+        if self.problem.ours and before and before.case == case and before.layout != self.present.layout:
+            raise ProblemError(f"{name}: shapes in {case} differ from seed to seed; a recorded call has one")
         return str(seed)
 
     def secret_seed(self, case: Case) -> int:
@@ -186,8 +188,7 @@ class Session:
         try:
             if fault := self._give(handle, request.buffers, request.reads):
                 return handle.lose(fault)
-            counts = request.measure and handle.running.host_base is not None
-            before = handle.measure() if counts else None
+            before = handle.measure() if request.measure and process.host_base is not None else None
             if handle.process is None:
                 return handle.loss
             buffer = process.calls_on_buffers % request.buffers  # calls take them in turn
@@ -344,10 +345,9 @@ def cpu_call(
     # The runner says what came back, after its last call or, in a GPU MODE folder, beside each one.
     process.series, claims = calls, None
     if not stays or reading.raised:
-        reply = process.last_reply()
+        claims = process.last_reply().claims
         if reading.raised:
             raise Died("RUNTIME_ERROR", "its process said that the call had raised, and then that it was well")
-        claims = reply.claims
     if not content.layout["ours"] and not judges:  # as it was at "done": a reply comes later
         claims = replies.noted(note)
     fault = outcome.worked_on(reading)

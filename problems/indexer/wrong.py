@@ -234,6 +234,7 @@ WRONG = {
     "one_twice": of(
         "Writes the best entry into the last place too.",
         behind(HOLES, "row[:, -1] = torch.where(visible[:, 0] >= sizes.topk, row[:, 0], row[:, -1])"),
+        case=EQUAL,
     ),
     "pages_beyond_256_keys": of(
         "Takes pages to have 256 keys at most.",

@@ -14,7 +14,7 @@ def folders(tmp_path):
     before = set(sys.modules)
     made = []
     for name, number in (("one", 1), ("two", 2)):
-        folder = tmp_path / name
+        folder = tmp_path / name / "same"
         (folder / "variants").mkdir(parents=True)
         (folder / "task.py").write_text(f"NUMBER = {number}\n")
         (folder / "reference.py").write_text("from task import NUMBER\nTWICE = 2 * NUMBER\n")

@@ -152,13 +152,14 @@ def test_what_is_wrong_is_refused(stem):
 
 
 WIDE = QUICK[13]  # nvfp4, three sequences: the widest bound
-
+SIGNS = torch.tensor([[1.0], [0.0], [0.0]]) * torch.tensor([1.0, -1.0]).repeat(2**16)  # what no head makes of the first
 
 SPOILT = {
     "one in twenty zero": lambda logits: logits * (torch.arange(logits.numel()).view(logits.shape) % 20 > 0),
     "largest zero": lambda logits: logits * (logits.abs() < logits.abs().max()),
     "one NaN": lambda logits: logits.index_put((torch.tensor(0), torch.tensor(7)), torch.tensor(torch.nan)),
     "bf16": lambda logits: logits.bfloat16().float(),
+    "one sequence's": lambda logits: logits * (1 + 1.5 * REFERENCE.HEAD_RTOL * SIGNS[:, : logits.shape[1]]),
     "zeros": torch.zeros_like,
     "half": lambda logits: logits / 2,
     "another sequence's": lambda logits: logits.roll(1, 0),

@@ -297,7 +297,7 @@ def test_stop_text_ends_its_prompt_and_is_not_printed(known, capsys):
     reasons = [printer.take(Told(0, token)) for token in ids]
     assert capsys.readouterr().out == "one \n" and next(filter(None, reasons)) == "stop text"
     assert "".join(
-        shown(capsys, Printer(1, known, ("zz",)), [*map(Told, [0] * len(ids), ids), Told(0, None, END)])
+        shown(capsys, Printer(1, known, ("oz",)), [*map(Told, [0] * len(ids), ids), Told(0, None, END)])
     ) == ("one stop two\n")
     ids, printer = [known.encode(letter)[-1] for letter in "xaab"], Printer(1, known, ("aab",))
     assert [printer.take(Told(0, token)) for token in ids][-1] == "stop text" and capsys.readouterr().out.strip() == "x"

@@ -76,10 +76,12 @@ def test_logits_are_transformers_whatever_calls_the_tokens_come_in(name, way):
 
 @pytest.mark.parametrize("table", [ops.REFERENCE, dataclasses.replace(ops.REFERENCE, all_experts=ops.apart)])
 def test_feed_splits_a_prompt_by_the_chunk(table):
-    state = State(TINY, "fp32", sequences=1, blocks=4, chunk=50)
-    sequence, _ = state.open()
-    got = feed(Model(oracle.weights_of("tiny"), table), state, {sequence: ids("tiny").tolist()})
-    assert float((got[0] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
+    """Beside a sequence of others, which ends earlier, behind a smaller part."""
+    state = State(TINY, "fp32", sequences=2, blocks=8, chunk=50)
+    other, sequence = state.open()[0], state.open()[0]
+    prompts = {other: ids("tiny").flip(0)[:170].tolist(), sequence: ids("tiny").tolist()}
+    got = feed(Model(oracle.weights_of("tiny"), table), state, prompts)
+    assert float((got[1] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
     assert state.lengths[sequence] == LONGEST
 
 

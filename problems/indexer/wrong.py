@@ -125,6 +125,11 @@ WRONG = {
         "Scores 65,536 entries at most.", ("ids >= visible", "ids >= visible.clamp(max=65536)"), case=LARGE
     ),
     "first_entry_lost": of("Never chooses the first entry.", behind(MASK, "score[:, 0] = -torch.inf"), case=EQUAL),
+    "first_twice": of(
+        "Writes entry 0, where it is chosen, into the last place too.",
+        behind(HOLES, "row[:, -1] = torch.where((row == place[0]).any(1), place[0], row[:, -1])"),
+        case=RANGE,
+    ),
     "heads_and_queries_mixed": of(
         "Takes q for (B, H, S, 128).",
         ("q[b].float()", "q[b].float().view(sizes.heads, sizes.queries, -1).transpose(0, 1)"),
@@ -234,7 +239,6 @@ WRONG = {
     "one_twice": of(
         "Writes the best entry into the last place too.",
         behind(HOLES, "row[:, -1] = torch.where(visible[:, 0] >= sizes.topk, row[:, 0], row[:, -1])"),
-        case=EQUAL,
     ),
     "pages_beyond_256_keys": of(
         "Takes pages to have 256 keys at most.",

@@ -57,7 +57,7 @@ class Dense(Own):
         values = self._values(x.unsqueeze(1), w13)
         sums = linear.batched(values.transpose(0, 1), w13.bf16.view(1, w13.n, w13.k))
         between = torch.empty(len(x), 1, w2.k, dtype=x.dtype, device=x.device)
-        code = self._gate(sums.data_ptr(), between.data_ptr(), len(x), w2.k, w13.factor, limit)
+        code = self._gate(sums.data_ptr(), between.data_ptr(), len(x), w2.k, w13.host_factors[0], limit)
         build.check(code, "gate of an expert")
         return self.grouped_linear(between, w2, out.unsqueeze(1))
 

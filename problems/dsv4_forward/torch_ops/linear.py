@@ -12,6 +12,7 @@ from problems.dsv4_forward.torch_ops import norm
 from problems.dsv4_forward.weights.linear import Linear, form
 
 ACTIVATION_GROUP = 128  # values of a token that share a scale before an fp8 or mxfp4 product
+MANY = 1024  # tokens for whom a product a group costs less than one of all and a pass over its sums
 
 
 def input_values(x: torch.Tensor, w: Linear) -> torch.Tensor:
@@ -83,17 +84,22 @@ def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def scaled(x: torch.Tensor, w: Linear, out: torch.Tensor) -> None:
     """Write out[g] = factors[g] * x[g] @ bf16[g]^T, with these of w; bf16 (G, N, n), of any strides but the last, 1.
 
-    x: bf16 (G, N, k). Sums and their products with factors are fp32, rounded once.
+    x: bf16 (G, N, k). Sums and their products with factors are fp32, rounded once. On a GPU the product multiplies by
+    the factor too, group by group where factors differ and tokens are many.
     """
-    weight = w.bf16.view(-1, w.n, w.k)
-    if w.factor is None or not x.is_cuda:
+    weight, factors = w.bf16.view(-1, w.n, w.k), w.host_factors
+    if not x.is_cuda or (len(factors) > 1 and x.shape[1] < MANY):
         torch.mul(batched(x, weight), w.factors.view(-1, 1, 1), out=out)
         return
     options = torch.backends.cuda.matmul
     before = options.allow_bf16_reduced_precision_reduction
     options.allow_bf16_reduced_precision_reduction = False  # else parts of a sum are rounded too
     try:
-        torch.baddbmm(out, x, weight.mT, beta=0, alpha=w.factor, out=out)
+        if len(factors) == 1:
+            torch.baddbmm(out, x, weight.mT, beta=0, alpha=factors[0], out=out)
+        else:
+            for group, factor in enumerate(factors):
+                torch.addmm(out[group], x[group], weight[group].mT, beta=0, alpha=factor, out=out[group])
     finally:
         options.allow_bf16_reduced_precision_reduction = before
 

@@ -88,10 +88,10 @@ class Linear:
         return (self.scale_2 * self.input_scale if self.quantise_input else self.scale_2).reshape(-1)
 
     @cached_property
-    def factor(self) -> float | None:
-        """The one that all factors are, None if they differ. Kept; waits for the device at the first call."""
-        found = set(self.factors.tolist())
-        return found.pop() if len(found) == 1 else None
+    def host_factors(self) -> tuple[float, ...]:
+        """factors, one for all if they are equal. Kept; waits for the device at the first call."""
+        every = tuple(self.factors.tolist())
+        return every[:1] if len(set(every)) == 1 else every
 
     def select(self, i: int | torch.Tensor) -> "Linear":
         """i: int, or an int64 tensor (M, ...) -> the matrices i of the first leading axis: views for an int, else

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, config_json, convert, values
+from problems.dsv4_forward.checkpoint import checkpoint, checkpoint_names, convert, values
 from problems.dsv4_forward.checkpoint.checkpoint import CheckpointError, load, save
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.config import FLASH, FORMATS, PRO
@@ -348,77 +348,6 @@ def test_values_at_the_bounds_are_right():
     ):
         assert values.fault("x", value, kind, field) == ""
     assert torch.isfinite(torch.tensor(6 * 448 * 1.26e35)), "the largest code under the largest scale"
-
-
-FP8 = config_json.to_json(SMALL, "released")["quantization_config"]
-WEIGHTS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-NVIDIA = {  # as ModelOpt's examples/deepseek/deepseek_v4/quantize_to_nvfp4.py writes it beside what was there
-    **FP8,
-    "quant_algo": "MIXED_PRECISION",
-    "moe_quant_algo": "NVFP4",
-    "group_size": 16,
-    "kv_cache_quant_algo": None,
-    "producer": {"name": "modelopt", "version": "dsv4-nvfp4-experts"},
-    "config_groups": {"group_0": {"input_activations": WEIGHTS, "weights": WEIGHTS, "targets": ["Linear"]}},
-    "quantized_layers": {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(3)},
-    "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
-}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-
-
-def saying(source: Path, target: Path, **fields: object) -> Path:
-    """A checkpoint with these fields of config.json, over its own; its tensors are those of `source`."""
-    target.mkdir()
-    (target / "model.safetensors").symlink_to(source / "model.safetensors")
-    held = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(held | fields))
-    return target
-
-
-@pytest.mark.parametrize(
-    ("fmt", "said"),
-    [
-        ("released", FP8),
-        ("released", FP8 | {"modules_to_not_convert": ["gate", "lm_head", "norm"]}),
-        ("nvfp4_experts", NVIDIA),
-        ("nvfp4_experts", FP8),
-        ("nvfp4_experts", MODELOPT | {"exclude_modules": ["*self_attn*", "*.attn.*", "*shared_experts*"]}),
-        ("nvfp4", None),
-        ("nvfp4", MODELOPT | {"ignore": ["head", "re:.*gate$", "re:("]}),
-        ("bf16", {"fmt": None, "config_groups": None, "ignore": None}),
-        ("nvfp4", {"config_groups": {"a": None, "b": {"weights": None}}, "quantized_layers": {"norm": None}}),
-    ],
-)
-def test_what_a_config_rightly_says_of_quantisation_is_loaded(saved, tmp_path, fmt, said):
-    assert load(saying(saved(fmt), tmp_path / "it", quantization_config=said), progress=False).format == fmt
-
-
-@pytest.mark.parametrize(
-    ("fmt", "said", "named"),
-    [
-        ("bf16", FP8, "fmt 'e4m3', scale_fmt 'ue8m0', weight_block_size [128, 128], activation_scheme 'dynamic'"),
-        ("bf16", FP8, "attention matrices are FP8, but layers.0.attn.wkv.weight is BF16: correct"),
-        ("bf16", MODELOPT, "quant_algo 'NVFP4', group_size 16, by which routed experts are NVFP4, but"),
-        ("released", MODELOPT, "layers.0.ffn.experts.0.w1.weight is MXFP4 (I8)"),
-        ("released", {"config_groups": {"a": {"weights": WEIGHTS}}}, "config_groups.a.weights.num_bits 4, by which"),
-        ("nvfp4", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "config_groups.a.weights.num_bits 8, by"),
-        ("nvfp4_experts", MODELOPT, "quant_algo 'NVFP4', by which attention matrices are NVFP4, but layers.0.attn.wkv"),
-        ("bf16", {"expert_dtype": "fp4"}, "expert_dtype 'fp4', by which routed experts have 4 bits"),
-        ("released", FP8 | {"modules_to_not_convert": ["lm_head", "self_attn"]}, "to_not_convert has 'self_attn', by"),
-        ("released", FP8 | {"modules_to_not_convert": ["layers.1.attn.wkv"]}, "but layers.1.attn.wkv.weight is FP8"),
-        ("released", FP8 | {"ignored_layers": ["model.layers.2.mlp.experts"]}, "layers.2.ffn.experts.0.w1.weight is"),
-        ("released", FP8 | {"ignore": ["re:.*indexer.*"]}, "but layers.2.attn.indexer.wq_b.weight is FP8"),
-        ("nvfp4_experts", NVIDIA | {"ignore": ["*.attn.*", "layers.[1].ffn.experts.0.w?"]}, "ignore has 'layers.[1]"),
-        ("nvfp4_experts", NVIDIA | {"ignore": ["*.attn.*", "layers.1.*"]}, "ignore has 'layers.1.*', by which it is "),
-        ("nvfp4_experts", NVIDIA | {"quantized_layers": {"mtp.0.ffn.experts": {"quant_algo": "NVFP4"}}}, "mtp.0.ffn.e"),
-        ("nvfp4_experts", FP8 | {"quant_method": "modelopt"}, "'modelopt', which has no fmt, scale_fmt, activation_"),
-    ],
-)
-def test_what_a_config_says_of_quantisation_against_the_tensors_is_refused(saved, tmp_path, fmt, said, named):
-    path = saying(saved(fmt), tmp_path / "it", quantization_config=said)
-    (fault,) = faults(path)
-    assert "quantization_config" in fault and named in fault
-    assert faults(path, SMALL) == (fault,), "also where the configuration is given"
 
 
 def test_an_index_names_files_of_its_folder_only(tmp_path):

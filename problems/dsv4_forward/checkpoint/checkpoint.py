@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert, quantisation, values
+from problems.dsv4_forward.checkpoint import checkpoint_names, config_json, convert, values
 from problems.dsv4_forward.checkpoint.checkpoint_names import CheckpointError, Piece, Stored
 from problems.dsv4_forward.checkpoint.config_json import config_from_json
 from problems.dsv4_forward.weights import layout, partition, tree
@@ -127,17 +127,15 @@ def load(
     that are not one layer of the model's kind (the release of July 2026 drafts with three of another). fmt: the format
     to hold the weights in, the checkpoint's if None; convert.convert says what can become what. progress: show a bar.
     gpus, rank: load what GPU `rank` of so many has of the model (weights/partition.py).
-    CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor, every file that cannot be read
-    and what quantization_config of config.json says otherwise than the tensors, before any weight is loaded, or in the
-    end every tensor with wrong values (values.fault); ValueError: the checkpoint cannot become `fmt`.
+    CheckpointError, naming every missing, unknown, misshapen or wrongly typed tensor and every file that cannot be read
+    before any weight is loaded, or in the end every tensor with wrong values (values.fault); ValueError: the checkpoint
+    cannot become `fmt`.
     """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(path, ["is not there: name a folder of safetensors with a config.json, or a file"])
     folder = path if path.is_dir() else path.parent
     cfg = cfg or config_from_json(folder)
-    config = folder / "config.json"
-    said = config_json.quantisation_from_json(config) if config.exists() else {}
     with ExitStack() as stack:
         files = _Files(path, stack)
         try:
@@ -152,8 +150,7 @@ def load(
         if any(name.startswith("mtp.") for name in unknown):
             cfg = dataclasses.replace(cfg, num_nextn_predict_layers=0, compress_ratios=cfg.ratios)
             pieces = checkpoint_names.pieces(cfg, source, joined)
-        faults = files.faults + quantisation.contradictions(said, files.stored)
-        if faults := faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
+        if faults := files.faults + _faults(cfg, pieces, files) + _wrong_values(cfg, pieces, files):
             raise CheckpointError(f"{path} as {cfg.name} in {source}", faults)
         fmt = fmt or source
         convert.check(source, fmt)

@@ -145,15 +145,6 @@ def _most(stored: dict[str, Stored], pattern: re.Pattern) -> str:
     return max(sorted(set(dtypes)), key=dtypes.count, default="none")
 
 
-def examples(stored: dict[str, Stored]) -> tuple[Stored, Stored]:
-    """An attention matrix and an expert's, each of the dtype that most of its kind have, by which `detect` went."""
-    both = []
-    for pattern in (_LINEAR, _EXPERT):
-        most = _most(stored, pattern)
-        both.append(next(held for name, held in stored.items() if pattern.match(name) and held.dtype == most))
-    return both[0], both[1]
-
-
 def _is_bf16(name: str) -> bool:
     """Whether the format bf16 holds the tensor in bf16."""
     return not re.search(r"(hc_(attn|ffn|head)_\w+|\.ape|\.attn_sink|\.gate\.bias)$", name)

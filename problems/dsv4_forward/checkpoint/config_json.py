@@ -157,7 +157,7 @@ _COMPUTED_YARN = {
 }
 _READ_ROPE = (*_YARN.values(), *_COMPUTED_YARN, "rope_theta", "partial_rotary_factor", "main", "compress")
 _COMPUTED_PLAIN_ROPE = {"type": ("default",), "rope_type": ("default",)}
-_COMPUTED_QUANTISATION = {  # quantisation.py compares them with the tensors
+_COMPUTED_QUANTISATION = {  # the tensors' dtypes and shapes decide how they are loaded
     "quant_method": ("fp8", "modelopt"),
     "fmt": ("e4m3",),
     "scale_fmt": ("ue8m0",),
@@ -169,41 +169,18 @@ _COMPUTED_QUANTISATION = {  # quantisation.py compares them with the tensors
     "group_size": (16,),
     "kv_cache_quant_algo": ("FP8",),
 }
-_ONLY_FP8 = (  # keys of the method fp8 that no other one reads
-    "fmt",
-    "scale_fmt",
-    "activation_scheme",
-    "weight_block_size",
-    "modules_to_not_convert",
-    "ignored_layers",
-    "dequantize",
-)
-_MODULE_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _READ_QUANTISATION = (
     *_COMPUTED_QUANTISATION,
-    *_ONLY_FP8,
-    *_MODULE_LISTS,
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude_modules",
+    "dequantize",
     "producer",
     "kv_cache_scheme",
     "config_groups",
     "quantized_layers",
 )
-_READ_GROUP = ("weights", "input_activations", "output_activations", "targets", "format")  # of config_groups
-_COMPUTED_WEIGHTS = {"num_bits": (4, 8), "type": ("float",)}  # of a group's weights
-_READ_WEIGHTS = (
-    *_COMPUTED_WEIGHTS,
-    "group_size",
-    "dynamic",
-    "strategy",
-    "symmetric",
-    "actorder",
-    "block_structure",
-    "observer",
-    "observer_kwargs",
-    "scale_dtype",
-    "zp_dtype",
-)
-_COMPUTED_LAYER = {"quant_algo": ("NVFP4", "FP8_PB_WO"), "group_size": (16, 128)}  # an entry of quantized_layers
 _OTHER_MODEL = ("engram_", "candidate_", "kv_source_layer_ids", "index_source_layer_ids")  # how V4.1's keys begin
 _RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
 _DTYPES = ("dtype", "torch_dtype")  # one key by its new and its old name
@@ -252,7 +229,9 @@ def config_from_json(path: str | Path) -> Config:
     file = file / "config.json" if file.is_dir() else file
     data = read_json(file)
     faults = _others(data, _COMPUTED)
-    _quantisation(data, faults)
+    said = {name: value for name, value in _part(data, "quantization_config", faults).items() if value is not None}
+    faults += _others(said, _COMPUTED_QUANTISATION, "quantization_config.")
+    faults += _unknown(said, _READ_QUANTISATION, "quantization_config.")
     faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
     faults += _unknown(data, (*_READ, *_WITHOUT_EFFECT))
     rope = _rope(data, faults)
@@ -272,55 +251,6 @@ def config_from_json(path: str | Path) -> Config:
         return Config(name=name if name and isinstance(name, str) else file.resolve().parent.name, **fields)
     except ValueError as error:
         raise CheckpointError(file, [_in_the_file(str(error), keys)]) from error
-
-
-def quantisation_from_json(file: Path) -> dict:
-    """What quantization_config of a config.json says, without keys that are null; empty if there is none.
-
-    CheckpointError as config_from_json, for what is wrong with this object.
-    """
-    faults: list[str] = []
-    said = _quantisation(read_json(file), faults)
-    if faults:
-        raise CheckpointError(file, faults)
-    return said
-
-
-def _quantisation(data: dict, faults: list[str]) -> dict:
-    """quantization_config without keys that are null. What can be told of it without the tensors is checked.
-
-    NVIDIA's files have quant_method fp8, for attention and the like, and modelopt's keys beside, for the experts.
-    modelopt itself reads none of fp8's.
-    """
-    key = "quantization_config"
-    said = {name: value for name, value in _part(data, key, faults).items() if value is not None}
-    faults += _others(said, _COMPUTED_QUANTISATION, f"{key}.") + _unknown(said, _READ_QUANTISATION, f"{key}.")
-    others = [name for name in _ONLY_FP8 if name in said]
-    if said.get("quant_method") == "modelopt" and others:
-        faults.append(
-            f"{key}.quant_method is 'modelopt', which has no {', '.join(others)}: remove these keys, or name the "
-            "method 'fp8' if attention matrices are FP8"
-        )
-    for name in _MODULE_LISTS:
-        names = said.get(name, [])
-        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            faults.append(f"{key}.{name} must be a list of names, got {names!r:.80}")
-    groups = _part(said, "config_groups", faults, f"{key}.")
-    for name in groups:
-        path = f"{key}.config_groups.{name}"
-        group = _part(groups, name, faults, f"{key}.config_groups.")
-        faults += _unknown(group, _READ_GROUP, f"{path}.")
-        for part in ("weights", "input_activations", "output_activations"):
-            faults += _unknown(_part(group, part, faults, f"{path}."), _READ_WEIGHTS, f"{path}.{part}.")
-        weights = _part(group, "weights", [])
-        sizes = {"group_size": (16,)} if weights.get("num_bits") == 4 else {}
-        faults += _others(weights, _COMPUTED_WEIGHTS | sizes, f"{path}.weights.")
-    layers, path = _part(said, "quantized_layers", faults, f"{key}."), f"{key}.quantized_layers."
-    for name in layers:
-        layer = _part(layers, name, faults, path)
-        faults += _unknown(layer, tuple(_COMPUTED_LAYER), f"{path}{name}.")
-        faults += _others(layer, _COMPUTED_LAYER, f"{path}{name}.")
-    return said
 
 
 def _in_the_file(fault: str, keys: dict[str, str]) -> str:

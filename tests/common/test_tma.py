@@ -50,12 +50,7 @@ LEGAL = [
 RULES = [
     # the lessons: rank entries, outermost first, a box of the whole tensor
     ("got 3: (1, 768, 8192) (leave out the innermost one)", but(strides=(1, 768, 8192))),
-    ("strides must have rank - 1 = 2 entries", but(strides=(768,))),
     ("are they outermost first?", but(FLAT, dims=(4096, 1024), strides=(1024,))),
-    ("are they outermost first?", but(dims=(2, 8, 512), strides=(8192, 768))),
-    ("strides[1] must be at least the bytes of one step along dims[2]", but(dims=(512, 8, 2), strides=(8192, 768))),
-    ("storage must hold the whole map, 67100800", but(FLAT, dims=(128, 8192), strides=(8192,), storage=2**20)),
-    ("box[0] must be an integer from 1 to 256", but(FLAT, dims=(8192, 128), strides=(8192,), box=(8192, 128))),
     # names
     *((f"{name} must be one of ", but(**{name: "sm80"})) for name in ("dtype", "swizzle", "l2_promotion", "target")),
     ("interleave must be one of none, 16B, 32B, got '64B'", but(interleave="64B")),
@@ -69,13 +64,11 @@ RULES = [
     ("rank must be 1 to 5", but(dims=(16,) * 6, strides=(16,) * 5, box=(16,) * 6, element_strides=(1,) * 6)),
     ("rank must be 3 to 5 with interleave 16B, got 2", but(FLAT, interleave="16B")),
     ("dims[1] must be an integer from 1 to 4294967296, got 0", but(dims=(512, 0, 2))),
-    ("dims[2] must be an integer from 1 to 4294967296", but(dims=(512, 8, 2**32 + 1))),
     ("dims[0] must be an integer from 1 to 4294967296, got 512.0", but(dims=(512.0, 8, 2))),
     ("dims[0] must be a multiple of 2 for 16u4_align8b, got 511", but(FP4, dims=(511, 8, 2))),
     # strides
     ("strides[0] must be a multiple of 16 bytes, got 776", but(strides=(776, 8192))),
     ("strides[1] must be a multiple of 32 bytes, got 8208", but(IN_32, strides=(768, 8192 + 16))),
-    ("strides[1] must be an integer from 0 to 1099511627775", but(strides=(768, 2**40))),
     ("strides[0] must be an integer from 0", but(strides=(-768, 8192))),
     ("strides[0] must be at least the bytes of one step along dims[1]", but(strides=(496, 8192)), but(dtype="uint16")),
     ("strides[1] must be at least the bytes of one step along dims[2]", but(strides=(768, 6128))),
@@ -94,7 +87,6 @@ RULES = [
     # memory
     ("address must be nonzero and a multiple of 16, got 1048584", but(address=ADDRESS + 8)),
     ("address must be nonzero and a multiple of 32", but(IN_32, address=ADDRESS + 16)),
-    ("address must be nonzero", but(address=0)),
     ("storage must hold the whole map, 14080 bytes", but(storage=8192 + 7 * 768 + 511)),
 ]
 BROKEN = [(change, message) for message, *changes in RULES for change in changes]

@@ -35,6 +35,7 @@ MULTIPROCESSORS = {"sm90": 132, "sm100": 148}
 CAPABILITY = {"sm90": (9, 0), "sm100": (10, 0)}
 DEFAULT_SHARED = 49_152  # dynamic bytes that a kernel may have without asking for more
 INVALID_VALUE, LAUNCH_FAILURE, NOT_SUPPORTED = 1, 719, 801  # error codes of the CUDA runtime
+_CC = ("cc", "-std=c11", "-O1", "-shared", "-fPIC", "-Wl,-Bsymbolic")  # symbolic: calls within it stay in it
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo")
 _MAX_SHARED, _CLUSTER = 8, 4  # cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeClusterDimension
 _COOPERATIVE = 2  # cudaLaunchAttributeCooperative
@@ -249,9 +250,11 @@ class Driver:
         text = build._build(path, target, "nvcc", ("-ptx", *common))
         # Of the kernels in it only the names count: they are compiled quickly.
         shared = ("-shared", "-Xcompiler", "-fPIC", "-cudart", "none", "-Xcicc", "-O0")
+        shared += ("-Xlinker", "--no-as-needed", "-Xlinker", str(_library()))
         host = build._build(path, target, "nvcc", (*shared, *common))
         self._ptx = text.path.read_text()
-        ctypes.CDLL(str(host.path))  # registers its kernels, the first time
+        # Registers its kernels, the first time; ahead of a CUDA runtime that torch may have loaded for all.
+        ctypes.CDLL(str(host.path), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
         return host
 
 
@@ -300,13 +303,13 @@ def _tensors() -> list[torch.Tensor]:
 
 def _library() -> Path:
     """driver.c as a shared library. BuildError: no C compiler, or it refused the source."""
-    key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:20]
+    key = hashlib.sha256(SOURCE.read_bytes() + repr(_CC).encode()).hexdigest()[:20]
     path = build.directory() / f"ptx-model-driver-{key}.so"
     if not path.is_file():
         build.directory().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=build.directory(), prefix="tmp-") as scratch:
             made = Path(scratch, path.name)
-            command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
+            command = [*_CC, str(SOURCE), "-o", str(made)]
             try:
                 result = subprocess.run(command, capture_output=True, text=True)
             except FileNotFoundError:

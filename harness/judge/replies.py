@@ -217,7 +217,6 @@ class Kernel(Reply):
     spill_bytes: Count
     shared_bytes: Count
     sass: Annotated[dict[Name, Count], Field(max_length=256)] | None = None
-    tmem_columns: Count | None = None
 
 
 class Artefact(Reply):

@@ -107,7 +107,6 @@ class Resource(_Checked):
         description="instructions of tensor cores, copies, barriers and local memory in its machine code, by name how "
         "many; absent where nvdisasm was not installed or could not read it",
     )
-    tmem_columns: int | None = _field("columns of its largest allocation of tensor memory, where the code says it")
     bytes: int | None = _field("size of the file that has the kernel")
 
 

@@ -38,7 +38,6 @@ _LISTED = re.compile(
     r"U?T?C?[A-Z]*MMA|UTM\w+|UBLK\w+|LDGSTS|UTC\w+|LDTM|STTM|SYNCS|BAR|UCGABAR\w*|ARRIVES|LDGDEPBAR|LDL|STL"
 )
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\.[\w.]+)?\s*([^;]*);")
-_COLUMNS = 32  # of tensor memory, which is given out by so many at once
 
 
 def images(data: bytes) -> Iterator[tuple[memoryview, list[memoryview]]]:
@@ -113,8 +112,7 @@ def disassembler() -> str | None:
 
 
 def instructions(path: Path) -> dict[str, dict]:
-    """Return {"sass": {instruction with its modifiers: how many}, "tmem_columns": of its largest allocation of tensor
-    memory, None where it has none or the number is not in the code} for each kernel, by its mangled name, in the file
+    """Return {"sass": {instruction with its modifiers: how many}} for each kernel, by its mangled name, in the file
     `path`, a cubin or a shared object. {} without nvdisasm. RuntimeError: nvdisasm fails.
     """
     tool = disassembler()
@@ -129,7 +127,7 @@ def instructions(path: Path) -> dict[str, dict]:
         if ran.returncode:
             raise RuntimeError(f"nvdisasm: {(ran.stderr.strip() or 'it failed').splitlines()[0]}")
         for name, text in _functions(ran.stdout):
-            found[name] = {"sass": _listed(text), "tmem_columns": _columns(text)}
+            found[name] = {"sass": _listed(text)}
     return found
 
 
@@ -154,27 +152,3 @@ def _listed(text: str) -> dict[str, int]:
         if _LISTED.fullmatch(word):
             counts[word + modifiers] += 1
     return dict(sorted(counts.items()))
-
-
-def _columns(text: str) -> int | None:
-    """Of the largest allocation. The instruction's last register has the number in units; it is known where the
-    constant is put there ahead of it without a label or another write in between.
-    """
-    most, constants = 0, {}
-    for line in text.splitlines():
-        found = _INSTRUCTION.match(line)
-        if not found:
-            constants = {} if line.startswith(".L") else constants
-            continue
-        word, modifiers, operands = found.groups()
-        names = [one.strip() for one in operands.split(",")]
-        if word == "UTCATOMSWS" and (modifiers or "").startswith(".FIND_AND_SET"):
-            if names[-1] not in constants:
-                return None
-            most = max(most, _COLUMNS * constants[names[-1]])
-        constant = re.fullmatch(r"0x[0-9a-f]+", names[-1]) if word == "UMOV" else None
-        for name in names[:1] if word != "UTCATOMSWS" else names[:2]:
-            constants.pop(name, None)
-        if constant:
-            constants[names[0]] = int(names[-1], 16)
-    return most or None

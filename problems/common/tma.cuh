@@ -11,9 +11,9 @@ namespace tma {
 // A tensor as the host checked it (problems/common/tma.py, Fields): innermost first, strides in bytes, the rest 0.
 struct Tensor {
     uint64_t address, dims[5], strides[4];
-    uint32_t box[5], element_strides[5], dtype, rank, interleave, swizzle, l2_promotion, oob_fill;
+    uint32_t box[5], dtype, rank, swizzle, l2_promotion;
 };
-static_assert(sizeof(Tensor) == 144, "must match problems/common/tma.py");
+static_assert(sizeof(Tensor) == 120, "must match problems/common/tma.py");
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
@@ -34,10 +34,11 @@ inline cudaError_t find_encode(Encode* encode) {
 }
 
 inline bool encode_map(Encode encode, const Tensor& t, CUtensorMap* map) {
+    constexpr uint32_t STEPS[] = {1, 1, 1, 1, 1};
     return encode(map, static_cast<CUtensorMapDataType>(t.dtype), t.rank, reinterpret_cast<void*>(t.address), t.dims,
-                  t.strides, t.box, t.element_strides, static_cast<CUtensorMapInterleave>(t.interleave),
-                  static_cast<CUtensorMapSwizzle>(t.swizzle), static_cast<CUtensorMapL2promotion>(t.l2_promotion),
-                  static_cast<CUtensorMapFloatOOBfill>(t.oob_fill)) == CUDA_SUCCESS;
+                  t.strides, t.box, STEPS, CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(t.swizzle),
+                  static_cast<CUtensorMapL2promotion>(t.l2_promotion),
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace tma

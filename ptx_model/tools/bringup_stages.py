@@ -184,7 +184,7 @@ def _descriptor(array: np.ndarray, rows: int) -> tma.Descriptor:
     count, width = array.shape
     kind = "bfloat16" if array.itemsize == 2 else "uint8"
     box = (128 // array.itemsize, rows)
-    return tma.check(kind, (width, count), (width * array.itemsize,), box, swizzle="128B", target="sm100")
+    return tma.check(kind, (width, count), (width * array.itemsize,), box, swizzle="128B")
 
 
 def _compared(got: np.ndarray, want: np.ndarray) -> dict:

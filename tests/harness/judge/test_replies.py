@@ -95,7 +95,7 @@ WRONG = {
     list: (0, True, "abc", {"0": "a"}, [None], [1.5] * 1025, ["a"] * 1025),
     dict: (0, True, "abc", [["a", "b"]], DEEP),
 }
-OPTIONAL = {"prepare_us", "sass", "tmem_columns"}  # may be null
+OPTIONAL = {"prepare_us", "sass"}  # may be null
 ALSO_RIGHT = {"to": (2**48 + 1, 2**63), "from": (2**48 + 1, 2**63), "carveout": (-1,)}
 
 

@@ -55,6 +55,19 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
     }
 }
 
+// As wait, at a barrier where other blocks of the cluster arrive or send: what they wrote before is visible.
+__device__ __forceinline__ void wait_cluster(uint32_t barrier, uint32_t parity) {
+    uint32_t over;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(over)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!over);
+}
+
 // ---- the block's numbered barriers, 0 to 15, of which __syncthreads has 0
 
 // Wait until THREADS threads have arrived or wait here.
@@ -81,6 +94,11 @@ __device__ __forceinline__ uint32_t in_block(uint32_t rank, uint32_t at) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
+// The two halves of a barrier of the cluster, behind which only barriers are known that were published before it.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Wait for all threads of the cluster. What they wrote before is visible, in shared memory too. One warp says so for its
 // block, behind the block's own barrier: such a release waits for all that the warp has under way, up to global memory,
 // and the releases of 16 warps queue.
@@ -89,8 +107,26 @@ __device__ __forceinline__ void cluster_sync() {
     if (threadIdx.x < 32)
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        cluster_arrive_relaxed();
+    cluster_wait();
+}
+// To another block's shared memory, at an address from in_block; its barrier, from there too, counts the bytes. So no
+// fence is needed, which would wait for all that the warp has under way, up to global memory.
+__device__ __forceinline__ void st_async(uint32_t to, uint32_t v, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v),
+                 "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void st_async8(uint32_t to, uint2 v, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "r"(v.x), "r"(v.y), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void st_async16(uint32_t to, uint4 v, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+        : "memory");
 }
 // Of another block's shared memory, at an address from in_block.
 __device__ __forceinline__ uint32_t load_cluster(uint32_t from) {
@@ -118,7 +154,27 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 }
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- registers of a warpgroup: all its warps run this
+// ---- registers
+
+// What the compiler would work out again for each use, it keeps from here on.
+template <class T>
+__device__ __forceinline__ void keep_in_register(T& v) {
+    static_assert(sizeof(T) == 4);
+    asm volatile("" : "+r"(v));
+}
+// threadIdx.x and blockIdx.x read here, so that what follows from them is worked out again, and not kept in registers.
+__device__ __forceinline__ int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+__device__ __forceinline__ int block_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+
+// Of a warpgroup: all its warps run this.
 
 template <int COUNT>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
@@ -201,6 +257,12 @@ __device__ __forceinline__ void cp_async8(uint32_t to, const void* from, bool re
 __device__ __forceinline__ void cp_async16(uint32_t to, const void* from, bool really) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(really ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last COUNT groups that this thread has committed are there.
+template <int COUNT>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+}
 // Until all that this thread has asked for is there.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives for this thread at the barrier once the copies that it has asked for are there.
@@ -221,7 +283,8 @@ __device__ __forceinline__ uint64_t l2_evict_normal() {
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// Into L2; bytes: a multiple of 16. Returns at once.
+// Into L2, the line of 128 bytes that this lies in; or `bytes`, a multiple of 16. Both return at once.
+__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
@@ -255,6 +318,20 @@ __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.w
 __device__ __forceinline__ void red_add_release(int* counter) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
+__device__ __forceinline__ void red_add_release(uint32_t* counter, uint32_t more) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(more) : "memory");
+}
+// Of a counter, or a value with its tag, in whole; nothing else is known by it.
+template <class T>
+__device__ __forceinline__ T load_relaxed(const T* from) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+    T v;
+    if constexpr (sizeof(T) == 4)
+        asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    else
+        asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+    return v;
+}
 __device__ __forceinline__ int ld_acquire(const int* counter) {
     int v;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
@@ -282,6 +359,38 @@ __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
     uint32_t v;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
+}
+// To the nearest e4m3 each, at most 448.
+__device__ __forceinline__ uint16_t pack_e4m3x2(float low, float high) {
+    uint16_t v;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+    return v;
+}
+// Each of the low four nibbles of `selectors` picks a byte of the eight; with bit 3 set, the byte's sign bit, eight
+// times. (__byte_perm clears that bit first.)
+__device__ __forceinline__ uint32_t prmt(uint32_t low, uint32_t high, uint32_t selectors) {
+    uint32_t v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(selectors));
+    return v;
+}
+// sum + the products of four bytes each.
+__device__ __forceinline__ int dp4a(uint32_t unsigned_bytes, uint32_t signed_bytes, int sum) {
+    int v;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(v) : "r"(unsigned_bytes), "r"(signed_bytes), "r"(sum));
+    return v;
+}
+// d (16, 8) += a (16, 16) b (8, 16)^T. Lane l = 4 g + c has of d rows g and g + 8, columns 2 c and one on; of a columns
+// 2 c and one on in both rows as a0, a1, columns 2 c + 8 and one on as a2, a3; of b the same of row g.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    mma_bf16(d, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
 // Of two bf16 pairs. Both factors and the product may be subnormal: nothing is flushed.
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {

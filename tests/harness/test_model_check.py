@@ -61,9 +61,9 @@ def test_a_ring_that_waits_for_too_little_is_a_race_with_its_source_line(tmp_pat
     for name in ("sm100_native.cu", "warp_ring.cuh", "sm100_native.py"):
         shutil.copy(variants / name, tmp_path)
     ring = tmp_path / "warp_ring.cuh"
-    wait = '"n"(NUM_STAGES - 1)'
+    wait = "cp_async_wait<NUM_STAGES - 1>"
     assert wait in ring.read_text()
-    ring.write_text(ring.read_text().replace(wait, '"n"(NUM_STAGES)'))
+    ring.write_text(ring.read_text().replace(wait, "cp_async_wait<NUM_STAGES>"))
     case = json.dumps([{"m": 40, "k": 5184, "l": 1, "seed": 5}])
     file = tmp_path / "sm100_native.py"
     ran = forked.run(["-m", "ptx_model.tools.check", variants.parent, file, "sm100", case])

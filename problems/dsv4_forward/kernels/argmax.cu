@@ -69,15 +69,6 @@ struct Longer {
     const long long *sequences, *advance;
 };
 
-// Tells block 0 of the cluster, whose barrier counts the bytes.
-__device__ __forceinline__ void send(uint32_t to, Best best, uint32_t barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
-            ptx::in_block(0, to)),
-        "r"(best.order), "r"(best.place), "r"(ptx::in_block(0, barrier))
-        : "memory");
-}
-
 __global__ void __launch_bounds__(THREADS) argmax_kernel(const float* logits, long long* out, int width,
                                                          const Longer longer) {
     __shared__ __align__(8) Best of_warps[WARPS], of_blocks[BLOCKS];
@@ -90,8 +81,7 @@ __global__ void __launch_bounds__(THREADS) argmax_kernel(const float* logits, lo
         ptx::barrier_publish();
         if (part == 0) ptx::arrive_and_expect_tx(ptx::smem_address(&told), BLOCKS * sizeof(Best));
     }
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    ptx::cluster_arrive_relaxed(), ptx::cluster_wait();  // only the barrier, which is published
     programmatic::wait();
     programmatic::trigger();
     // By the last warp of another block than the one that all wait for.
@@ -114,7 +104,9 @@ __global__ void __launch_bounds__(THREADS) argmax_kernel(const float* logits, lo
     if (lengthens) longer.length[sequence] = length;
     if (warp) return;
     best = warp_best(of_warps[lane % WARPS]);
-    if (lane == 0) send(ptx::smem_address(of_blocks + part), best, ptx::smem_address(&told));
+    if (lane == 0)
+        ptx::st_async8(ptx::in_block(0, ptx::smem_address(of_blocks + part)), make_uint2(best.order, best.place),
+                       ptx::in_block(0, ptx::smem_address(&told)));
     if (part) return;
     ptx::wait(ptx::smem_address(&told), 0);
     best = warp_best(of_blocks[lane % BLOCKS]);

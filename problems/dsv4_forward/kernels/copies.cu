@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "launch.cuh"
+#include "ptx.cuh"
 
 namespace {
 
@@ -72,14 +73,6 @@ __device__ void split_pair(const float (&pair)[2], uint32_t (&terms)[count]) {
     }
 }
 
-__device__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // This warp's columns of the mixing matrix as operands of mma, in TERMS each: row lane / 4 of a tile of 8 rows.
 __device__ void load_matrix(const Mix& mix, int column0, uint32_t (&b)[STEPS][TILES][TERMS][2]) {
     const int lane = threadIdx.x % 32;
@@ -126,7 +119,7 @@ __global__ void __launch_bounds__(THREADS, 1) mix_kernel(const Mix mix) {
             }
             for (int n = 0; n < TILES; n++)
                 for (int x = X_TERMS - 1; x >= 0; x--)  // small products first
-                    for (int t = TERMS - 1 - x; t >= 0; t--) mma(c[n], a[x], b[k][n][t]);
+                    for (int t = TERMS - 1 - x; t >= 0; t--) ptx::mma_bf16(c[n], a[x], b[k][n][t]);
         }
         for (int i = 0; i < 2; i++)
             for (int step = 1; step < 4; step *= 2) squares[i] += __shfl_xor_sync(ALL, squares[i], step);

@@ -138,8 +138,8 @@ struct Products {
                         for (int tile = 0; tile < TILES; tile++) {
                             const uint4 w = b[d][tile][half];
                             const uint32_t of[2][2] = {{w.x, w.y}, {w.z, w.w}};
-                            few::mma(sum[tile], a[0], of[0]);
-                            few::mma(sum[tile], a[1], of[1]);
+                            ptx::mma_bf16(sum[tile], a[0], of[0]);
+                            ptx::mma_bf16(sum[tile], a[1], of[1]);
                         }
                     }
                     if (line + DEPTH < lines)

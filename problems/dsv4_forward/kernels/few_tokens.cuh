@@ -9,19 +9,13 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace few {
 
 constexpr int MOST_TOKENS = 32;
 constexpr int TILE = 8;   // rows or tokens, as mma.sync takes them
 constexpr int LINE = 64;  // columns that a warp takes of a row together: 128 bytes
-
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // 8 values of a row, zeros where there is no such row or column.
 __device__ __forceinline__ uint4 load_eight(const __nv_bfloat16* matrix, int row, int rows, int column, int columns) {
@@ -82,8 +76,8 @@ struct Product {
                 for (int tile = 0; tile < TILES; tile++) {
                     const uint4 w = b[d][tile][half];
                     const uint32_t of[2][2] = {{w.x, w.y}, {w.z, w.w}};
-                    mma(c[pair][tile], a[0], of[0]);
-                    mma(c[pair][tile], a[1], of[1]);
+                    ptx::mma_bf16(c[pair][tile], a[0], of[0]);
+                    ptx::mma_bf16(c[pair][tile], a[1], of[1]);
                 }
             }
         }

@@ -10,6 +10,7 @@
 
 #include "few_tokens.cuh"
 #include "launch.cuh"
+#include "tagged_words.cuh"
 
 namespace {
 
@@ -148,19 +149,6 @@ __device__ void choose(const Route& r, int token, const float* scores, const uin
     }
 }
 
-constexpr int MOST_TRIES = 1 << 22;  // of a read, each at least a third of a microsecond: more than a second
-
-__device__ uint32_t load_tag(const State* state) {
-    uint32_t tag;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(tag) : "l"(&state->tag) : "memory");
-    return tag;
-}
-
-__device__ void publish(uint64_t* to, float value, uint32_t tag) {
-    const uint64_t word = uint64_t(tag) << 32 | __float_as_uint(value);
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
-}
-
 // The sum of PARTS words at from, from + apart, ..., when all have the tag.
 __device__ float receive(const uint64_t* from, int apart, uint32_t tag) {
     uint64_t word[PARTS];
@@ -168,11 +156,10 @@ __device__ float receive(const uint64_t* from, int apart, uint32_t tag) {
     for (bool all = false; !all;) {
         all = true;
 #pragma unroll
-        for (int i = 0; i < PARTS; i++)
-            asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word[i]) : "l"(from + i * apart) : "memory");
+        for (int i = 0; i < PARTS; i++) word[i] = ptx::load_relaxed(from + i * apart);
 #pragma unroll
         for (int i = 0; i < PARTS; i++) all &= static_cast<uint32_t>(word[i] >> 32) == tag;
-        if (++tries == MOST_TRIES) {
+        if (++tries == tagged::MOST_TRIES) {
             assert(!"route: time-out, a block waited for the logits of another that never came");
             __trap();
         }
@@ -202,7 +189,7 @@ __global__ void __launch_bounds__(THREADS) route_kernel(const Route r) {
     programmatic::wait();
     programmatic::trigger();
     uint32_t tag = 0;
-    if (threadIdx.x == 0) tag = load_tag(r.state) + 1;
+    if (threadIdx.x == 0) tag = ptx::load_relaxed(&r.state->tag) + 1;
     product.multiply(r.u, r.tokens);
     product.store(smem_sums);
     if (threadIdx.x == 0) smem_tag = tag;
@@ -211,7 +198,7 @@ __global__ void __launch_bounds__(THREADS) route_kernel(const Route r) {
     if (const int i = threadIdx.x; i < r.tokens * Product::ROWS) {
         const int token = i / Product::ROWS, expert = product.first + i % Product::ROWS;
         if (expert < r.experts)
-            publish(r.words + part * all + token * r.experts + expert, Product::total(smem_sums, i), tag);
+            tagged::publish(r.words + part * all + token * r.experts + expert, Product::total(smem_sums, i), tag);
     }
     // All blocks have read the tag when the last one raises it. By a warp that others do not wait for, and here, since it
     // waits for an answer.

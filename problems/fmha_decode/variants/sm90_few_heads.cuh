@@ -103,21 +103,6 @@ struct Share {
 
 // ---- device helpers
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last COUNT groups that this thread has committed are there.
-template <int COUNT>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
-}
-// d (16, 8) += a (16, 16) b (8, 16)^T. Lane l holds of d rows l / 4 and 8 on, columns 2 (l % 4) and one on.
-__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 // Four 8x8 matrices of 16-bit values, each transposed; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
     uint4 v;
@@ -130,29 +115,11 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
 __device__ __forceinline__ void store_shared_pair(uint32_t to, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
-// To another block's shared memory, at an address from in_block; its barrier counts the bytes. So no fence is needed,
-// which would wait for all that the warp has under way, up to global memory.
-__device__ __forceinline__ void send(uint32_t to, uint32_t v, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(v),
-                 "r"(barrier)
-                 : "memory");
-}
-__device__ __forceinline__ void send16(uint32_t to, uint4 v, uint32_t barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-        : "memory");
-}
 // As arrive, at another block's barrier. For who wrote nothing that the other block reads: a release to the whole
 // cluster would wait like a fence.
 __device__ __forceinline__ void arrive_at(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// The two halves of a barrier of the cluster, behind barrier_publish.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ float4 load_stats(uint32_t from) {
     uint4 const v = load_shared16(from);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), 0);
@@ -201,11 +168,12 @@ struct Queries {
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
             if (t < FP8_TILES) {
-                mma(sums[s], words[0][t][2 * s], words[1][t][2 * s], words[0][t][2 * s + 1], words[1][t][2 * s + 1],
-                    k[2 * s], k[2 * s + 1]);
+                auto const &upper = words[0][t], &lower = words[1][t];
+                mma_bf16(sums[s], upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1], k[2 * s],
+                         k[2 * s + 1]);
             } else {
                 uint4 const a = load_shared16(last + s * 512);
-                mma(sums[s], a.x, a.y, a.z, a.w, k[2 * s], k[2 * s + 1]);
+                mma_bf16(sums[s], a.x, a.y, a.z, a.w, k[2 * s], k[2 * s + 1]);
             }
         }
     }
@@ -362,8 +330,8 @@ __device__ __forceinline__ void add_values(float (&o)[DIMS / 8][4], const uint32
         for (int n = 0; n < DIMS / 8; n += 2) {
             uint4 const v =
                 ldmatrix_x4_trans(row + n / 8 * Layout::TILE + ((n % 8 + lane / 16) ^ lane % 8) * 16);
-            mma(o[n], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.x, v.y);
-            mma(o[n + 1], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.z, v.w);
+            mma_bf16(o[n], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.x, v.y);
+            mma_bf16(o[n + 1], pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3], v.z, v.w);
         }
     }
 }
@@ -432,13 +400,13 @@ __device__ __forceinline__ void send_sums(const Left& left, Pieces const& pieces
         if (pieces.blocks.by == 1)
             store_shared(smem + to, v);
         else
-            send(in_block(block, smem + to), v, in_block(block, smem + Layout::RECEIVED_BARRIER));
+            st_async(in_block(block, smem + to), v, in_block(block, smem + Layout::RECEIVED_BARRIER));
     };
     auto const give16 = [&](uint32_t block, uint32_t to, uint4 v) {
         if (pieces.blocks.by == 1)
             store_shared16(smem + to, v);
         else
-            send16(in_block(block, smem + to), v, in_block(block, smem + Layout::RECEIVED_BARRIER));
+            st_async16(in_block(block, smem + to), v, in_block(block, smem + Layout::RECEIVED_BARRIER));
     };
     uint4 units[UNITS / NUM_THREADS];
 #pragma unroll
@@ -570,7 +538,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_MULTIPROCESSOR) attend
         if (p.blocks.by > 1) arrive_and_expect_tx(smem + Layout::RECEIVED_BARRIER, pieces.bytes(item.rank));
     }
     __syncthreads();
-    cluster_arrive();
+    cluster_arrive_relaxed();
     auto const tell_free = [&] {  // behind the block's barrier: others may write to the first place of values
         cluster_wait();           // all blocks have their barriers; this was long ago
         if (threadIdx.x < p.blocks.by) arrive_at(in_block(threadIdx.x, smem + Layout::FREE_BARRIER));

@@ -71,12 +71,8 @@ __host__ __device__ __forceinline__ bool at_hand(int blocks) {
 constexpr int MOST_SHARED = 132;  // rows of several blocks
 __device__ uint32_t done[MOST_SHARED];
 
-// Of this block, anew each time: a row and its addresses are not kept in registers through the score loop.
-__device__ __forceinline__ int row_of_block() {
-    int row;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(row));
-    return row;
-}
+// Anew each time: a row and its addresses are not kept in registers through the score loop.
+__device__ __forceinline__ int row_of_block() { return ptx::block_index(); }
 __device__ __forceinline__ const int* table_of(const Tensors& data, const Sizes& sizes, int row) {
     return data.table + static_cast<int64_t>(row / sizes.queries) * sizes.blocks;
 }
@@ -94,7 +90,7 @@ __device__ __forceinline__ void prefetch_table(const int* table, int blocks) {
     constexpr int LINE = 32;  // numbers
 #pragma unroll 1
     for (int i = threadIdx.x * LINE; i < blocks; i += THREADS * LINE)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(table + i));
+        ptx::prefetch_l2(table + i);
 }
 
 __device__ __forceinline__ int place(const Sizes& sizes, int page, int entry) {

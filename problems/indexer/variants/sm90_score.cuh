@@ -60,15 +60,8 @@ __device__ __forceinline__ float score_of(uint32_t key) {
 }
 
 __device__ __forceinline__ uint32_t pack_e4m3x4(float a, float b, float c, float d) {
-    uint16_t low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    const uint16_t low = ptx::pack_e4m3x2(a, b), high = ptx::pack_e4m3x2(c, d);
     return static_cast<uint32_t>(high) << 16 | low;
-}
-__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t which) {
-    uint32_t v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(which));
-    return v;
 }
 
 // The sum or the like over 8 lanes side by side.
@@ -175,11 +168,11 @@ struct Ring {
             if (lane < KEYS)
                 ptx::cp_async4(to + KEYS * CODES + lane * 4, base + ((CODES << sizes.page_shift) + (slot + lane) * 4));
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        ptx::cp_async_commit();
     }
     // Wait until all but the last DEPTH - 1 groups of copies are there, of all lanes.
     __device__ __forceinline__ static void wait() {
-        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+        ptx::cp_async_wait<DEPTH - 1>();
         __syncwarp();
     }
     __device__ __forceinline__ static void read(const uint8_t* stage, Loaded<FP8>& to) {
@@ -199,8 +192,8 @@ struct Ring {
 __device__ __forceinline__ uint2 decode(uint32_t codes, uint2 table) {
     const uint32_t sizes = codes & 0x77777777, shifted = codes << 4;
     // Selector 8 + i: the sign of byte i, eight times. Low nibbles have theirs in `shifted`, high ones in `codes`.
-    return make_uint2(permute(table.x, table.y, sizes) | permute(shifted, codes, 0xD9C8) & 0x80808080,
-                      permute(table.x, table.y, sizes >> 16) | permute(shifted, codes, 0xFBEA) & 0x80808080);
+    return make_uint2(ptx::prmt(table.x, table.y, sizes) | ptx::prmt(shifted, codes, 0xD9C8) & 0x80808080,
+                      ptx::prmt(table.x, table.y, sizes >> 16) | ptx::prmt(shifted, codes, 0xFBEA) & 0x80808080);
 }
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {

@@ -7,18 +7,6 @@
 
 namespace linear_mma {
 
-// Read where they are needed: what follows from them is then worked out again, and not kept in registers.
-__device__ __forceinline__ int block_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-    return index;
-}
-__device__ __forceinline__ int thread_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-}
-
 // A warp's part of a link.
 struct WarpWork {
     int rank, first_pass;          // of the block in its team; of the team
@@ -28,7 +16,7 @@ struct WarpWork {
     uint32_t chunk_units;
 
     __device__ __forceinline__ WarpWork(const Link& link, const Geometry& geo, int granule) {
-        const int block = block_index(), warp = thread_index() / 32;
+        const int block = ptx::block_index(), warp = ptx::thread_index() / 32;
         rank = block & link.num_splits - 1, first_pass = block >> geo.split_shift;
         const int block_chunks = 1 << geo.block_chunk_shift;
         const int chunk = (rank << geo.block_chunk_shift) + (warp & block_chunks - 1);

@@ -19,7 +19,7 @@ __device__ __forceinline__ void prefetch_next(const Next& next, int lines, int w
     const uint8_t* from = next.units + (static_cast<int64_t>(tile) * next.k_units + begin) * UNIT_BYTES;
     for (int line = lane; line < lines; line += 32) {
         const int offset = C::NUM_STAGES * C::STAGE_BYTES + 128 * line;
-        if (offset < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + offset));
+        if (offset < bytes) ptx::prefetch_l2(from + offset);
     }
 }
 
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
     uint32_t ring = ptx::smem_address(smem) + warp * NUM_STAGES * C::STAGE_BYTES + 16 * lane;
     const uint32_t full_barriers =
         ptx::smem_address(smem) + static_cast<int>(offsetof(SharedMemory<C>, full_barriers)) + warp * NUM_STAGES * 8;
-    if (NUM_STAGES != 2) hold(ring);
+    if (NUM_STAGES != 2) ptx::keep_in_register(ring);
     if (elected<BLOCK_M>(lane)) {
         if (is_math_warp)  // a barrier for each stage of the warp
             for (int i = 0; i < NUM_STAGES; ++i) ptx::barrier_init(full_barriers + 8 * i, 1);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
         const WarpWork work = CHAIN ? work_of(link_index) : work_of.first;
         const int begin = work.chunk_begin, first_column = work.block_begin * BLOCK_K;
         uint32_t chunk_units = work.chunk_units;
-        hold(chunk_units);
+        ptx::keep_in_register(chunk_units);
         const int block_chunks = 1 << geo.block_chunk_shift;
         const bool converts = C::CONVERTS && !link.quantised && (FORMAT == FP8 || link.quantise);
         const auto load_input_scale = [&](int group) {
@@ -137,15 +137,15 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
                        (begin - work.block_begin) * BLOCK_K * 2;
         uint32_t input_scales =  // fp8: of the lane's first tokens, at the chunk's first block of SCALE_K
             ptx::smem_address(smem + geo.smem_input_scales) + 8 * c + (begin - work.block_begin) / 2 * BLOCK_M * 4;
-        if (BLOCK_M == 8) hold(input[0]);
-        if (FORMAT == FP8) hold(input_scales);
+        if (BLOCK_M == 8) ptx::keep_in_register(input[0]);
+        if (FORMAT == FP8) ptx::keep_in_register(input_scales);
         uint32_t to_scales = units::SCALES - 12 * lane;  // nvfp4: of a unit, from what the lane reads first
-        if (FORMAT == NVFP4) hold(to_scales);
+        if (FORMAT == NVFP4) ptx::keep_in_register(to_scales);
 
         const Exchange exchange = {link.exchange};
         const Epilogue<C> epilogue = {link, geo, next, next_scale, warp, lane, is_math_warp};
         if (!CHAIN && link.exchange && threadIdx.x == 0)
-            ptx::store_shared(state + TAG, load_relaxed(&exchange.state()->tag) + 1);
+            ptx::store_shared(state + TAG, ptx::load_relaxed(&exchange.state()->tag) + 1);
         // Behind all that can be worked out while the input is under way.
         if constexpr (C::CONVERTS)
             if (direct) {
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) link_kernel(const __grid_consta
             }
 
             if (!CHAIN && next.units && pass + geo.teams >= geo.passes)
-                prefetch_next<C>(next, link.prefetch_lines, block_index() * WARPS + warp, lane);
+                prefetch_next<C>(next, link.prefetch_lines, ptx::block_index() * WARPS + warp, lane);
 
             // ---- the chunks' sums, in the order of k
             const int shift = BLOCK_M == 8 ? 0 : geo.token_tile_shift;

@@ -10,9 +10,6 @@ namespace linear_mma {
 
 // ---- device helpers
 
-// Keeps a value in a register, where it would be computed again and again.
-__device__ __forceinline__ void hold(uint32_t& value) { asm volatile("" : "+r"(value)); }
-
 // Weights, which are read once, so code and small tensors stay in L2. (ptx::tma_load_1d holds the policy in registers.)
 __device__ __forceinline__ void load_weights(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     asm volatile(
@@ -35,21 +32,14 @@ __device__ __forceinline__ bool elected(int lane) {
     return one;
 }
 
-template <Format FORMAT>
-__device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1) {
-    if constexpr (FORMAT == FP8)
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+// ptx::mma_bf16 of fp16.
+__device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                        uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // ---- products of one part of a stage
@@ -83,7 +73,7 @@ __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[FRAGMENTS][TOKEN_T
                 const uint32_t a1 = half2_of_e4m3(low), a3 = half2_of_e4m3(low >> 16);
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t)
-                    mma<FP8>(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
+                    mma_f16(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
             }
     }
     uint32_t last = row[2 * FRAGMENTS - 1].w;
@@ -123,8 +113,8 @@ __device__ __forceinline__ void multiply_nvfp4(float (&sum)[2][TOKEN_TILES][4], 
             for (int j = 0; j < 2; ++j)
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t)
-                    mma<NVFP4>(sum[q][t], upper[2 * j], lower[2 * j], upper[2 * j + 1], lower[2 * j + 1],
-                               j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
+                    ptx::mma_bf16(sum[q][t], upper[2 * j], lower[2 * j], upper[2 * j + 1], lower[2 * j + 1],
+                                  j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
         }
     }
 }
@@ -142,8 +132,8 @@ __device__ __forceinline__ uint32_t multiply_bf16(float (&sum)[2][TOKEN_TILES][4
 #pragma unroll
         for (int t = 0; t < TOKEN_TILES; ++t) {
             const uint4 &upper = row[2 * q], &lower = row[2 * q + 1];
-            mma<BF16>(sum[q][t], upper.x, lower.x, upper.y, lower.y, b[t].x, b[t].y);
-            mma<BF16>(sum[q][t], upper.z, lower.z, upper.w, lower.w, b[t].z, b[t].w);
+            ptx::mma_bf16(sum[q][t], upper.x, lower.x, upper.y, lower.y, b[t].x, b[t].y);
+            ptx::mma_bf16(sum[q][t], upper.z, lower.z, upper.w, lower.w, b[t].z, b[t].w);
         }
     return row[0].w ^ row[1].w ^ row[2].w ^ row[3].w;
 }

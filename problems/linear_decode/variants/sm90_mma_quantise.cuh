@@ -15,12 +15,6 @@ __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t bytes) {
     return pair;
 }
 
-__device__ __forceinline__ uint16_t e4m3_pair(float low, float high) {
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // Stays behind the wait for the previous kernel, which may have written this.
 __device__ __forceinline__ uint4 load_input(const void* at) {
     uint4 v;
@@ -64,7 +58,7 @@ __device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantis
         for (int w = 0; w < 4; ++w) {
             const float low = __uint_as_float(words[i][w] << 16) * both.y;
             const float high = __uint_as_float(words[i][w] & 0xFFFF0000u) * both.y;
-            words[i][w] = quantise ? half2_of_e4m3(e4m3_pair(low, high)) : ptx::pack_f16x2(low, high);
+            words[i][w] = quantise ? half2_of_e4m3(ptx::pack_e4m3x2(low, high)) : ptx::pack_f16x2(low, high);
         }
         pieces[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
     }
@@ -93,7 +87,7 @@ __device__ __forceinline__ float nvfp4_divided(float v, float input_scale, float
 __device__ __forceinline__ float nvfp4_scale(float amax) {
     constexpr float HIGH = 1 / 6.f, LOW = static_cast<float>(1 / 6. - HIGH);  // together 1 / 6, see Inverse
     const float wanted = fminf(fmaf(amax, HIGH, amax * LOW), 448.f);
-    const uint32_t half2 = half2_of_e4m3(e4m3_pair(wanted, 0.f));
+    const uint32_t half2 = half2_of_e4m3(ptx::pack_e4m3x2(wanted, 0.f));
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
 }
 
@@ -104,8 +98,7 @@ struct Inverse {
     float high, low;
 
     __device__ __forceinline__ explicit Inverse(float scale) {
-        float near;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(scale));
+        float near = ptx::reciprocal_fast(scale);
         if (!(scale > 0)) near = 0;
         high = 0x1p22f * near, low = fmaf(-scale, near, 1.f) * high;
     }

@@ -19,23 +19,19 @@ __device__ __forceinline__ void cluster_sync() {
     if (threadIdx.x / 32 == WARP)
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* from) {
-    uint32_t v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
+        ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
 }
 
 // Of the grid's counter, before this block has arrived.
-__device__ __forceinline__ uint32_t first_bit(const uint32_t* counter) { return load_relaxed(counter) & 0x80000000u; }
+__device__ __forceinline__ uint32_t first_bit(const uint32_t* counter) {
+    return ptx::load_relaxed(counter) & 0x80000000u;
+}
 
 // Between links of a chain. `phase` is the counter's first bit, which changes when the last of all blocks arrives.
 __device__ __forceinline__ void grid_sync(uint32_t* counter, uint32_t& phase) {
     const uint32_t add = blockIdx.x ? 1 : 0x80000000u - (gridDim.x - 1);
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(add) : "memory");
+    ptx::red_add_release(counter, add);
     while ((ptx::ld_acquire(reinterpret_cast<const int*>(counter)) & 0x80000000u) == phase);
     phase ^= 0x80000000u;
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void begin_launch(const Problem& p, uint32_t& first_t
 template <class S>
 __device__ __forceinline__ void produce_tile(const Problem& p, const Group& g, int tile, int column,
                                              typename S::Shared& shared, int thread) {
-    cp_async_wait<1>();  // all but the next tile's
+    ptx::cp_async_wait<1>();  // all but the next tile's
     ptx::named_barrier_sync<ROLE_THREADS>(PRODUCE_BARRIER);
     make_copies<S>(p, g.first, min(S::TILE, g.count - tile * S::TILE), tile, column, shared, thread);
     ptx::arrive(S::barrier(shared.full_barriers, tile));
@@ -41,7 +41,7 @@ __device__ __forceinline__ void produce_tile(const Problem& p, const Group& g, i
 template <class S, bool ONE_TILE>
 __device__ __forceinline__ void multiply_tile(const Group& g, const FnFragments<S>& fn, int tile,
                                               typename S::Shared& shared, int thread) {
-    asm volatile("" : "+r"(thread));  // addresses are made anew for each tile: kept in registers they spill
+    ptx::keep_in_register(thread);  // addresses are made anew for each tile: kept in registers they spill
     const int warp = thread / 32, lane = thread % 32;
     ptx::wait(S::barrier(shared.full_barriers, tile), S::parity(tile));
     // The sums of the tile before are published.
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ONE_TILE>, 1) site_kernel(const 
     const int column = blockIdx.x * COLUMNS;
 
     if (thread == 32 * ROLE_WARPS) {
-        prefetch_line(p.base), prefetch_line(p.scale);  // read when all wait for them
+        ptx::prefetch_l2(p.base), ptx::prefetch_l2(p.scale);  // read when all wait for them
         for (int i = 0; i < S::NUM_X_STAGES; ++i)
             ptx::barrier_init(ptx::smem_address(&shared.full_barriers[i]), ROLE_THREADS),
                 ptx::barrier_init(ptx::smem_address(&shared.empty_barriers[i]), ROLE_THREADS);

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cstdint>
 
+#include "ptx.cuh"
 #include "tagged_words.cuh"
 
 namespace columns {
@@ -12,12 +13,6 @@ using tagged::publish;
 using tagged::publish_pair;
 
 constexpr unsigned ALL = 0xffffffffu;
-
-__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* from) {
-    uint64_t word;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    return word;
-}
 
 // Ends the launch if a read was in vain for too long: cudaErrorAssert and this line, in the place of a hung device.
 __device__ __forceinline__ void count_try(int& tries) {
@@ -35,7 +30,7 @@ __device__ __forceinline__ void receive(const uint64_t* from, int stride, int va
     for (bool arrived = false; !arrived; count_try(tries)) {
         arrived = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) word[i] = i < valid ? load_relaxed(from + i * stride) : uint64_t(tag) << 32;
+        for (int i = 0; i < COUNT; ++i) word[i] = i < valid ? ptx::load_relaxed(from + i * stride) : uint64_t(tag) << 32;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) arrived &= static_cast<uint32_t>(word[i] >> 32) == tag;
     }

@@ -84,14 +84,6 @@ struct Shape {
     static __device__ __forceinline__ uint32_t parity(int tile) { return tile / NUM_X_STAGES % 2; }
 };
 
-// Brings a line of 128 bytes to L2.
-__device__ __forceinline__ void prefetch_line(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-template <int LEFT>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -135,7 +127,7 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
             ptx::cp_async16(to, from, token < count);
         }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    ptx::cp_async_commit();
 }
 
 // Add eight columns of an addend, in one unit of bf16 or two of fp32, from `from` on, TILE * LANES apart.
@@ -254,12 +246,6 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&a)[4], uint32_t from) {
                  : "r"(from)
                  : "memory");
 }
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // The tile's tokens times this warp's columns of fn.
 template <class S>
@@ -277,9 +263,9 @@ __device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int cou
             uint32_t a[4];
             ldmatrix_x4(a, row + k / IN_COPY * S::COPY + k % IN_COPY * 32);
 #pragma unroll
-            for (int t = 0; t < ROW_TILES; ++t) mma(sum[t], a, fn.low[s][t]);
+            for (int t = 0; t < ROW_TILES; ++t) ptx::mma_bf16(sum[t], a, fn.low[s][t]);
 #pragma unroll
-            for (int t = 0; t < ROW_TILES; ++t) mma(sum[t], a, fn.high[s][t]);
+            for (int t = 0; t < ROW_TILES; ++t) ptx::mma_bf16(sum[t], a, fn.high[s][t]);
         }
 #pragma unroll
         for (int t = 0; t < ROW_TILES; ++t) {
@@ -305,8 +291,8 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
     for (int s = 0; s < STEPS; ++s) {
         uint32_t a[4];
         ldmatrix_x4(a, row + 32 * s);
-        mma(low, a, {a[0], a[2]});
-        mma(high, a, {a[1], a[3]});
+        ptx::mma_bf16(low, a, {a[0], a[2]});
+        ptx::mma_bf16(high, a, {a[1], a[3]});
     }
     // Element (r, c) of a block of eight: lane 4 r + c / 2. Copy j of token r / 4 times copy k of token c / 4.
     const int r = lane / 4, c = lane % 4 * 2, j = r % COPIES;

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_fn(const float* weights, int row_stride, co
 #pragma unroll
         for (int pass = 1; pass < PASSES; ++pass)
 #pragma unroll
-            for (int row = 0; row < HALF_ROWS; ++row) prefetch_line(weights + column[pass] + row * row_stride);
+            for (int row = 0; row < HALF_ROWS; ++row) ptx::prefetch_l2(weights + column[pass] + row * row_stride);
     }
 }
 
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
         ptx::barrier_init(sums_barrier, 1);
         ptx::barrier_publish();
     }
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // only the barrier, which is published
+    ptx::cluster_arrive_relaxed();  // only the barrier, which is published
     const Role role = role_of<TOKENS>(warp, lane, rank);
     const RoleParameters<PASSES> parameters(p, role, first_quad, quads, lane);
     // Of a sender's slot: where its partial sums lie, of how many warps, and where its sum goes.
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1) token_kernel(const __grid_co
     Coefficients coefficients;
     if (makes_copies) load_inputs(p, token, share, column, in, coefficients);
     programmatic::trigger();  // what the next kernel loads comes behind what is asked for here
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the barriers of all blocks are ready
+    ptx::cluster_wait();  // the barriers of all blocks are ready
     // Not where the barrier is made: racecheck takes every thread for the one that does that. Sums may come earlier.
     if (thread == TOKEN_THREADS - 32)
         ptx::arrive_and_expect_tx(sums_barrier, TOKENS * CLUSTER * SUMS * sizeof(float));

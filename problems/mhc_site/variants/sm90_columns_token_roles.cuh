@@ -112,9 +112,7 @@ __device__ __forceinline__ float sum_warps(uint32_t from, int warps) {
 __device__ __forceinline__ void send_sum(float sum, uint32_t to, uint32_t barrier) {
 #pragma unroll
     for (int block = 0; block < CLUSTER; ++block)
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                     ::"r"(ptx::in_block(block, to)), "r"(__float_as_uint(sum)), "r"(ptx::in_block(block, barrier))
-                     : "memory");
+        ptx::st_async(ptx::in_block(block, to), __float_as_uint(sum), ptx::in_block(block, barrier));
 }
 
 // A slot's sum over the blocks of the cluster.

@@ -38,15 +38,6 @@ __device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t 
     tma_load_1d(to, from, bytes, barrier, policy);
 }
 
-__device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                         uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // Where a unit row of an expert begins, which has `rows` of them, of `units` each.
 __device__ __forceinline__ const uint8_t* unit_row(const uint8_t* from, int expert, int row, int rows, int units) {
     return from + (static_cast<int64_t>(expert) * rows + row) * units * units::BYTES;
@@ -186,8 +177,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     // registers they are kept: the compiler would begin with the thread's number for each unit.
     uint32_t first_read = ring + warp * units::BYTES + 16 * lane, to_scales = units::SCALES - 12 * lane;
     if constexpr (LONE) {
-        asm("" : "+r"(first_read));
-        asm("" : "+r"(to_scales));
+        keep_in_register(first_read), keep_in_register(to_scales);
     }
     // Adds the warp's part of a unit row, of `all` units, to sum; calls then(c) when the tokens of unit c are done
     // with.
@@ -225,7 +215,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                         const int step = 2 * (2 * half + j);
 #pragma unroll
                         for (int t = 0; t < decltype(tiles)::value; ++t)
-                            mma(sum[q][t], a[2 * j], b[2 * j], a[2 * j + 1], b[2 * j + 1],
+                            mma_bf16(sum[q][t], a[2 * j], b[2 * j], a[2 * j + 1], b[2 * j + 1],
                                      tokens.pairs[t][c][step], tokens.pairs[t][c][step + 1]);
                     }
                 }

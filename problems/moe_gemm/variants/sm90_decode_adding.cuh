@@ -77,8 +77,8 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Layout& at, uin
     }
     epilogue_sync();
     if (lane < batches) {  // a first look at either takes its time
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.arrived + lane * COUNTER_APART));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v));
+        prefetch_l2(p.arrived + lane * COUNTER_APART);
+        prefetch_l2(p.v);
     }
     for (int part = FIRST; part < batches + int(batches > 0); ++part) {
         int group = parts[part].group, row = parts[part].row;

@@ -58,12 +58,8 @@ __device__ __forceinline__ void mma(float (&d)[4 * F::EIGHTS], const uint32_t (&
     warpgroup_commit_batch();
 }
 
-// Keeps fragments where they are up to here: wgmma reads them long after it is issued.
-__device__ __forceinline__ void hold(const uint32_t (&a)[2][4]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        asm volatile("" ::"r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]) : "memory");
-}
+// Of both steps.
+__device__ __forceinline__ void hold(const uint32_t (&a)[2][4]) { ptx::hold(a[0]), ptx::hold(a[1]); }
 
 // d += this warp's 16 rows times the block's tokens, over all of the block's columns. Ends with nothing on its way.
 // parity: of the product's barriers, with a phase for each at_once chunks, over all tiles.
@@ -130,13 +126,14 @@ struct Share {
 // Sends this thread's sums to those who add them: at one time the warps send to different blocks.
 template <class F>
 __device__ __forceinline__ void send_sums(const float (&d)[4 * F::EIGHTS], uint32_t smem, uint32_t rank) {
-    const int warp = thread() / 32, lane = threadIdx.x % 32;
+    const int warp = thread_index() / 32, lane = threadIdx.x % 32;
     const uint32_t at = smem + (rank * F::SHARE + lane) * 16;
 #pragma unroll
     for (int i = 0; i < F::EIGHTS; ++i) {
         const uint32_t number = i * WARPS + warp, to = number % SPLITS;
-        send(in_block(to, at + number / SPLITS * 512), in_block(to, smem + F::SENT_BARRIER), d[4 * i], d[4 * i + 1],
-             d[4 * i + 2], d[4 * i + 3]);
+        const uint4 sums = {__float_as_uint(d[4 * i]), __float_as_uint(d[4 * i + 1]), __float_as_uint(d[4 * i + 2]),
+                            __float_as_uint(d[4 * i + 3])};
+        st_async16(in_block(to, at + number / SPLITS * 512), sums, in_block(to, smem + F::SENT_BARRIER));
     }
 }
 
@@ -170,7 +167,7 @@ __device__ __forceinline__ void epilogue(const Problem& problem, const Part<F>& 
     if (threadIdx.x >= F::SHARE) return;  // whole warps
     const Product& p = problem.product[part.second];
     const float factor = __uint_as_float(load_shared(smem + F::SCALES + 4 * part.second));
-    const int index = thread();
+    const int index = thread_index();
     const Share share(rank, index);
     const float4 sum = add_up<F>(smem, index);
     const int row = part.row + share.unit, mine = 2 * share.c + share.g % 2;  // mine: of an eighth, as paired()
@@ -266,7 +263,7 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(NUM_THREADS, 1)
                 load_weights(problem, next, smem, 0);
                 if (threadIdx.x == 0) load_v(problem, next, smem, 0);
             }
-            wait_for_sent(smem + F::SENT_BARRIER, sent);
+            wait_cluster(smem + F::SENT_BARRIER, sent);
             sent ^= 1;
             if (threadIdx.x == 0)
                 arrive_and_expect_tx(smem + F::SENT_BARRIER, SPLITS * F::SHARE * 16);  // before any are sent

@@ -61,48 +61,15 @@ struct Problem {
 };
 
 // All threads of the cluster meet. What they wrote before need not be known after.
-__device__ __forceinline__ void cluster_sync_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// To another block's shared memory, of which its barrier is told.
-__device__ __forceinline__ void send(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
-        "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d)
-        : "memory");
-}
-// As wait, for what other blocks have sent.
-__device__ __forceinline__ void wait_for_sent(uint32_t barrier, uint32_t parity) {
-    uint32_t over;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(over)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!over);
-}
+__device__ __forceinline__ void cluster_sync_relaxed() { cluster_arrive_relaxed(), cluster_wait(); }
 
 // All blocks of the launch meet. The counter's top bit turns over once a launch: block 0 adds what the others leave.
-__device__ __forceinline__ int met_before(const int* met) {
-    int v;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(met) : "memory");
-    return v;
-}
 __device__ __forceinline__ void grid_arrive(int* met) {
     const uint32_t more = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(met), "r"(more) : "memory");
+    red_add_release(reinterpret_cast<uint32_t*>(met), more);
 }
 __device__ __forceinline__ void grid_wait(const int* met, int before) {
     while ((ld_acquire(met) ^ before) >= 0) continue;
-}
-
-// threadIdx.x, of which nothing is worked out ahead of a loop and kept: there are few registers.
-__device__ __forceinline__ int thread() {
-    int i;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-    return i;
 }
 
 // What a block has to do of a tile of one of the products, and where.
@@ -152,7 +119,7 @@ __device__ __forceinline__ void load_weights(const Problem& problem, const Part<
 template <int AT_ONCE, class F>
 __device__ __forceinline__ void load_x(const Problem& problem, const Part<F>& part, uint32_t smem, int done) {
     const Product& p = problem.product[0];
-    const int count = min(part.chunks - done, CHUNKS), row = thread() / 8, piece = thread() % 8;
+    const int count = min(part.chunks - done, CHUNKS), row = thread_index() / 8, piece = thread_index() % 8;
     const int c = piece / 2, first = piece % 2 * 4;
     if (row < F::TOKENS) {
         const bool real = part.token + row < problem.tokens;
@@ -195,7 +162,7 @@ __device__ __forceinline__ void load_rest(const Problem& problem, int first_toke
         store_shared(smem + F::LIST + 8 * i + 4, id == 0);
     } else if (threadIdx.x == THEN) {
         const float first = __ldg(problem.product[0].scale), second = __ldg(problem.product[1].scale);
-        const int before = met_before(problem.met);
+        const int before = load_relaxed(problem.met);
         store_shared(smem + F::SCALES, __float_as_uint(first * units::REST));
         store_shared(smem + F::SCALES + 4, __float_as_uint(second * units::REST));
         store_shared(smem + F::BEFORE, before);

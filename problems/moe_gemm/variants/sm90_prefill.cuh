@@ -211,9 +211,6 @@ __device__ __forceinline__ uint32_t same(uint32_t v) {
     return v;
 }
 
-// Or the compiler would compute it again for each use.
-__device__ __forceinline__ void keep_in_registers(uint32_t& v) { asm volatile("" : "+r"(v)); }
-
 // What a lane has of a unit: a whole block of each of two rows, for each part.
 template <int PARTS>
 struct Words {
@@ -249,23 +246,6 @@ __device__ __forceinline__ void decode(const Words<PARTS>& words, uint32_t (&a)[
                 to[2] = upper[2 * step + 1], to[3] = lower[2 * step + 1];
             }
         }
-    }
-}
-
-// Sums are what wgmma made of them only from here on.
-template <int PARTS, int SUMS>
-__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[PARTS][SUMS]) {
-#pragma unroll
-    for (int i = 0; i < PARTS * SUMS; ++i) asm volatile("" : "+f"(d[i / SUMS][i % SUMS])::"memory");
-}
-
-// Keeps fragments where they are up to here: wgmma reads them long after it is issued.
-template <int PARTS>
-__device__ __forceinline__ void hold(uint32_t (&a)[4][PARTS][4]) {
-#pragma unroll
-    for (int i = 0; i < 4 * PARTS; ++i) {
-        const uint32_t (&of)[4] = a[i / PARTS][i % PARTS];
-        asm volatile("" ::"r"(of[0]), "r"(of[1]), "r"(of[2]), "r"(of[3]) : "memory");
     }
 }
 
@@ -307,7 +287,7 @@ __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t
     static_assert(F::EIGHTS <= 16);
     uint32_t a[4][F::PARTS][4];
     const bool frees = threadIdx.x % 32 == 0;
-    keep_in_registers(words_at), keep_in_registers(scales_at);
+    keep_in_register(words_at), keep_in_register(scales_at);
     const auto full = [&] { return smem + F::FULL_BARRIERS + 8 * stage.index(); };
     const auto load = [&] {
         return load_unit<F::PARTS>(words_at + stage.index() * F::STAGE_BYTES,
@@ -327,11 +307,13 @@ __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t
         }
         mma_chunk<SPAN, 0>(d, a, rows, eights);
         warpgroup_wait<0>();
-        hold(a);
+#pragma unroll
+        for (int i = 0; i < 4 * F::PARTS; ++i) hold(a[i / F::PARTS][i % F::PARTS]);
         __syncwarp();
         if (frees) arrive(empty);
     }
-    warpgroup_fence_operand(d);
+#pragma unroll
+    for (int q = 0; q < F::PARTS; ++q) warpgroup_fence_operand(d[q]);
 }
 
 // silu(gate) * up, both clamped, times the routing weight.

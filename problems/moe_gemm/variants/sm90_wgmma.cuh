@@ -103,4 +103,9 @@ PRODUCT(128, D128, "%64", "%65", "%66", "%67", "%68", F128)
 #undef F120
 #undef F128
 
+// Keeps a fragment where it is up to here: wgmma reads it long after it is issued.
+__device__ __forceinline__ void hold(const uint32_t (&a)[4]) {
+    asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+
 }  // namespace ptx

@@ -104,15 +104,7 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
 
 // ptx::wait for barriers at which other CTAs of the cluster arrive too, and so of the cluster's scope.
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
-    uint32_t over = 0;
-    do {
-        asm volatile(
-            "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            " selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(over)
-            : "r"(smem_address(barrier)), "r"(parity)
-            : "memory");
-    } while (!over);
+    ptx::wait_cluster(smem_address(barrier), parity);
 }
 
 // All threads of all CTAs of the cluster (of the block where there is no cluster).

@@ -9,17 +9,6 @@ constexpr float MAGIC_VALUE = 12582912.f;
 
 // ---- device helpers
 
-// Byte i of the eight is picked by bits 2:0 of a selector nibble; bit 3 gives the byte's sign bit, here 0, eight times.
-__device__ __forceinline__ uint32_t pick(uint32_t low, uint32_t high, uint32_t selectors) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
-    return bytes;
-}
-__device__ __forceinline__ int dot4(uint32_t unsigned_bytes, int signed_bytes, int sum) {
-    int result;
-    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(unsigned_bytes), "r"(signed_bytes), "r"(sum));
-    return result;
-}
 __device__ __forceinline__ float2 scale_pair(uint16_t bytes) {
     uint32_t const pair = nvfp4::e4m3x2_to_half2_bits(bytes);
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
@@ -50,7 +39,7 @@ struct Bytes {
     }
 
     // Four codes in bits 15:0 -> bytes |2 w| where the sign bit is 0, else 0. With all signs flipped: the others.
-    __device__ __forceinline__ uint32_t positive(uint32_t four) const { return pick(low, high, four); }
+    __device__ __forceinline__ uint32_t positive(uint32_t four) const { return ptx::prmt(low, high, four); }
 
     // Positive codes meet 2 x and negative ones -2 x. Exact but for the last two roundings: MAGIC + dot is a float,
     // and dot times x's scale has 12 + 4 bits.
@@ -64,10 +53,10 @@ struct Bytes {
 #pragma unroll
             for (int i = 2 * block; i < 2 * block + 2; ++i) {
                 uint32_t const flipped = words[i] ^ 0x88888888u;
-                dot = dot4(positive(words[i]), plus[2 * i], dot);
-                dot = dot4(positive(words[i] >> 16), plus[2 * i + 1], dot);
-                dot = dot4(positive(flipped), minus[2 * i], dot);
-                dot = dot4(positive(flipped >> 16), minus[2 * i + 1], dot);
+                dot = ptx::dp4a(positive(words[i]), plus[2 * i], dot);
+                dot = ptx::dp4a(positive(words[i] >> 16), plus[2 * i + 1], dot);
+                dot = ptx::dp4a(positive(flipped), minus[2 * i], dot);
+                dot = ptx::dp4a(positive(flipped >> 16), minus[2 * i + 1], dot);
             }
             terms[block] = fmaf(__int_as_float(dot), scale[block], shift[block]);
         }

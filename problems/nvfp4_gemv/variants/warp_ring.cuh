@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <cuda_fp16.h>
 
+#include "ptx.cuh"
+
 namespace warp_ring {
 
 constexpr int SLICE = 1024;               // values of a row that a warp takes: 32 a lane, two blocks, 16 B of codes
@@ -26,12 +28,6 @@ constexpr int MAX_PARTIALS = 8192;        // slices times rows of a CTA: bounds 
 
 // ---- device helpers
 
-__device__ __forceinline__ void cp_async16(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void cp_async4(uint32_t to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ uint4 load16(uint32_t from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
@@ -103,17 +99,18 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
         auto const fill = [&](uint32_t to) {
             if (ahead + ROWS <= rows) {
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) cp_async16(to + i * SLICE_CODES, codes + i * code_row);
+                for (int i = 0; i < ROWS; ++i) ptx::cp_async16(to + i * SLICE_CODES, codes + i * code_row);
 #pragma unroll
-                for (int i = 0; i < ROWS; i += 2) cp_async4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
+                for (int i = 0; i < ROWS; i += 2)
+                    ptx::cp_async4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
             } else {
 #pragma unroll 1
                 for (int i = 0; i < rows - ahead; ++i) {
-                    cp_async16(to + i * SLICE_CODES, codes + i * code_row);
-                    if (lane < 16) cp_async4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
+                    ptx::cp_async16(to + i * SLICE_CODES, codes + i * code_row);
+                    if (lane < 16) ptx::cp_async4(to + from_codes + i * SLICE_SCALES, scales + i * scale_row);
                 }
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            ptx::cp_async_commit();
             ahead += step, codes += step * code_row, scales += step * scale_row;
         };
         uint32_t stage = ring + 16 * lane;
@@ -126,7 +123,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
         int left = rows - group * ROWS - lane / ROW_LANES;  // rows from this lane's on
 #pragma unroll 1
         for (int row = group * ROWS; row < rows; row += step) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(NUM_STAGES - 1) : "memory");
+            ptx::cp_async_wait<NUM_STAGES - 1>();
             __syncwarp();
             uint4 w[ROWS];
             uint16_t s[ROWS];
@@ -144,7 +141,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS_PER_SM)
             if (lane % ROW_LANES == 0 && left > 0) *to = sum;
             to += step, left -= step;
         }
-        if (LONG_K) asm volatile("cp.async.wait_all;" ::: "memory");
+        if (LONG_K) ptx::cp_async_wait_all();
         at += slices;
     } while (LONG_K && at * SLICE < k);
 

@@ -6,14 +6,15 @@
 // ring in shared memory has room: the next unit row, the next expert, the second product's weights while v is still
 // being made. Two more warps add the sixteen sums of a unit row and take them on.
 //
-// First product: unit rows of all groups (up to 8 NT tokens of an expert), batch by batch, each shared out evenly; ahead
+// First product: unit rows of all groups (up to 8 NT tokens an expert), batch by batch, each shared out evenly; ahead
 // of them those of a shared expert, whose weights are asked for before the ids of the others have come.
 // Second: a block has 32 rows of out and takes all groups in turn, so the sum over experts stays in shared memory and
 // in one order. Groups lie in batches, each with a counter of the blocks that have ended its first product: so a block
 // goes on to the second without waiting for all of v. Every block sorts the tokens by itself (sm90_decode_groups.cuh);
 // that is quicker than a launch for it.
 //
-// Activations in FP8 are rounded in registers, x and v alike, when a group's tokens have come: sm90_decode_fp8.cuh.
+// Activations in FP8 are rounded in registers, x and v alike, when a group's tokens have come: sm90_decode_fp8.cuh. The
+// thread that copies is in sm90_decode_produce.cuh, the warps that add are in sm90_decode_adding.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,35 +27,20 @@
 #include "sm90_decode_adding.cuh"
 #include "sm90_decode_block.cuh"
 #include "sm90_decode_groups.cuh"
+#include "sm90_decode_multiply.cuh"
+#include "sm90_decode_produce.cuh"
 #include "sm90_decode_tokens.cuh"
 #include "nvfp4_units.cuh"
 
 namespace decode {
 
-// All that a phase of the barrier brings.
-__device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier,
-                                     uint64_t policy) {
-    arrive_and_expect_tx(barrier, bytes);
-    tma_load_1d(to, from, bytes, barrier, policy);
-}
-
-// Where a unit row of an expert begins, which has `rows` of them, of `units` each.
-__device__ __forceinline__ const uint8_t* unit_row(const uint8_t* from, int expert, int row, int rows, int units) {
-    return from + (static_cast<int64_t>(expert) * rows + row) * units * units::BYTES;
-}
-// Scale I of a lane's four; with two tiles there are no registers for two at once.
-template <int I, int NT>
-__device__ __forceinline__ uint32_t scale_of(uint32_t four) {
-    return NT == 1 ? units::half_of_two_scales<I>(four) : units::scale<I>(four);
-}
-__device__ __forceinline__ int stages_of(int units) { return (units + EACH * WARPS - 1) / (EACH * WARPS); }
-
 // FP8: x and v are rounded to e4m3, which is all that this changes.
 template <int C1, int C2, int NT, bool FP8>
 __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
-    // Whether the shared expert comes first, and whether it makes a call's one token NVFP4: else there are no registers.
+    // Whether the shared expert comes first, and whether it makes a call's one token NVFP4: else registers lack.
     constexpr bool EARLY = C1 == 4 && NT == 1 && !FP8, LONE = EARLY;
     constexpr int FIRST = EARLY ? 0 : 1;  // of a block's parts
+    static_assert(NT == 1 || (NT == 2 && C1 == 4), "registers");
     extern __shared__ __align__(128) uint8_t smem[];
     const Layout at(p, NT);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = p.tokens * p.topk;
@@ -67,23 +53,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
 
     const uint32_t full_barriers = smem_address(smem + at.barriers), empty_barriers = full_barriers + 8 * p.stages;
     const uint32_t read = empty_barriers + 8 * p.stages, written = read + 24, ready = written + 8 * BATCHES;
-    const uint32_t ring = smem_address(smem);
-    // The thread that copies: a unit row, of `all` units, to the ring's place `stage` and those behind it.
-    const auto send = [&](const uint8_t* from, int all, uint64_t policy, int& stage, int& parity) {
-        const int under_way = all > WARPS ? UNDER_WAY : min(2 * UNDER_WAY, p.stages);  // of half a stage
-#pragma unroll 1
-        for (int i = 0; i < all; i += EACH * WARPS) {
-            const int bytes = min(all - i, EACH * WARPS) * units::BYTES;
-            wait(empty_barriers + 8 * stage, parity ^ 1);
-            if (NT == 1) {  // until the copy so many before has come
-                const bool wraps = stage < under_way;
-                wait(full_barriers + 8 * (stage - under_way + (wraps ? p.stages : 0)), parity ^ int(wraps));
-            }
-            copy(ring + stage * STAGE_BYTES, from, bytes, full_barriers + 8 * stage, policy);
-            from += bytes;
-            if (++stage == p.stages) stage = 0, parity ^= 1;
-        }
-    };
+    const uint32_t ring_at = smem_address(smem);
+    const Ring ring = {ring_at, full_barriers, empty_barriers};
     if (threadIdx.x == CONSUMER_THREADS) {
         for (int i = 0; i < p.stages; ++i)
             barrier_init(full_barriers + 8 * i, 1), barrier_init(empty_barriers + 8 * i, CONSUMER_THREADS);
@@ -93,18 +64,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             barrier_init(written + 8 * i, EPILOGUE_THREADS), barrier_init(ready + 8 * i, 1);
         if (EARLY && p.shared) {
             fence_proxy_async_shared();  // copies will arrive at the barriers
-            const uint64_t policy = l2_evict_first();
-            const int units1 = p.hidden / units::COLUMNS, rows1 = p.inner / 16, stages1 = stages_of(units1);
-            const int units2 = p.inner / units::COLUMNS, rows2 = p.hidden / units::ROWS;
-            const Part part = shared_part(0, shared_groups<NT>(p), rows1);
-            const int room = (p.stages * STAGE_BYTES - (n > 32 ? sorting_bytes(p) : 0)) / STAGE_BYTES;
-            int stage = 0, parity = 0, ahead = 0;
-            for (; ahead < part.items && (ahead + 1) * stages1 <= room; ++ahead)
-                send(unit_row(p.w13, p.experts - 1, (part.row + ahead) % rows1, rows1, units1), units1, policy, stage,
-                     parity);
-            words[AHEAD] = ahead;
-            for (int row = blockIdx.x; row < rows2; row += gridDim.x)
-                prefetch_l2(unit_row(p.w2, p.experts - 1, row, rows2, units2), units2 * units::BYTES);
+            copy_shared<NT>(p, ring, words, n);
         }
     }
     // One warp sorts few slots: the last one, which has nothing else to do then, and for which alone copies wait. It
@@ -153,19 +113,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             epilogue<NT, FIRST>(p, at, smem, warp - WARPS - 1, lane, count);
         if (threadIdx.x == NUM_THREADS - 32) watch(p, written, ready, batches);
         if (threadIdx.x != CONSUMER_THREADS) return;
-        const uint64_t policy = l2_evict_first();
-        const int ahead = EARLY && p.shared ? words[AHEAD] : 0;
-        stage = ahead * stages_of(units1);
-        if (stage == p.stages) stage = 0, parity = 1;
-        int sent = 0;
-        if (batches)
-            for (Walk<FIRST> walk(parts, rows1, batches); walk.find(); walk.next())
-                if (++sent > ahead)
-                    send(unit_row(p.w13, groups[walk.group].expert, walk.row, rows1, units1), units1, policy, stage,
-                         parity);
-        for (int row = blockIdx.x; row < rows2; row += gridDim.x)
-            for (int i = 0; i < count; ++i)
-                send(unit_row(p.w2, groups[i].expert, row, rows2, units2), units2, policy, stage, parity);
+        producer<NT, EARLY>(p, ring, {units1, units2, rows1, rows2}, groups, parts, words, count, batches);
         return;
     }
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
@@ -175,7 +123,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
     float sum[2][NT][4];
     // What the lane reads first of the warp's first unit in the ring, and from there to its scales. Where there are
     // registers they are kept: the compiler would begin with the thread's number for each unit.
-    uint32_t first_read = ring + warp * units::BYTES + 16 * lane, to_scales = units::SCALES - 12 * lane;
+    uint32_t first_read = ring_at + warp * units::BYTES + 16 * lane, to_scales = units::SCALES - 12 * lane;
     if constexpr (LONE) {
         keep_in_register(first_read), keep_in_register(to_scales);
     }
@@ -189,7 +137,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             if (FP8 && c % EACH ? unit_of<FP8>(c, warp) >= all : c * WARPS >= all) break;
             if (c % EACH == 0) wait(full_barriers + 8 * stage, parity);
             if (LONE && c % EACH == 0) place = first_read + stage * STAGE_BYTES;
-            if (!LONE) place = ring + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES;
+            if (!LONE) place = ring_at + stage * STAGE_BYTES + unit_of<FP8>(c % EACH, warp) * units::BYTES;
             const uint32_t from = place + (LONE ? c % EACH * WARPS * units::BYTES : 0);
             const uint4 word[2] = {load_shared16(from + of_lane), load_shared16(from + 512 + of_lane)};
             const uint32_t scales = load_shared(from + (LONE ? to_scales : units::SCALES + 4 * lane));
@@ -201,48 +149,16 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
             if (unit_of<FP8>(c, warp) >= all) break;
-#pragma unroll
-            for (int q = 0; q < 2; ++q) {
-                const uint32_t above = q ? scale_of<2, NT>(scales) : scale_of<0, NT>(scales);
-                const uint32_t below = q ? scale_of<3, NT>(scales) : scale_of<1, NT>(scales);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    uint32_t a[4], b[4];
-                    units::decode(half ? word[q].z : word[q].x, above, a);
-                    units::decode(half ? word[q].w : word[q].y, below, b);
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const int step = 2 * (2 * half + j);
-#pragma unroll
-                        for (int t = 0; t < decltype(tiles)::value; ++t)
-                            mma_bf16(sum[q][t], a[2 * j], b[2 * j], a[2 * j + 1], b[2 * j + 1],
-                                     tokens.pairs[t][c][step], tokens.pairs[t][c][step + 1]);
-                    }
-                }
-            }
+            multiply_unit<decltype(tiles)::value>(sum, word, scales, tokens, c);
             then(c);
         }
-    };
-    auto clear = [&] {
-#pragma unroll
-        for (int q = 0; q < 2; ++q)
-#pragma unroll
-            for (int t = 0; t < NT; ++t)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[q][t][i] = 0;
     };
     // Hands the sums to those who add them up.
     int buffer = 0, turn = 1;
     auto hand_over = [&](bool both) {
         float* sums = reinterpret_cast<float*>(smem + at.sums) + buffer * WARPS * NT * 256;
         wait(read + 8 * buffer, turn);
-#pragma unroll
-        for (int t = 0; t < NT; ++t)
-            if (t == 0 || both)
-#pragma unroll
-                for (int q = 0; q < 2; ++q)
-                    *reinterpret_cast<float4*>(sums + (warp * NT * 2 + t * 2 + q) * 128 + 4 * lane) =
-                        make_float4(sum[q][t][0], sum[q][t][1], sum[q][t][2], sum[q][t][3]);
+        store_sums(sum, sums, both, warp, lane);
         sums_arrive(buffer);
         turn ^= buffer, buffer ^= 1;
     };
@@ -260,7 +176,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             if constexpr (FP8) tokens.round(units1, warp, NT > 1 && g.count() > 8);
         };
         const auto multiply_group = [&](bool both, auto then) {
-            clear();
+            clear_sums(sum);
             if (both)
                 mma_row(tokens, units1, ALL_TILES, std::integral_constant<int, C1>(), then);
             else
@@ -283,7 +199,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                         entered = group, held = scale;
                     }
                 walk.next(), more = walk.find();
-                // The next group's tokens come as this one's are used. All groups have the same row, if there is but one.
+                // The next group's tokens come as this one's are used. If there is but one row, all groups have it.
                 const bool changes = more && walk.group != group;
                 const bool takes = changes && !(LONE && p.lone) && (p.tokens > 1 || p.quantised);
                 if (takes) tokens.aim(p.x, p.hidden, divisor, warp, groups[walk.group], slots, lane);
@@ -340,7 +256,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 for (int j = 0; j < 2; ++j) {
                     if (i + j == count) break;
                     aim(ahead[j], i + j + 2);
-                    clear();
+                    clear_sums(sum);
                     mma_row(ahead[j], units2, ONE_TILE, std::integral_constant<int, 1>(),
                             [&](int) { ahead[j].take(0, false); });
                     hand_over(false);
@@ -359,7 +275,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
                 if constexpr (FP8) tokens.round(units2, warp, both);
                 await(i + 1);
                 tokens.aim(p.v, p.inner, 1, warp, coming, slots, lane);
-                clear();
+                clear_sums(sum);
                 const auto then = [&](int c) { tokens.take(c, coming_both); };  // for the last group once too often
                 if (both)
                     mma_row(tokens, units2, ALL_TILES, std::integral_constant<int, C2>(), then);
@@ -373,12 +289,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) experts(const Problem p) {
             consumer_sync();
         else
             wait(read + 16, ended), ended ^= 1;
-        for (int i = threadIdx.x; i < p.tokens * 16; i += CONSUMER_THREADS) {
-            const int token = i >> 4, pair = i & 15;
-            const float *from = total + token * MARGIN + 2 * pair;
-            *reinterpret_cast<__nv_bfloat162*>(p.out + static_cast<int64_t>(token) * p.hidden + row * 32 + 2 * pair) =
-                __floats2bfloat162_rn(from[0], from[1]);
-        }
+        write_out(p, total, row);
         consumer_sync();
     }
 }
@@ -419,11 +330,13 @@ inline cudaError_t run(Problem p, int tiles, int blocks, __nv_bfloat16* rows, bo
         p.x = rows;
     }
     if (first > 8 || second > 8 || (tiles > 1 && !short_rows)) return cudaErrorInvalidValue;
+    // The table of legal forms: units of a warp in a row of the first product and of the second, tiles of tokens, FP8.
     const auto started = fp8 && short_rows && tiles == 1 ? launch<4, 2, 1, true>
                          : fp8 && short_rows             ? launch<4, 2, 2, true>
                          : fp8 && second <= 4            ? launch<8, 4, 1, true>
                          : fp8                           ? launch<8, 8, 1, true>
-                         : short_rows && tiles == 1      ? (second == 1 ? launch<4, 1, 1, false> : launch<4, 2, 1, false>)
+                         : short_rows && tiles == 1 && second == 1 ? launch<4, 1, 1, false>
+                         : short_rows && tiles == 1      ? launch<4, 2, 1, false>
                          : short_rows                    ? launch<4, 2, 2, false>
                          : second <= 4                   ? launch<8, 4, 1, false>
                                                          : launch<8, 8, 1, false>;

@@ -48,6 +48,11 @@ struct Layout {
     }
 };
 
+// Shared addresses of the ring, and of the barriers of its stages: units have come, and are done with.
+struct Ring {
+    uint32_t at, full_barriers, empty_barriers;
+};
+
 // As ptx::wait, with its loop out of the compiler's sight: around one that it sees it unrolls no other.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
     asm volatile(

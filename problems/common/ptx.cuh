@@ -314,7 +314,7 @@ __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.w
 
 // ---- counters in global memory, between blocks
 
-// One more at *counter, behind all that this thread knows to be written; a count that makes that known.
+// One more at *counter, or `more`, behind all that this thread knows to be written; a count that makes that known.
 __device__ __forceinline__ void red_add_release(int* counter) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }

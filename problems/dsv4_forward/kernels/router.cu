@@ -85,10 +85,7 @@ constexpr int PARTS = 4;                  // blocks that split the columns of 8 
 constexpr int LINES = 2;                  // of few::Product: of up to 8192 columns all are under way, with up to 8 tokens
 constexpr int FEW_EXPERTS = 384;
 
-// In global memory, zero at first. tag: of the launch before; ended: blocks of this one that have read it.
-struct State {
-    uint32_t tag, ended;
-};
+using tagged::State;
 
 // u (tokens, hidden), weight (experts, hidden). bias, table, ids, factors: as choose_kernel has them. words (PARTS,
 // tokens, experts): parts of logits, each with its launch's tag, so that who needs it reads until it is there. Tags only
@@ -202,8 +199,7 @@ __global__ void __launch_bounds__(THREADS) route_kernel(const Route r) {
     }
     // All blocks have read the tag when the last one raises it. By a warp that others do not wait for, and here, since it
     // waits for an answer.
-    if (threadIdx.x == THREADS - LANES && atomicAdd(&r.state->ended, 1u) == blocks - 1)
-        r.state->ended = 0, r.state->tag = tag;
+    if (threadIdx.x == THREADS - LANES) tagged::leave(r.state, tag);
     for (int token = first; token < r.tokens; token += blocks) {
         int named = 0;
         if (!r.bias && warp == 0 && lane < r.chosen)

@@ -9,10 +9,6 @@
 namespace fmha {
 
 constexpr int BLOCK_M = 64;  // heads of a block
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
-// P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
-constexpr float RESCALE_THRESHOLD = 8.f;
 constexpr int SHARED_LIMIT = 227 * 1024;
 
 struct Problem {

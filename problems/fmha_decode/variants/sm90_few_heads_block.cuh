@@ -25,11 +25,6 @@ constexpr int ROW_UNITS = HEAD_DIM / 8, UNITS = BLOCK_M * ROW_UNITS;  // of 8 di
 static_assert(BLOCK_M == 16 && ENTRIES == 8 && BLOCK_N % 16 == 0 && DIMS % 64 == 0, "of mma.sync and of sub-tiles");
 static_assert(UNITS % NUM_THREADS == 0 && NUM_THREADS % BLOCK_M == 0, "threads share these evenly");
 
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
-// P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
-constexpr float RESCALE_THRESHOLD = 8.f;
-
 struct Problem {
     const __nv_bfloat16* q;
     Cache window, compressed;

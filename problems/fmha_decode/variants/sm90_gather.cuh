@@ -33,6 +33,11 @@ constexpr int NOPE = 448;           // dims of an entry, and bytes, that come as
 constexpr int PAYLOAD = 576;        // bytes of an entry without its scales: 448 e4m3 and 64 bf16
 constexpr int PARTS = 2;            // of a tile, each with separate barriers: sub-tiles 0 1 4 5, and 2 3 6 7
 
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
+// P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
+constexpr float RESCALE_THRESHOLD = 8.f;
+
 struct Cache {
     const uint8_t* pages;
     uint32_t stride;  // bytes from page to page

@@ -9,6 +9,7 @@
 
 namespace columns {
 
+using ptx::load_relaxed;
 using tagged::publish;
 using tagged::publish_pair;
 
@@ -30,7 +31,7 @@ __device__ __forceinline__ void receive(const uint64_t* from, int stride, int va
     for (bool arrived = false; !arrived; count_try(tries)) {
         arrived = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) word[i] = i < valid ? ptx::load_relaxed(from + i * stride) : uint64_t(tag) << 32;
+        for (int i = 0; i < COUNT; ++i) word[i] = i < valid ? load_relaxed(from + i * stride) : uint64_t(tag) << 32;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) arrived &= static_cast<uint32_t>(word[i] >> 32) == tag;
     }

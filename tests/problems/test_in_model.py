@@ -62,6 +62,7 @@ EVERY += [
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(5, 1088, 2), gemv(23, 17408, 1), gemv(130, 1088, 2)]),
     ("nvfp4_gemv", "sm90_classic_tma", "sm90", [gemv(40, 17472, 2), gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm90_dp4a", "sm90", [gemv(33, 1088, 2)]),
+    ("nvfp4_gemv", "sm90_plain", "sm90", [gemv(5, 8256, 1)]),  # two tiles of x
     (
         "moe_gemm",
         "sm90_grouped",

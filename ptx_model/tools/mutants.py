@@ -92,7 +92,7 @@ KERNELS = {
             "content": "plain",
             "seed": 5,
         },
-        "attend",
+        "fmha6attend",
     ),
     "experts": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "multiply_experts"),
     "first product": Kernel("moe_gemm", "sm100_cute", "sm100", EXPERTS, "gme_2"),
@@ -163,6 +163,7 @@ _EXPECT = r"(mbarrier\.arrive\.expect_tx\S+ _, \[[^\]]*\], )(%r\d+);"
 _ARRIVE = r"mbarrier\.arrive\.shared\S+ _, \[[^\]]*\];"
 _INIT = r"(mbarrier\.init\S+\s+\[[^\]]*\]), [^;]*;"
 _TENSOR = r"(cp\.async\.bulk\.tensor\S+ )\[(%r\d+)\], \[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\]"
+_BLOCK = r"(bar\.sync\s+%r\d+), 256;"
 _MEET = r"barrier\.cluster\.arrive\.release\.aligned;\s*barrier\.cluster\.wait\.acquire\.aligned;"
 _REMOTE = r"mbarrier\.arrive\.release\.cluster\S+ _, \[remote\];"
 _FENCE = r"fence\.proxy\.async\S*;"
@@ -191,9 +192,9 @@ def _tma(kernel: str, waits: int) -> list[Mutant]:
         Mutant(kernel, "load 13 has its coordinates swapped", _TENSOR, r"\1[\2], [\3, {\5, \4\6}]", 13),
         Mutant(kernel, "load 0 lands 128 bytes on", _TENSOR, r"\1[\2+128], [\3, {\4, \5\6}]", 0),
         Mutant(kernel, "load 1 lands 16 bytes on", _TENSOR, r"\1[\2+16], [\3, {\4, \5\6}]", 1),
-        Mutant(kernel, "first barrier of the block is missing", r"bar\.sync\s+1, 256;", _NONE, 0),
-        Mutant(kernel, "second barrier of the block is missing", r"bar\.sync\s+1, 256;", _NONE, 1),
-        Mutant(kernel, "a barrier of the block for 128 threads", r"bar\.sync\s+1, 256;", "bar.sync 1, 128;", 0),
+        Mutant(kernel, "first barrier of the block is missing", _BLOCK, _NONE, 0),
+        Mutant(kernel, "second barrier of the block is missing", _BLOCK, _NONE, 1),
+        Mutant(kernel, "a barrier of the block for 128 threads", _BLOCK, r"\1, 128;", 0),
         Mutant(
             kernel,
             "sum over the warp by 8 lanes only",

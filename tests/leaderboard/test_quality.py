@@ -19,10 +19,10 @@ def read(tmp_path, *lines: object) -> quality.Quality:
 
 def test_read_takes_committed_attacks_and_pairs():
     found = quality.read()
-    assert found.complaints == [] and len(found.attacks) >= 180 and len(found.pairs) >= 20
+    assert found.complaints == [] and len(found.attacks) >= 180 and {one.clock for one in found.pairs} == {CLOCK}
     assert {one.outcome for one in found.attacks} == {"refused", "honest time"}
     assert all(row[-1] for row in quality.attacks_table(found.attacks).rows)
-    assert {one.clock for one in found.pairs} == {CLOCK} and not any(group["wrong"] for group in found.groups())
+    assert 50 * sum(group["wrong"] for group in found.groups()) <= len(found.pairs)  # of intervals of 99 %
 
 
 def test_pairs_are_grouped_by_what_was_planted(tmp_path):

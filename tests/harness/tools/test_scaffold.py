@@ -13,7 +13,7 @@ from problems import wrong
 from problems.common import load
 from tests.support.marks import first, needs_nvcc
 
-SMALL = {"nvfp4_gemv": "m=16 k=64", "fmha_decode": "batch=1 queries=1 heads=8", "moe_gemm": "tokens=1 experts=1 topk=1"}
+SMALL = {"nvfp4_gemv": "m=16 k=64", "fmha_decode": "batch=3 heads=20", "moe_gemm": "tokens=1 experts=1 topk=1"}
 
 
 @pytest.fixture(scope="module")

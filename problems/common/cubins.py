@@ -37,7 +37,7 @@ MISSING = (
 _LISTED = re.compile(
     r"U?T?C?[A-Z]*MMA|UTM\w+|UBLK\w+|LDGSTS|UTC\w+|LDTM|STTM|SYNCS|BAR|UCGABAR\w*|ARRIVES|LDGDEPBAR|LDL|STL"
 )
-_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\.[\w.]+)?\s*([^;]*);")
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\.[\w.]+)?[^;]*;")
 
 
 def images(data: bytes) -> Iterator[tuple[memoryview, list[memoryview]]]:
@@ -148,7 +148,7 @@ def _functions(text: str) -> Iterator[tuple[str, str]]:
 
 def _listed(text: str) -> dict[str, int]:
     counts: collections.Counter[str] = collections.Counter()
-    for word, modifiers, _ in _INSTRUCTION.findall(text):
+    for word, modifiers in _INSTRUCTION.findall(text):
         if _LISTED.fullmatch(word):
             counts[word + modifiers] += 1
     return dict(sorted(counts.items()))

@@ -181,6 +181,21 @@ _READ_QUANTISATION = (
     "config_groups",
     "quantized_layers",
 )
+_READ_GROUP = ("weights", "input_activations", "output_activations", "targets", "format", "quant_algo", "group_size")
+_READ_WEIGHTS = (
+    "num_bits",
+    "type",
+    "group_size",
+    "dynamic",
+    "strategy",
+    "symmetric",
+    "actorder",
+    "block_structure",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+)
 _OTHER_MODEL = ("engram_", "candidate_", "kv_source_layer_ids", "index_source_layer_ids")  # how V4.1's keys begin
 _RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA}
 _DTYPES = ("dtype", "torch_dtype")  # one key by its new and its old name
@@ -229,9 +244,7 @@ def config_from_json(path: str | Path) -> Config:
     file = file / "config.json" if file.is_dir() else file
     data = read_json(file)
     faults = _others(data, _COMPUTED)
-    said = {name: value for name, value in _part(data, "quantization_config", faults).items() if value is not None}
-    faults += _others(said, _COMPUTED_QUANTISATION, "quantization_config.")
-    faults += _unknown(said, _READ_QUANTISATION, "quantization_config.")
+    faults += _quantisation(data)
     faults += [f"{key}: keys of DeepSeek-V4.1, another model, must not be there" for key in data if _of_another(key)]
     faults += _unknown(data, (*_READ, *_WITHOUT_EFFECT))
     rope = _rope(data, faults)
@@ -251,6 +264,21 @@ def config_from_json(path: str | Path) -> Config:
         return Config(name=name if name and isinstance(name, str) else file.resolve().parent.name, **fields)
     except ValueError as error:
         raise CheckpointError(file, [_in_the_file(str(error), keys)]) from error
+
+
+def _quantisation(data: dict) -> list[str]:
+    """Keys of quantization_config that are not known, at any depth: a rotation, say, shows in no tensor."""
+    faults: list[str] = []
+    said, at = _part(data, "quantization_config", faults), "quantization_config."
+    faults += _others(said, _COMPUTED_QUANTISATION, at) + _unknown(said, _READ_QUANTISATION, at)
+    for part in ("config_groups", "quantized_layers"):
+        groups = _part(said, part, faults, at)
+        for name in groups:
+            group, path = _part(groups, name, faults, f"{at}{part}."), f"{at}{part}.{name}."
+            faults += _unknown(group, _READ_GROUP, path)
+            for inner in _READ_GROUP[:3]:
+                faults += _unknown(_part(group, inner, faults, path), _READ_WEIGHTS, f"{path}{inner}.")
+    return faults
 
 
 def _in_the_file(fault: str, keys: dict[str, str]) -> str:

@@ -13,7 +13,7 @@
 // the sums of all others for a part of the outputs, as fp16 with a scale, and joins them. Sums have a fixed order, so
 // results repeat bit by bit.
 //
-// sm90_few_heads_block.cuh has the tile and what lies in shared memory, _score.cuh what is asked for, decoded and
+// sm90_few_heads_block.cuh has the tile and what lies in shared memory, _score.cuh what is loaded, decoded and
 // scored, _sum.cuh the softmax and the values, _join.cuh the end.
 //
 // q, out  bf16 (B, S, H, 512)      lse  fp32 (B, S, H)      sink  fp32 (H,)

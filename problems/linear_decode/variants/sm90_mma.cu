@@ -153,7 +153,7 @@ using namespace linear_mma;
 
 extern "C" {
 
-// given: `count` Links. num_prequantised: kernels of their own quantise the input of the first so many; the others'
+// given: `count` Links. num_prequantised: separate kernels quantise the inputs of the first so many; the others'
 // `quantised` is written by the previous link. format: as in Format. grid_counter: null for a launch a link, each but
 // the first dependent on the one before; else all, nvfp4 of at most 8 tokens, are one launch, and it is a word of zero
 // that the launch leaves so, but for its first bit. early: whether the first launch may begin before the previous

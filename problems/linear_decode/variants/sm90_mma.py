@@ -245,7 +245,7 @@ def _launch(state: State, made: Array, out: torch.Tensor) -> None:
 
 
 def _arrange(state: State, made: Array, device: torch.device) -> tuple[bool, int, list[torch.Tensor]]:
-    """Split links. -> whether all are one launch; how many inputs kernels of their own quantise; memory to be held."""
+    """Split links. -> whether all are one launch; how many inputs separate kernels quantise; memory to be held."""
     for link, to in zip(state.links, made, strict=True):
         to.num_splits = splits_of(link, to.tokens)
         to.exchange = state.exchange.data_ptr() if to.num_splits > MAX_CLUSTER else None

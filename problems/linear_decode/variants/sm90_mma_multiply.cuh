@@ -178,7 +178,7 @@ struct WeightCopies {
         }
     }
 
-    // Asks for what is left of a tile, in up to `stages` stages from this one on; -> how many it takes. A bulk copy may
+    // Start to load the rest of a tile, into up to `stages` stages from this one; -> how many it takes. A bulk copy may
     // overtake loads of the same place that the warp has issued before: so its address depends on the word that was
     // loaded last, though by 0 only.
     __device__ __forceinline__ int fill(uint32_t stage, uint32_t full_barrier, uint32_t last_word, int stages) {

@@ -33,7 +33,7 @@ namespace prefill {
 
 // ---- consumers: warpgroups
 
-// Who stores: until the bulk copy that may still be on its way is written, of which the item's counter is told.
+// The thread that stores: wait until its last bulk copy is written, and count that for the item.
 __device__ __forceinline__ void finish_store(const Problem& p, uint32_t stored) {
     const int item = int(load_shared(stored)) - 1;
     if (item < 0) return;

@@ -63,12 +63,12 @@ def test_prefill_has_tokens_a_second_and_no_graph():
 
 def test_breakdown_shows_time_by_op():
     parts = {f"op{n}": {"us": 100.0 - n, "launches": 2} for n in range(9)} | {"": {"us": 5.0, "launches": 1}}
-    one = of(breakdown={"ops": parts, "kernels": {}, "span_us": 1000.0, "gaps_us": 31.0})
+    one = of(breakdown={"ops": parts, "kernels": {}, "span_us": 1000.0, "gaps_us": 231.0})
     found = rows(model_board.breakdown([one, of()]))
     assert len(found) == 10 and found[0]["% of step"] == "10 %" and found[-1]["op"] == model_board.OUTSIDE
     shown = pictures.components([one, of(case=CASE | {"batch": 8})])
     assert shown.names == ["op0", "op1", "op2", "op3", "op4", "other ops", model_board.OUTSIDE, model_board.GAPS]
     (row,) = shown.rows
-    assert [point.x for point in row.points] == [100.0, 99.0, 98.0, 97.0, 96.0, 95.0 + 94 + 93 + 92, 5.0, 31.0]
+    assert [point.x for point in row.points] == [100.0, 99.0, 98.0, 97.0, 96.0, 95.0 + 94 + 93 + 92, 5.0, 231.0]
     assert row.marks == [1000.0]
     assert "op0 100" in pictures.said_of(shown) and pictures.components([of()]) is None

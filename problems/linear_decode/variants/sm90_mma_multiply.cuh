@@ -69,11 +69,11 @@ __device__ __forceinline__ uint32_t multiply_fp8(float (&sum)[FRAGMENTS][TOKEN_T
                 const uint4 &upper = row[2 * q], &lower = row[2 * q + 1];
                 const uint32_t up = half ? (j ? upper.w : upper.z) : (j ? upper.y : upper.x);
                 const uint32_t low = half ? (j ? lower.w : lower.z) : (j ? lower.y : lower.x);
-                const uint32_t a0 = e4m3x2_to_half2_bits(up), a2 = e4m3x2_to_half2_bits(up >> 16);
-                const uint32_t a1 = e4m3x2_to_half2_bits(low), a3 = e4m3x2_to_half2_bits(low >> 16);
+                const uint2 above = half4_of_e4m3(up), below = half4_of_e4m3(low);
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t)
-                    mma_f16(sum[q][t], a0, a1, a2, a3, j ? b[t].z : b[t].x, j ? b[t].w : b[t].y);
+                    mma_f16(sum[q][t], above.x, below.x, above.y, below.y, j ? b[t].z : b[t].x,
+                            j ? b[t].w : b[t].y);
             }
     }
     uint32_t last = row[2 * FRAGMENTS - 1].w;

@@ -10,7 +10,15 @@
 
 namespace linear_mma {
 
-using nvfp4::e4m3x2_to_half2_bits;
+// Four e4m3 codes. ptxas reads the upper half of a register in place, but not of one that C++ has shifted.
+__device__ __forceinline__ uint2 half4_of_e4m3(uint32_t codes) {
+    uint2 pairs;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
+        : "=r"(pairs.x), "=r"(pairs.y)
+        : "r"(codes));
+    return pairs;
+}
 
 // Stays behind the wait for the previous kernel, which may have written this.
 __device__ __forceinline__ uint4 load_input(const void* at) {
@@ -55,7 +63,7 @@ __device__ __forceinline__ void fp8_pieces(uint4 (&pieces)[PIECES], bool quantis
         for (int w = 0; w < 4; ++w) {
             const float low = __uint_as_float(words[i][w] << 16) * both.y;
             const float high = __uint_as_float(words[i][w] & 0xFFFF0000u) * both.y;
-            words[i][w] = quantise ? e4m3x2_to_half2_bits(ptx::pack_e4m3x2(low, high)) : ptx::pack_f16x2(low, high);
+            words[i][w] = quantise ? nvfp4::e4m3x2_to_half2_bits(ptx::pack_e4m3x2(low, high)) : ptx::pack_f16x2(low, high);
         }
         pieces[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
     }
@@ -84,7 +92,7 @@ __device__ __forceinline__ float nvfp4_divided(float v, float input_scale, float
 __device__ __forceinline__ float nvfp4_scale(float amax) {
     constexpr float HIGH = 1 / 6.f, LOW = static_cast<float>(1 / 6. - HIGH);  // together 1 / 6, see Inverse
     const float wanted = fminf(fmaf(amax, HIGH, amax * LOW), 448.f);
-    const uint32_t half2 = e4m3x2_to_half2_bits(ptx::pack_e4m3x2(wanted, 0.f));
+    const uint32_t half2 = nvfp4::e4m3x2_to_half2_bits(ptx::pack_e4m3x2(wanted, 0.f));
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half2)));
 }
 

@@ -73,7 +73,7 @@ def loop(problem: str, variant: str, case: Case) -> list[float]:
         torch.cuda.synchronize()
         junk.max()  # reads it: four times the L2
         for tensor in tree_leaves(one):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= PAGE:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= 4:
                 words = torch.tensor([], dtype=torch.int32, device="cuda").set_(tensor.untyped_storage())
                 words[:: PAGE // 4].expand(readers, -1).amax(dim=1)  # a reader is a row, and has a block
         torch.cuda._sleep(SLEEP)

@@ -283,6 +283,7 @@ class RunnerHandle:
     runner: str = ""
     scratch: tuple[dict, int] | None = None  # the memory that its next process on a GPU hands out, with the descriptor
     recorded: bool = True  # its calls on a GPU are recorded; a profiler needs what records them for itself
+    unplayable: str = ""  # why calls of it are made in its runner, though they can be recorded
 
     def __post_init__(self) -> None:
         self.runner = self.runner or self.name

@@ -172,10 +172,6 @@ class Played:
         sizes = [recording.recorded.scratch for recording in self.recordings.values() if recording.recorded]
         return max(1, min(self.scratch_bytes, max(sizes, default=0)))
 
-    @property
-    def self_times(self) -> bool:
-        return any(recording.self_timed and not recording.failure for recording in self.recordings.values())
-
     def end_player(self) -> None:
         if self.player:
             self.player.close()
@@ -292,7 +288,8 @@ class Replays:
             done.append(number)
         for played in those:
             played.handle.keep = self.compiles and played.handle.process is not None
-        session.stop(*(played.handle for played in those if not played.self_times))
+        timed = {p.handle.name for p in those if any(r.self_timed and not r.failure for r in p.recordings.values())}
+        session.stop(*(played.handle for played in those if played.handle.name not in timed))
         return done
 
     def _start(self, those: list[Played]) -> None:
@@ -393,8 +390,8 @@ class Replays:
             recording.failure = Outcome("RULE_BROKEN", recorded.unrecorded)
         elif recorded.unrecorded and (handle.baseline or not self.session.problem.ours):
             recording.self_timed = recorded.unrecorded
-        elif not self.session.problem.ours and self._layout_differs(recording):
-            recording.self_timed = "the shapes, numbers or texts in its data differ from contents to contents"
+        elif not self.session.problem.ours and (handle.unplayable or self._layout_differs(recording)):
+            recording.self_timed = handle.unplayable or "its data's shapes, numbers or texts differ between contents"
         elif recorded.unrecorded:
             recording.failure = Outcome("UNSUPPORTED", recorded.unrecorded)
 
@@ -418,10 +415,21 @@ class Replays:
                 raise Died("RUNTIME_ERROR", "its player was lost")
             us, host_us = played.player.play(copy, limit_s, takes=recording.takes)
         except Died as died:
-            return self._lose(played, recording, died)
+            final = session.problem.ours or recording.self_timed or MEMORY not in died.reason
+            return self._lose(played, recording, died) if final else self._in_its_runner(played, number)
         outcome = session.verdict(recording.name, copy, recording.claims, handle.baseline, fixed=True)
         outcome.us, outcome.host_us, outcome.bytes = us, host_us, session.present.bytes
         return outcome
+
+    def _in_its_runner(self, played: Played, number: int) -> Outcome:
+        """Make a folder's call, and all that follow, in the runner: memory of a library's own is in no player."""
+        case, seed = self.session.present.case, self.session.seed
+        played.handle.unplayable = "its recorded call reads memory that is not torch's, or writes to its inputs"
+        self._forget(played)
+        self._record([played], self._wave[self._wave.index(number) :])
+        self._weigh(number)
+        self.session.content(case, seed)
+        return self.play(played.handle, number, 0)
 
     def _lose(self, played: Played, recording: Recording, died: Died) -> Outcome:
         """Note that a call failed, and with it its player, or the runner that timed it."""

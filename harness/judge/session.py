@@ -108,7 +108,7 @@ class Session:
 
     def content(self, case: Case, seed: int | None = None) -> str:
         """Make fresh contents, from a secret seed unless one is given. Return the seed as text."""
-        seed = self.secret_seed(case) if seed is None else seed
+        self.seed = seed = self.secret_seed(case) if seed is None else seed  # of the present contents
         reply = self.checker.ask({"op": "content", "case": case.params, "seed": seed, "rows": case.rows})
         before, device, name = vars(self).get("present"), reply["device"], self.problem.name
         self.present = Content(case, reply["host"], reply["parts"], reply["open"], reply["bytes"], reply["held"])

@@ -113,7 +113,8 @@ class FakeSession:
         self.weighed = case.params["n"], seed
 
     def content(self, case: Case, seed: int | None = None) -> str:
-        self.world.number = case.params["n"]
+        self.world.number, self.seed = case.params["n"], seed
+        self.world.events.append(f"content {self.world.number} {seed}")
         assert self.weighed[0] == self.world.number
         layout = {"turn": len(self.world.events)} if self.world.layout.get("differs") else {}
         self.present = Content(case, 0, {"inputs": 2 << 20, "outputs": 2 << 20}, self.world.layout | layout, 64, 64)
@@ -303,6 +304,20 @@ def test_a_folder_whose_layout_differs_from_contents_to_contents_is_timed_in_its
     for differs in (True, False):
         world.layout = {"ours": False, "differs": differs}
         assert {"differ" in o.self_timed for o in outcomes(world, submissions("a"), 2, ours=False)["a"]} == {differs}
+
+
+def test_a_folder_whose_recorded_call_reads_what_no_player_has_is_timed_in_its_runner(world):
+    """On the same contents, from that case on."""
+    world.lost = {("a", 1)}
+    found = outcomes(world, submissions("a", "b"), 3, ours=False)
+    assert [(o.status, o.us, "not torch's" in o.self_timed) for o in found["a"]] == [
+        ("PASSED", 5.0, False),
+        ("PASSED", 7.0, True),
+        ("PASSED", 7.0, True),
+    ]
+    assert statuses(found["b"]) == ["PASSED"] * 3
+    of_case = [event for event in world.events if event.startswith("content 1 ")]
+    assert of_case.count("content 1 1") == 2 and of_case[-1] == "content 1 1", "anew, since others come behind it"
 
 
 def test_each_group_of_timed_calls_is_made_by_a_fresh_player(world):

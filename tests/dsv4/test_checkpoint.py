@@ -399,8 +399,11 @@ def test_unknown_quantisations_and_empty_folders_are_refused(saved, tmp_path):
             if ".experts." in name and name.endswith("weight"):
                 tensors[name] = tensors[name].float().to(torch.float8_e4m3fn)
 
+    one = torch.ones(3)
     found = faults(edited(saved("released"), tmp_path / "base", fp8_experts))
     assert "attention + expert matrices must be" in found[0] and found[0].endswith("got F8_E4M3 + F8_E4M3")
+    named = edited(saved("released"), tmp_path / "other", lambda tensors: tensors.clear() or tensors.update(x=one))
+    assert "none of the 1 tensors is of a layer's attention or experts" in faults(named)[0]
     (tmp_path / "empty").mkdir()
     assert any("must hold" in fault for fault in faults(tmp_path / "empty", SMALL))
     (tmp_path / "empty" / checkpoint.INDEX).write_text("{")

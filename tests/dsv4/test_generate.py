@@ -312,6 +312,12 @@ def test_text_comes_from_standard_input_and_chat_through_the_template(copy, know
     assert "ops by tuned kernels" in said and len(list(filter(None, said.splitlines()))) == 5
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "nothing to continue" in refused(capsys, "--checkpoint", path)
+    reading, writing = os.pipe()
+    os.write(writing, b"1,2")
+    os.close(writing)
+    with os.fdopen(reading) as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert "ids are given as --prompt 1,2,3" in refused(capsys), "without a checkpoint it is not left unread"
 
 
 def refused(capsys, *words: object) -> str:
@@ -382,6 +388,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
         (["--tokens", "0"], "--tokens must be 1 or more"),
         (["--gpus", "0"], "--gpus must be 1 or"),
         (["--gpus", "3"], "--gpus must divide o_groups of tiny"),
+        (["--config", "pro"], "(weights of pro in bf16 take 3198 GB, "),
         (["--chunk", "0"], "--chunk must be 1 or more"),
         (["--draft", "--prompt", "1", "--prompt", "2"], "--draft decodes one prompt greedily"),
         (["--draft"], "--draft: tiny has no prediction layer"),

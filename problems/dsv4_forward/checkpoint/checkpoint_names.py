@@ -133,6 +133,8 @@ def detect(stored: dict[str, Stored]) -> str:
     linear, expert = (_most(stored, pattern) for pattern in (_LINEAR, _EXPERT))
     if linear in ("F32", "BF16") and expert in ("F32", "BF16"):
         return "fp32" if any(held.dtype == "F32" and _is_bf16(name) for name, held in stored.items()) else "bf16"
+    if linear == expert == "none":
+        raise ValueError(f"none of the {len(stored)} tensors is of a layer's attention or experts, by its name")
     if (linear, expert) not in _DETECTED:
         known = ", ".join(f"{linear} + {expert}" for linear, expert in _DETECTED)
         raise ValueError(f"attention + expert matrices must be {known}, or F32 or BF16 both, got {linear} + {expert}")

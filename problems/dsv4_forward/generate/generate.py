@@ -7,13 +7,14 @@ A checkpoint's folder holds safetensors, config.json and tokenizer.json. A text,
 continued as it is, or with --chat answered, until --tokens, a --stop, an end token of generation_config.json or
 config.json, or the end of the context. Without a checkpoint, weights are random. What is generated goes to standard
 output, everything else to standard error. Several prompts are decoded together; each is printed behind a line that
-numbers it.
+numbers it. Exit codes: 0; 2, an argument, a file, memory or another process is at fault; 130, Ctrl-C.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import os
+import select
 import sys
 import time
 from collections.abc import Iterator
@@ -59,18 +60,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="safetensors with config.json and tokenizer.json")
     p.add_argument("--text", action="append", help="a text to continue; may be given several times")
     p.add_argument(
-        "--prompt", metavar="IDS", action="append", help="token ids with commas in place of --text; likewise"
+        "--prompt", metavar="IDS", action="append", help="token ids with commas in place of --text; likewise (1)"
     )
     p.add_argument("--chat", action="store_true", help="each text is a user's, in the checkpoint's chat template")
     p.add_argument("--stop", metavar="TEXT", action="append", help="end ahead of this text; may be given several times")
     p.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json other than the checkpoint's")
-    p.add_argument("--tokens", type=some, default=64, help="how many to generate for each prompt")
+    p.add_argument("--tokens", type=some, default=64, help="how many to generate for each prompt (64)")
     p.add_argument("--ignore-end", action="store_true", help="go on after an end token")
-    p.add_argument("--temperature", type=number, default=0.0, help="0: the most likely token")
+    p.add_argument("--temperature", type=number, default=0.0, help="0, the default: the most likely token")
     p.add_argument("--top-k", type=any_number, default=0, help="0: all")
     p.add_argument("--top-p", type=number, default=1.0)
     p.add_argument("--seed", type=seed, default=0, help="of the sampler and of random weights")
-    p.add_argument("--draft", action="store_true", help="guess a token ahead with the prediction layer (greedy only)")
+    p.add_argument("--draft", action="store_true", help="guess a token ahead, with a prediction layer (greedy only)")
     p.add_argument(
         "--config", help="without a checkpoint: tiny (the default), tiny-k, flash, pro, or such as flash-4l32e"
     )
@@ -79,7 +80,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--verbose", action="store_true", help="say which kernel computes what")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--gpus", type=some, default=1, help="that share the model, a process each (with --device cpu too)")
-    p.add_argument("--chunk", type=some, default=128, help="tokens of a prompt in a pass")
+    p.add_argument("--chunk", type=some, default=128, help="tokens of a prompt in a pass (128)")
     args = p.parse_args(argv)
     least = {"tokens": 1, "gpus": 1, "chunk": 2 if args.draft else 1}
     for name, value in least.items():
@@ -97,6 +98,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if sys.stdin is None or sys.stdin.isatty():
             p.error("there is nothing to continue: give --text, --prompt, or a text on standard input")
         args.text = [sys.stdin.read()]
+    if not (args.text or args.prompt) and _waits():
+        p.error("a text on standard input needs a --checkpoint or --tokenizer; ids are given as --prompt 1,2,3")
     if (args.chat or args.stop) and not args.text:
         p.error("--chat and --stop are about texts: give --text, or a text on standard input")
     if args.chat and not args.checkpoint:
@@ -106,6 +109,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.draft and (args.temperature or len(args.text or args.prompt or [1]) > 1):
         p.error("--draft decodes one prompt greedily: it needs --temperature 0 and one --text or --prompt")
     return args
+
+
+def _waits() -> bool:
+    """Whether something stands on standard input. A pipe that may yet get something is not waited for."""
+    try:
+        return not sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], 0)[0]) and bool(sys.stdin.read(1))
+    except (AttributeError, OSError, ValueError):  # there is none
+        return False
 
 
 def _integer(given: str) -> int:
@@ -160,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 found = decode(model, state, prompts, limits, sampler)
             _run(found, prompts, Printer(len(prompts), tokenizer, args.stop or ()), args.device, say)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         full = no_memory(error)
         if isinstance(error, BrokenPipeError) or not (isinstance(error, ValueError | OSError | PeerLostError) or full):
             raise
@@ -172,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
             errors.file.flush()
             os._exit(2)  # the group of processes is broken, and its end would wait for those that hang
         return 2
-    say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB")
+    say.print(f"memory: {_memory(args.device) / 2**20:.0f} MiB{' a process' * (mine.gpus > 1)}")
     return 0
 
 
@@ -189,8 +200,7 @@ def _shared(args: argparse.Namespace, argv: list[str]) -> int:
     """Run this command in a process for each GPU. ValueError: so many cannot share the model, or are not there."""
     cfg = _config(args)
     with _of_option("--gpus"):
-        if args.format or not args.checkpoint:  # else the checkpoint's, which loading finds
-            partition.local(cfg, args.format or "bf16", args.gpus)
+        partition.local(cfg, args.format or "bf16", args.gpus)  # a checkpoint's own, loading sees to
         launch.check(args.gpus, args.device)
     given = [] if args.text is None or "--text" in argv else [f"--text={one}" for one in args.text]  # standard input
     return launch.start(args.gpus, [__file__, *argv, *given])
@@ -216,6 +226,7 @@ def _model(args: argparse.Namespace, cfg: Config, mine: launch.Mine, say: Consol
     source = args.checkpoint or "random weights"
     draft = "with a layer to draft" if weights.mtp else "no layer to draft"
     head = f"{cfg.name} in {weights.format}, {source}, {draft}, {tuned} of {len(chosen.names)} ops by tuned kernels"
+    head += f", shared by {mine.gpus} processes" * (mine.gpus > 1)
     for line in (head, *(chosen.report if args.verbose else ())):
         say.print(line, markup=False, highlight=False, soft_wrap=True)
     return Model(weights, chosen.ops, exchange=mine.exchange)

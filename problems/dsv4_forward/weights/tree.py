@@ -6,6 +6,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -268,8 +269,16 @@ def shard(weights: ModelWeights, gpus: int, rank: int) -> ModelWeights:
 
 
 def empty(cfg: Config, fmt: str, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Return the tensors of layout.layout(cfg, fmt), unwritten: routed experts' each by itself, else on one buffer."""
+    """Return the tensors of layout.layout(cfg, fmt), unwritten: routed experts' each by itself, else on one buffer.
+
+    MemoryError: a host has not so much free. Its kernel would give it, and kill the process that writes to it.
+    """
     specs = layout.layout(cfg, fmt)
+    if torch.device(device).type == "cpu":
+        free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+        need = layout.nbytes(specs)
+        if need > free:
+            raise MemoryError(f"weights of {cfg.name} in {fmt} take {need / 1e9:.0f} GB, {free / 1e9:.0f} are free")
     apart = {name: spec for name, spec in specs.items() if ".experts." in name}
     shared = {name: spec for name, spec in specs.items() if name not in apart}
     made = layout.views(torch.empty(layout.nbytes(shared), dtype=torch.uint8, device=device), shared)

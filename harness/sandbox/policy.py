@@ -199,8 +199,11 @@ def user() -> Iterator[int | None]:
         yield None
         return
     folder = runtime_folder("uids")
-    busy = {os.stat(entry).st_uid for entry in Path("/proc").iterdir() if entry.name.isdigit() and entry.exists()}
-    candidates = _mapped_uids()
+    busy = set[int]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            busy.add(entry.stat().st_uid)
+    candidates = [uid for uid in _mapped_uids() if uid not in busy]
     random.shuffle(candidates)
     for uid in candidates:
         fd = os.open(folder / str(uid), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -210,9 +213,8 @@ def user() -> Iterator[int | None]:
             os.close(fd)
             continue
         try:
-            if uid not in busy:
-                yield uid
-                return
+            yield uid
+            return
         finally:
             os.close(fd)
     raise SandboxError(f"every uid from {UIDS[0]} to {UIDS[-1]} is in use")

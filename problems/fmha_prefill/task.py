@@ -1,8 +1,8 @@
 """fmha_prefill: DeepSeek-V4 attention of the tokens of a prefill chunk to two paged FP8 caches of 584-byte entries.
 
-Every head of a query attends to the same entries, 512 values that are key and value at once: those of the last 128
-positions, and compressed ones that lie before it. A sink a head joins the denominator. Out come the attention's result
-and the logarithm of its denominator without the sink.
+Every head of a query attends to the same entries, 512 values that are key and value at once: the last 128 positions,
+and compressed ones. A sink a head joins the denominator. Out come the result and the logarithm of its denominator
+without the sink.
 """
 
 import random
@@ -18,7 +18,7 @@ ROPE = 64  # bf16
 SCALE = HEAD_DIM**-0.5  # of scores
 WINDOW = 128  # positions that a query sees, with its own
 ENTRY = 584  # bytes: NOPE codes, 2 * ROPE, 7 scales and a byte that means nothing
-PAYLOAD = NOPE + 2 * ROPE  # bytes of an entry without its scales, 576
+PAYLOAD = NOPE + 2 * ROPE  # bytes of an entry without its scales
 
 
 class Data(NamedTuple):
@@ -42,12 +42,10 @@ class Data(NamedTuple):
     lse                fp32 (T, H), the output log(sum_j exp(a_j)), natural, without the sink
     An entry that is named twice counts twice. Without a single entry out is 0 and lse +inf.
 
-    A page holds P entries, P a power of two that follows from the stride (_page_entries): P payloads of 576 bytes, which
-    are dims 0 to 447 in e4m3 and dims 448 to 511 in bf16; then from 576 * P on P times 8 scale bytes, the first 7 of
-    which are ue8m0, one for each 64 e4m3; then padding up to a multiple of 576. problems/common/kv_pages.py reads and
-    writes it. A value is e4m3 * 2^(byte - 127). Of entries that a list names, and some token sees, scale bytes lie in 3
-    to 134, so that values are at most 57344 (values below 2^-126 may be taken as 0); no e4m3 code is NaN (0x7F, 0xFF),
-    no bf16 is infinite or NaN. All other bytes of the pages may be anything.
+    problems/common/kv_pages.py describes pages and entries (nope 448, rope 64); P, a power of two, follows from the
+    stride. A value is e4m3 * 2^(byte - 127). Of entries that a list names, and some token sees, scale bytes lie in 3 to
+    134, so that values are at most 57344 (those below 2^-126 may be taken as 0); no e4m3 code is NaN (0x7F, 0xFF), no
+    bf16 is infinite or NaN. All other bytes of the pages may be anything.
     """
 
     q: torch.Tensor
@@ -118,9 +116,7 @@ class Case:
             raise ValueError(f"tokens, batch, heads and ratio must be positive, position and compressed >= 0: {self}")
 
     def bytes_moved(self) -> int:
-        """Least memory traffic of sequences as `plain` has them: entries that some token sees, queries, lists, lengths
-        and sinks once, outputs once.
-        """
+        """Least memory traffic of sequences as `plain` has them: entries that a token sees, all else once."""
         rows, entries = self.tokens * self.heads, 0
         for count in self._counts():
             seen = [self._visible(self.position + i) for i in range(count)]
@@ -231,9 +227,9 @@ def sequence_of(data: Data) -> torch.Tensor:
 
 
 def unpack(data: Data) -> Sizes:
-    """Sizes of one call. ValueError, naming the tensor, where a dtype, shape, layout or device is not as `Data` says.
+    """Sizes of one call. ValueError, naming the tensor: a dtype, shape, layout or device is not as `Data` says.
 
-    Lists, starts and lengths are not read: on a GPU that would wait for it.
+    Contents are not read: on a GPU that would wait for it.
     """
     bf16, u8, i32, fp32 = torch.bfloat16, torch.uint8, torch.int32, torch.float32
     t, h = (*data.q.shape, 0, 0)[:2]
@@ -266,11 +262,7 @@ def unpack(data: Data) -> Sizes:
 
 
 def _page_entries(name: str, pages: torch.Tensor) -> int:
-    """Entries P of a page. ValueError unless P is a power of two.
-
-    A page has P rows of 576 bytes for payloads and one for each 72 entries' scales, so P + ceil(P / 72) in all: no
-    two P give one stride.
-    """
+    """Entries P of a page, which has P rows of 576 bytes for payloads and one for each 72 entries' scales."""
     stride = pages.shape[1]
     p = stride // PAYLOAD - -(-(stride // PAYLOAD) // 73)
     if p < 1 or p & (p - 1) or stride != PAYLOAD * (p - (-p // 72)):

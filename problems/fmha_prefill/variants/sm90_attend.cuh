@@ -18,25 +18,21 @@ constexpr int SHARED_LIMIT = 227 * 1024;
 // of values have.
 __device__ __forceinline__ constexpr int subtile(int part, int i) { return i / 2 * 4 + part * 2 + i % 2; }
 
-// BLOCK_M heads of a query by tiles of BLOCK_N entries, NUM_STAGES of them in shared memory. CHOSEN: compressed entries
-// are gathered by index, else they are contiguous rows.
-template <int BLOCK_M_, int BLOCK_N_, int NUM_STAGES_, bool CHOSEN_>
+// BLOCK_M heads of a token by tiles of BLOCK_N entries, NUM_STAGES of them in shared memory.
+template <int BLOCK_M_, int BLOCK_N_, int NUM_STAGES_>
 struct Form {
     static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, NUM_STAGES = NUM_STAGES_;
-    static constexpr bool CHOSEN = CHOSEN_;
     static_assert(BLOCK_M == 64, "rows of wgmma; two consumers share the columns of O, which fill their registers");
-    static_assert(BLOCK_N == 64, "16 rows for each warp that loads, and two tiles of window");
+    static_assert(BLOCK_N == 64, "16 rows for each warp that loads");
     static constexpr int WINDOW_TILES = WINDOW / BLOCK_N;
-    static_assert(WINDOW_TILES >= 2, "FACTOR is free again when the second tile of an item is scored");
+    static_assert(WINDOW_TILES >= 2, "SharedStorage::factor is free again when an item's second tile is scored");
+    static_assert(NUM_STAGES == 2, "neighbours in an item's order of tiles lie in separate stages");
 
     // Warpgroups: one loads, one scores, two sum values, in this order. Registers of a thread of each.
-    static constexpr int NUM_THREADS = 512, PRODUCER_REGISTERS = 40, SCORE_REGISTERS = 112, VALUE_REGISTERS = 176;
+    static constexpr int NUM_THREADS = 512, PRODUCER_REGISTERS = 48, SCORE_REGISTERS = 112, VALUE_REGISTERS = 176;
     static constexpr int LAUNCH_REGISTERS = 65536 / NUM_THREADS;
     static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 4 * LAUNCH_REGISTERS);
 
-    // Arrivals at the barrier of a part: of threads that load, and at the second part's of warps that say which rows
-    // count.
-    static constexpr int LOADERS = CHOSEN ? 128 : 1, MASKERS = 4;
     static constexpr uint32_t Q_TILE = BLOCK_M * 128, TILE = BLOCK_N * 128, STAGE_BYTES = TILES * TILE;
     static constexpr uint32_t OUT_BYTES = 2048;  // of a warp: 16 rows of 64 columns
     static __device__ __forceinline__ int tiles(int length) { return WINDOW_TILES + (length + BLOCK_N - 1) / BLOCK_N; }
@@ -50,85 +46,105 @@ struct alignas(1024) SharedStorage {
     uint8_t out[8][F::OUT_BYTES];     // of warps that sum values
     float alpha[F::BLOCK_M], factor[F::BLOCK_M];  // of rows of O: at this tile, and at the end
     uint32_t masks[F::NUM_STAGES][4];             // bit i: row 16 j + i of the tile counts
-    uint64_t full[F::NUM_STAGES][PARTS], empty[F::NUM_STAGES][PARTS];
-    uint64_t q_full, p_full, p_empty, scored;
+    uint64_t full[F::NUM_STAGES][PARTS], empty[F::NUM_STAGES][PARTS], q_full[PARTS];
+    uint64_t p_full, p_empty, scored;
 };
 
 struct Problem {
-    CUtensorMap q, window, compressed;  // boxes of 64 dims by 64 rows
-    const __nv_bfloat16* compressed_rows;
+    CUtensorMap q;  // boxes of 64 dims by 64 heads of a token
+    const __nv_bfloat16* rows;  // staged: of the window, and from first_compressed on the others
     const Seen* seen;
     Lists lists;
     const float* sink;
     __nv_bfloat16* out;
     float* lse;
     int64_t token_stride, head_stride;  // of out, in elements
-    int tokens, heads, head_tiles, items;
+    int first_compressed, tokens, heads, head_tiles, run, units;
+    bool by_list;      // compressed rows are places of lists
     bool heads_outer;  // q's memory order, and so the order of its map's axes
 };
 
-// What a block works on at a time. Later tokens see more, so they come first: the end is even.
+// What a block works on at a time: BLOCK_M heads of a token. A unit is `run` tokens in a row, whose tiles are much the
+// same. Later tokens see more, so they come first, and blocks take units in turns that alternate: the end is even.
+//
+// Every other item has its tiles from the last on, so that it begins with those that the one before ended with. Tile i
+// is always in stage i % NUM_STAGES, and need not be loaded where it is there already.
 template <class F>
 struct Item {
-    int token, head, heads;  // heads: of the block that exist, from `head` on
-    __device__ __forceinline__ Item(const Problem& p, int number)
-        : token(p.tokens - 1 - number / p.head_tiles), head(number % p.head_tiles * F::BLOCK_M),
-          heads(min(F::BLOCK_M, p.heads - head)) {}
+    int round = 0, within = 0;
+    bool reverse = true;  // the first: the window is what two tokens with chosen entries share
+    __device__ __forceinline__ int unit() const {
+        return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    }
+    __device__ __forceinline__ bool exists(const Problem& p) const { return unit() < p.units; }
+    __device__ __forceinline__ int token(const Problem& p) const {
+        return p.tokens - 1 - unit() / p.head_tiles * p.run - within;
+    }
+    __device__ __forceinline__ int head(const Problem& p) const { return unit() % p.head_tiles * F::BLOCK_M; }
+    __device__ __forceinline__ Item next(const Problem& p) const {
+        Item item{round, within + 1, !reverse};
+        if (item.within == p.run || item.token(p) < 0) ++item.round, item.within = 0;
+        return item;
+    }
+    // Tiles, 0 if it does not exist; the one at a place of the order.
+    __device__ __forceinline__ int count(const Problem& p) const {
+        return exists(p) ? F::tiles(min(max(__ldg(p.lists.length + token(p)), 0), p.lists.nc)) : 0;
+    }
+    __device__ __forceinline__ int tile(int place, int count) const { return reverse ? count - 1 - place : place; }
 };
-template <class F>
-__device__ __forceinline__ int tiles_of(const Problem& p, int number) {
-    if (number >= p.items) return 0;
-    const int length = __ldg(p.lists.length + Item<F>(p, number).token);
-    return F::tiles(min(max(length, 0), p.lists.nc));
-}
 
-// Position in a ring of stages.
-template <int NUM_STAGES>
-struct PipelineState {
-    uint32_t index = 0, phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == NUM_STAGES) index = 0, phase ^= 1;
+// The parities of barriers of stages, each of which turns whenever its stage is used.
+struct Phases {
+    uint32_t bits = 0;
+    __device__ __forceinline__ uint32_t take(uint32_t stage) {
+        const uint32_t phase = bits >> stage & 1;
+        bits ^= 1u << stage;
+        return phase;
     }
 };
 
 // ---- producer: the first warpgroup
 
+// What a stage holds: a tile, of the window at row `key` or of list `key` up to `length`.
+struct Held {
+    int tile = -1, key, length;
+};
+
 template <class F>
 struct Producer {
     const Problem& p;
     SharedStorage<F>& shared;
-    int thread, warp, lane;
+    int warp, lane;
 
-    // The index of the entry at this lane's row of a tile, -1: none. A warp has 16 rows.
+    // This lane's row of a tile, by its place in a token's window or list. Position modulo WINDOW decides where in the
+    // window's tiles a row lies, so that a neighbour's window differs in a single row.
+    __device__ __forceinline__ int place(const Seen& seen, int tile) const {
+        const int slot = tile * F::BLOCK_N + 16 * warp + lane % 16;
+        return tile < F::WINDOW_TILES ? (slot - seen.window) & (WINDOW - 1) : slot - WINDOW;
+    }
+    // The index there, -1: no entry.
     __device__ __forceinline__ int index(const Seen& seen, int tile) const {
-        const int place = tile * F::BLOCK_N + 16 * warp + lane % 16, behind = place - WINDOW;
-        if (behind < 0) return __ldg(p.lists.window + seen.index + place);
-        return behind < seen.length ? __ldg(p.lists.compressed + int64_t(seen.list) * p.lists.nc + behind) : -1;
+        const int at = place(seen, tile);
+        if (tile < F::WINDOW_TILES) return __ldg(p.lists.window + seen.index + at);
+        return at < seen.length ? __ldg(p.lists.compressed + int64_t(seen.list) * p.lists.nc + at) : -1;
+    }
+    // The staged row of it.
+    __device__ __forceinline__ int row(const Seen& seen, int tile, int index) const {
+        const int at = place(seen, tile);
+        if (tile < F::WINDOW_TILES) return seen.window + at;
+        return p.first_compressed + (p.by_list ? seen.list * p.lists.nc + at : index);
     }
 
-    // A part of a tile of contiguous rows, by one thread.
-    __device__ __forceinline__ void load_rows(const CUtensorMap& map, int row, int stage, int part) const {
-        const uint32_t full = smem_address(&shared.full[stage][part]);
-        if (thread != 0) {
-            if (F::LOADERS > 1) arrive(full);
-            return;
-        }
-        arrive_and_expect_tx(full, TILES / PARTS * F::TILE);
-        const uint64_t policy = l2_evict_normal();
-#pragma unroll
-        for (int i = 0; i < TILES / PARTS; ++i) {
-            const int t = subtile(part, i);
-            tma_load_3d(smem_address(shared.k[stage]) + t * F::TILE, &map, 64 * t, row, 0, full, policy);
-        }
-    }
-    // A part of a tile of rows by index: eight lanes a row, of each sub-tile 16 bytes.
-    __device__ __forceinline__ void gather(int index, int stage, int part) const {
+    // A part of a tile, or row `only` of it, if that is not -1: eight lanes a row, of each sub-tile 16 bytes. row: of
+    // the warp's row lane % 16, -1: zeros.
+    __device__ __forceinline__ void gather(int row, int only, int stage, int part) const {
         const int chunk = lane % 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int of = 4 * i + lane / 8, row = 16 * warp + of, entry = __shfl_sync(~0u, index, of);
-            const __nv_bfloat16* const from = p.compressed_rows + int64_t(max(entry, 0)) * HEAD_DIM + 8 * chunk;
-            const uint32_t to = smem_address(shared.k[stage]) + row * 128 + (chunk ^ row % 8) * 16;
+            const int of = 4 * i + lane / 8, at = 16 * warp + of, entry = __shfl_sync(~0u, row, of);
+            if (only >= 0 && only != at) continue;
+            const __nv_bfloat16* const from = p.rows + int64_t(max(entry, 0)) * HEAD_DIM + 8 * chunk;
+            const uint32_t to = smem_address(shared.k[stage]) + at * 128 + (chunk ^ at % 8) * 16;
 #pragma unroll
             for (int j = 0; j < TILES / PARTS; ++j) {
                 const int t = subtile(part, j);
@@ -138,40 +154,55 @@ struct Producer {
         cp_async_mbarrier_arrive(smem_address(&shared.full[stage][part]));
     }
 
+    // Which row of a tile has to be loaded, if the stage holds the others: ABSENT: the whole tile; NONE: no row is it.
+    static constexpr int ABSENT = -1, NONE = WINDOW;
+    __device__ __forceinline__ int missing(Held& held, const Seen& seen, int tile) const {
+        const bool window = tile < F::WINDOW_TILES;
+        const int key = window ? seen.window : seen.list;
+        // Tokens come in falling order.
+        const bool same = window ? held.key == key + 1 : held.key == key && seen.length <= held.length;
+        if (held.tile != tile || !same) {
+            held = {tile, key, seen.length};
+            return ABSENT;
+        }
+        held.key = key;
+        const int row = (key & (WINDOW - 1)) - tile * F::BLOCK_N;
+        return window && row >= 0 ? row : NONE;
+    }
+
     __device__ __forceinline__ void run() const {
-        PipelineState<F::NUM_STAGES> pipe;
-        Seen seen = p.seen[Item<F>(p, blockIdx.x).token];
-        int next = index(seen, 0);  // asked for a tile ahead
+        Phases phases;
+        Held held[F::NUM_STAGES];
+        Item<F> item;
+        Seen seen = p.seen[item.token(p)];
+        int next = index(seen, item.tile(0, F::tiles(seen.length)));  // asked for a tile ahead
 #pragma unroll 1
-        for (int number = blockIdx.x; number < p.items; number += gridDim.x) {
-            const int following = number + gridDim.x < p.items ? number + gridDim.x : number;
-            const Seen after = p.seen[Item<F>(p, following).token];
+        while (item.exists(p)) {
+            const Item<F> following = item.next(p);
+            const Seen after = following.exists(p) ? p.seen[following.token(p)] : seen;
             const int count = F::tiles(seen.length);
 #pragma unroll 1
-            for (int tile = 0; tile < count; ++tile, pipe.advance()) {
-                const int mine = next;
-                next = tile + 1 < count ? index(seen, tile + 1) : index(after, 0);
-                const bool in_window = tile < F::WINDOW_TILES;
+            for (int i = 0; i < count; ++i) {
+                const int tile = item.tile(i, count), stage = tile % F::NUM_STAGES, mine = next;
+                next = i + 1 < count ? index(seen, item.tile(i + 1, count))
+                                     : index(after, following.tile(0, F::tiles(after.length)));
+                const int only = stage ? missing(held[1], seen, tile) : missing(held[0], seen, tile);
+                const uint32_t phase = phases.take(stage);
+                const int from = mine >= 0 ? row(seen, tile, mine) : -1;
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    wait(smem_address(&shared.empty[pipe.index][part]), pipe.phase ^ 1);
-                    if (in_window)
-                        load_rows(p.window, seen.window + tile * F::BLOCK_N, pipe.index, part);
-                    else if (F::CHOSEN)
-                        gather(mine, pipe.index, part);
-                    else
-                        load_rows(p.compressed, seen.list * p.lists.nc + (tile - F::WINDOW_TILES) * F::BLOCK_N,
-                                  pipe.index, part);
+                    wait(smem_address(&shared.empty[stage][part]), phase ^ 1);
+                    gather(from, only, stage, part);
                 }
                 const uint32_t counts = __ballot_sync(~0u, mine >= 0) & 0xFFFF;
                 if (lane == 0) {
-                    store_shared(smem_address(&shared.masks[pipe.index][warp]), counts);
-                    arrive(smem_address(&shared.full[pipe.index][PARTS - 1]));
+                    store_shared(smem_address(&shared.masks[stage][warp]), counts);
+                    arrive(smem_address(&shared.full[stage][PARTS - 1]));
                 }
             }
-            seen = after;
+            item = following, seen = after;
         }
-        if (F::CHOSEN) cp_async_wait_all();  // none may land after the block has ended
+        cp_async_wait_all();  // none may land after the block has ended
     }
 };
 

@@ -65,25 +65,35 @@ struct Scores {
     SharedStorage<F>& shared;
     int warp, lane, row;  // row: the upper of this lane's two
 
-    // The item's queries, by one thread. Heads that do not exist come as zeros.
-    __device__ __forceinline__ void load_queries(int number) const {
-        const Item<F> item(p, number);
-        const uint32_t full = smem_address(&shared.q_full);
+    // A part of the item's queries, by one thread. Heads that do not exist come as zeros.
+    __device__ __forceinline__ void load_queries(const Item<F>& item, int part) const {
+        const uint32_t full = smem_address(&shared.q_full[part]);
+        const int head = item.head(p), token = item.token(p);
         const uint64_t policy = l2_evict_first();
-        arrive_and_expect_tx(full, TILES * F::Q_TILE);
+        arrive_and_expect_tx(full, TILES / PARTS * F::Q_TILE);
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
-            tma_load_3d(smem_address(shared.q) + t * F::Q_TILE, &p.q, 64 * t, p.heads_outer ? item.token : item.head,
-                        p.heads_outer ? item.head : item.token, full, policy);
+        for (int i = 0; i < TILES / PARTS; ++i) {
+            const int t = subtile(part, i);
+            tma_load_3d(smem_address(shared.q) + t * F::Q_TILE, &p.q, 64 * t, p.heads_outer ? token : head,
+                        p.heads_outer ? head : token, full, policy);
+        }
     }
 
-    __device__ __forceinline__ void multiply(float (&s)[F::BLOCK_N / 2], uint32_t stage, uint32_t phase) const {
+    // s = Q K^T. As soon as a part of the queries has served the item's last tile, the next item's is asked for.
+    __device__ __forceinline__ void multiply(float (&s)[F::BLOCK_N / 2], uint32_t stage, uint32_t phase, bool first,
+                                             uint32_t item_turn, bool last, const Item<F>& following) const {
         const uint64_t query = make_smem_desc(smem_address(shared.q));
         const uint64_t key = make_smem_desc(smem_address(shared.k[stage]));
+        const auto replace = [&](int part) {
+            if (!last) return;
+            named_barrier_sync<128>(1);  // all four warps have done with it
+            if (threadIdx.x % 128 == 0 && following.exists(p)) load_queries(following, part);
+        };
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
+            if (first) wait(smem_address(&shared.q_full[part]), item_turn & 1);
             wait(smem_address(&shared.full[stage][part]), phase);
-            if (F::CHOSEN) fence_proxy_async_shared();  // for the writers, who would wait for what they asked for since
+            fence_proxy_async_shared();  // for the writers, who would wait for what they asked for since
             warpgroup_arrive();
 #pragma unroll
             for (int i = 0; i < TILES / PARTS; ++i) {
@@ -92,8 +102,14 @@ struct Scores {
                 for (int k = 0; k < 4; ++k)  // 16 dims, 32 bytes
                     wgmma(s, query + t * (F::Q_TILE / 16) + 2 * k, key + t * (F::TILE / 16) + 2 * k, part + i + k > 0);
             }
+            warpgroup_commit_batch();
         }
-        warpgroup_commit_batch();
+        if (last) warpgroup_wait<1>();
+        replace(0);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        warp_arrive(smem_address(&shared.scored));
+        replace(1);
     }
 
     __device__ __forceinline__ void mask(float (&s)[F::BLOCK_N / 2], uint32_t stage) const {
@@ -125,40 +141,34 @@ struct Scores {
             const bool any = top > -INFINITY;
             const float factor = any ? 1.f / (rounded + exp2_fast(sink[h] * LOG2E - top)) : 0.f;
             store_shared(smem_address(&shared.factor[row + 8 * h]), __float_as_uint(factor));
-            if (row + 8 * h < item.heads)
-                p.lse[int64_t(item.token) * p.heads + item.head + row + 8 * h] =
-                    any ? (top + log2f(sum)) / LOG2E : INFINITY;
+            const int head = item.head(p) + row + 8 * h;
+            if (head < p.heads)
+                p.lse[int64_t(item.token(p)) * p.heads + head] = any ? (top + log2f(sum)) / LOG2E : INFINITY;
         }
     }
 
     __device__ __forceinline__ void run() const {
-        const bool leads = threadIdx.x % 128 == 0;
-        PipelineState<F::NUM_STAGES> pipe;
+        Phases phases;
         uint32_t turn = 0, item_turn = 0;  // tiles and items so far
-        int count = tiles_of<F>(p, blockIdx.x);
-        if (leads) load_queries(blockIdx.x);
+        Item<F> item;
+        int count = item.count(p);
+        for (int part = 0; part < PARTS; ++part)
+            if (threadIdx.x % 128 == 0) load_queries(item, part);
 #pragma unroll 1
-        for (int number = blockIdx.x; number < p.items; number += gridDim.x, ++item_turn) {
-            const Item<F> item(p, number);
-            const int following = tiles_of<F>(p, number + gridDim.x);
+        for (; item.exists(p); ++item_turn) {
+            const Item<F> following = item.next(p);
+            const int next_count = following.count(p);
             float sink[2];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) sink[h] = __ldg(p.sink + min(item.head + row + 8 * h, p.heads - 1));
+            for (int h = 0; h < 2; ++h) sink[h] = __ldg(p.sink + min(item.head(p) + row + 8 * h, p.heads - 1));
             Softmax softmax;
-            wait(smem_address(&shared.q_full), item_turn & 1);
 #pragma unroll 1
-            for (int tile = 0; tile < count; ++tile, ++turn, pipe.advance()) {
-                const bool last = tile + 1 == count;
+            for (int i = 0; i < count; ++i, ++turn) {
+                const bool last = i + 1 == count;
+                const uint32_t stage = item.tile(i, count) % F::NUM_STAGES;
                 float s[F::BLOCK_N / 2];
-                multiply(s, pipe.index, pipe.phase);
-                warpgroup_wait<0>();
-                warpgroup_fence_operand(s);
-                warp_arrive(smem_address(&shared.scored));
-                if (last && following) {  // all four warps have done with these queries
-                    named_barrier_sync<128>(1);
-                    if (leads) load_queries(number + gridDim.x);
-                }
-                mask(s, pipe.index);
+                multiply(s, stage, phases.take(stage), i == 0, item_turn, last, following);
+                mask(s, stage);
                 uint32_t pairs[2][F::BLOCK_N / 8];
                 const float2 alpha = softmax.update(s, pairs);
                 wait(smem_address(&shared.p_empty), turn & 1 ^ 1);
@@ -174,7 +184,7 @@ struct Scores {
                 if (last) finish(softmax, item, sink);
                 warp_arrive(smem_address(&shared.p_full));
             }
-            count = following;
+            item = following, count = next_count;
         }
     }
 };
@@ -201,7 +211,7 @@ struct Values256 {
         for (int k = 0; k < F::BLOCK_N / 16; ++k) a[k] = load_shared16(smem_address(&shared.p[warp][k][lane]));
         const float2 alpha = two_rows(shared.alpha);
         warp_arrive(smem_address(&shared.p_empty));
-        if (F::CHOSEN) fence_proxy_async_shared();
+        fence_proxy_async_shared();
         if (!first && __any_sync(~0u, alpha.x != 1.f || alpha.y != 1.f)) {
 #pragma unroll
             for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= i % 4 < 2 ? alpha.x : alpha.y;
@@ -230,8 +240,9 @@ struct Values256 {
         const float2 factor = two_rows(shared.factor);
         const uint32_t staging = smem_address(shared.out[4 * half + warp]);
         const int matrix_row = lane % 16, chunk = lane % 8;
-        __nv_bfloat16* const to = p.out + item.token * p.token_stride +
-                                  int64_t(item.head + 16 * warp) * p.head_stride + half * (HEAD_DIM / 2) + 8 * chunk;
+        const int first = item.head(p) + 16 * warp;
+        __nv_bfloat16* const to = p.out + item.token(p) * p.token_stride + first * p.head_stride +
+                                  half * (HEAD_DIM / 2) + 8 * chunk;
         const auto pair = [&](int i, float by) { return pack_bf16x2(o[i / 64][i % 64] * by, o[i / 64][i % 64 + 1] * by); };
 #pragma unroll
         for (int round = 0; round < 4; ++round) {
@@ -246,7 +257,7 @@ struct Values256 {
             for (int i = 0; i < 4; ++i) {
                 const int of = 4 * i + lane / 8;
                 const uint4 v = load_shared16(staging + of * 128 + (chunk ^ of % 8) * 16);
-                if (16 * warp + of < item.heads)
+                if (first + of < p.heads)
                     *reinterpret_cast<uint4*>(to + of * p.head_stride + 64 * round) = v;
             }
             __syncwarp();
@@ -256,17 +267,18 @@ struct Values256 {
     __device__ __forceinline__ void run() const {
         float o[2][64];
         undefined(o[0]), undefined(o[1]);
-        PipelineState<F::NUM_STAGES> pipe;
         uint32_t turn = 0;
-        int count = tiles_of<F>(p, blockIdx.x);
+        Item<F> item;
+        int count = item.count(p);
 #pragma unroll 1
-        for (int number = blockIdx.x; number < p.items; number += gridDim.x) {
-            const int following = tiles_of<F>(p, number + gridDim.x);
+        while (item.exists(p)) {
+            const Item<F> following = item.next(p);
+            const int next_count = following.count(p);
 #pragma unroll 1
-            for (int tile = 0; tile < count; ++tile, ++turn, pipe.advance())
-                add_tile(o, pipe.index, turn, tile == 0, tile + 1 == count);
-            write(o, Item<F>(p, number));
-            count = following;
+            for (int i = 0; i < count; ++i, ++turn)
+                add_tile(o, item.tile(i, count) % F::NUM_STAGES, turn, i == 0, i + 1 == count);
+            write(o, item);
+            item = following, count = next_count;
         }
     }
 };

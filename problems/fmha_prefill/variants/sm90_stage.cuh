@@ -41,7 +41,7 @@ struct Staging {
     Cache window, compressed;
     Lists lists;
     const int* starts;
-    __nv_bfloat16 *window_rows, *compressed_rows;
+    __nv_bfloat16* rows;   // [count], of windows, then [compressed_count]
     Seen* seen;            // [tokens]
     int sequences, count, compressed_count;  // rows of both kinds
     bool by_list;          // compressed rows are places of lists, else entries of the pages
@@ -92,12 +92,6 @@ __device__ __forceinline__ Values load(const Cache& cache, int entry, int lane) 
     return v;
 }
 
-// Garbage that no token sees is staged too: a row of it meets probabilities of 0, so it must be finite.
-__device__ __forceinline__ uint32_t finite(uint32_t pair) {
-    if ((pair & 0x7F80) == 0x7F80) pair &= 0xFFFF0000;
-    if ((pair & 0x7F800000) == 0x7F800000) pair &= 0x0000FFFF;
-    return pair;
-}
 // Four codes times a power of two -> four bf16, exact where that is normal.
 __device__ __forceinline__ uint2 decode4(uint32_t codes, float scale) {
     uint32_t pair[2];
@@ -105,7 +99,7 @@ __device__ __forceinline__ uint2 decode4(uint32_t codes, float scale) {
     for (int i = 0; i < 2; ++i) {
         const uint32_t halves = nvfp4::e4m3x2_to_half2_bits(codes >> 16 * i & 0xFFFF);
         const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&halves));
-        pair[i] = finite(ptx::pack_bf16x2(v.x * scale, v.y * scale));
+        pair[i] = ptx::pack_bf16x2(v.x * scale, v.y * scale);
     }
     return make_uint2(pair[0], pair[1]);
 }
@@ -117,8 +111,7 @@ __device__ __forceinline__ void store(const Values& v, __nv_bfloat16* row, int l
                     w = decode4(v.a.w, scale);
         to[0] = make_uint4(x.x, x.y, y.x, y.y), to[1] = make_uint4(z.x, z.y, w.x, w.y);
     } else {
-        to[0] = make_uint4(finite(v.a.x), finite(v.a.y), finite(v.a.z), finite(v.a.w));
-        to[1] = make_uint4(finite(v.b.x), finite(v.b.y), finite(v.b.z), finite(v.b.w));
+        to[0] = v.a, to[1] = v.b;
     }
 }
 
@@ -141,16 +134,11 @@ __global__ void __launch_bounds__(STAGE_THREADS) stage(const __grid_constant__ S
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        values[i] = {};
         if (entry[i] >= 0) values[i] = load(first + i < s.count ? s.window : s.compressed, entry[i], lane);
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const int64_t row = first + i;
-        if (row < s.count)
-            store(values[i], s.window_rows + row * HEAD_DIM, lane);
-        else if (row - s.count < s.compressed_count)
-            store(values[i], s.compressed_rows + (row - s.count) * HEAD_DIM, lane);
+        if (entry[i] >= 0) store(values[i], s.rows + int64_t(first + i) * HEAD_DIM, lane);
     }
 }
 

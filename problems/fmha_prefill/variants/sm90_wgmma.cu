@@ -3,7 +3,7 @@
 //   stage   decodes what tokens may see out of the FP8 pages into rows of 512 bf16 (sm90_stage.cuh)
 //   attend  a block of 512 threads has one query and 64 of its heads (rows of wgmma) at a time, tile by tile of 64
 //           entries, the first two of which are the window's:
-//     warpgroup 0         loads tiles: contiguous rows by bulk tensor copies, chosen entries by cp.async
+//     warpgroup 0         loads tiles by cp.async, row by row, but for what is there already of the query before
 //     warpgroup 1         S = Q K^T, softmax along the list with a running maximum, P as bf16
 //     warpgroups 2 and 3  O += P V, dims 0 to 255 and 256 to 511, V being the same tile as K, read by rows
 //
@@ -25,10 +25,11 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) attend(const __grid_constan
     if (threadIdx.x == 0) {
         for (int i = 0; i < F::NUM_STAGES; ++i)
             for (int part = 0; part < PARTS; ++part) {
-                barrier_init(smem_address(&shared.full[i][part]), F::LOADERS + (part == PARTS - 1 ? F::MASKERS : 0));
+                // Threads that load, and at the second part warps that say which rows count.
+                barrier_init(smem_address(&shared.full[i][part]), part == PARTS - 1 ? 128 + 4 : 128);
                 barrier_init(smem_address(&shared.empty[i][part]), 8);  // warps that sum values
             }
-        barrier_init(smem_address(&shared.q_full), 1);
+        for (int part = 0; part < PARTS; ++part) barrier_init(smem_address(&shared.q_full[part]), 1);
         barrier_init(smem_address(&shared.p_full), 4);  // warps that score
         barrier_init(smem_address(&shared.scored), 4);
         barrier_init(smem_address(&shared.p_empty), 8);
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) attend(const __grid_constan
     programmatic::wait();
     if (group == 0) {
         warpgroup_reg_dealloc<F::PRODUCER_REGISTERS>();
-        Producer<F>{p, shared, int(threadIdx.x), warp, lane}.run();
+        Producer<F>{p, shared, warp, lane}.run();
     } else if (group == 1) {
         warpgroup_reg_dealloc<F::SCORE_REGISTERS>();
         Scores<F>{p, shared, warp, lane, row}.run();
@@ -49,9 +50,22 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) attend(const __grid_constan
     }
 }
 
-template <bool CHOSEN>
-cudaError_t run_attend(const Problem& p) {
-    using F = Form<64, 64, 2, CHOSEN>;
+// Tokens of a unit. More of them share more tiles; fewer leave blocks more alike. Where tokens choose, two share as much
+// of the window as can be kept, and rows of units differ in length.
+inline int run_for(const Problem& p, int processors) {
+    if (p.lists.each && p.lists.nc > 0) return 2;
+    int best = 1;
+    float least = INFINITY;
+    for (int run = 1; run <= 16; run *= 2) {
+        const int units = (p.tokens + run - 1) / run * p.head_tiles;
+        const float time = (units + processors - 1) / processors * (run + 0.25f);  // of a first token's loads
+        if (time <= least) least = time, best = run;
+    }
+    return best;
+}
+
+inline cudaError_t run_attend(Problem& p) {
+    using F = Form<64, 64, 2>;
     constexpr int SHARED = sizeof(SharedStorage<F>) + 1024;  // with room to align the start
     static_assert(SHARED <= SHARED_LIMIT);
     int device, processors;
@@ -61,7 +75,9 @@ cudaError_t run_attend(const Problem& p) {
     if (const cudaError_t error =
             cudaFuncSetAttribute(attend<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED))
         return error;
-    return programmatic::launch(attend<F>, dim3(min(p.items, processors)), F::NUM_THREADS, SHARED, p);
+    p.run = run_for(p, processors);
+    p.units = (p.tokens + p.run - 1) / p.run * p.head_tiles;
+    return programmatic::launch(attend<F>, dim3(min(p.units, processors)), F::NUM_THREADS, SHARED, p);
 }
 
 }  // namespace fmha
@@ -73,37 +89,31 @@ struct Call {
     const float* sink;
     void* out;
     float* lse;
-    void *window_rows, *compressed_rows;  // scratch: bf16 (T + 127 B, 512) and (compressed_count, 512)
-    void* seen;                           // scratch: 16 bytes a token
+    void *rows, *seen;  // scratch: bf16 (T + 127 B + compressed_count, 512), 16 bytes a token
     int64_t token_stride, head_stride;    // of out
     int64_t window_stride, compressed_stride;                                    // bytes of a page
     int window_shift, compressed_shift, window_entries, compressed_entries;      // of a page, log2; of all
     int tokens, batch, heads, nw, nc, each, compressed_count, by_list, heads_outer, early;
 };
 
-// q_map: of q, boxes of 64 dims by 64 heads of a token; row maps: of the staged rows. -> a cudaError_t.
-extern "C" int launch(const Call* call, const tma::Tensor* q_map, const tma::Tensor* window_map,
-                      const tma::Tensor* compressed_map) {
+// q_map: of q, boxes of 64 dims by 64 heads of a token. -> a cudaError_t.
+extern "C" int launch(const Call* call, const tma::Tensor* q_map) {
     const Call& c = *call;
     using bf16 = __nv_bfloat16;
     fmha::Lists const lists = {c.window_index, c.compressed_index, c.compressed_length, c.nw, c.nc, c.each != 0};
-    const auto window_rows = static_cast<bf16*>(c.window_rows), compressed_rows = static_cast<bf16*>(c.compressed_rows);
+    const auto rows = static_cast<bf16*>(c.rows);
     const auto seen = static_cast<fmha::Seen*>(c.seen);
+    const int count = c.tokens + (fmha::WINDOW - 1) * c.batch;  // rows of windows
     fmha::Staging const staging = {
         {c.window, c.window_stride, c.window_shift, c.window_entries},
         {c.compressed, c.compressed_stride, c.compressed_shift, c.compressed_entries},
-        lists, c.starts, window_rows, compressed_rows, seen, c.batch, c.tokens + (fmha::WINDOW - 1) * c.batch,
-        c.compressed_count, c.by_list != 0,
+        lists, c.starts, rows, seen, c.batch, count, c.compressed_count, c.by_list != 0,
     };
-    const int head_tiles = (c.heads + 63) / 64;
-    fmha::Problem p = {{}, {}, {}, compressed_rows, seen, lists, c.sink, static_cast<bf16*>(c.out), c.lse,
-                       c.token_stride, c.head_stride, c.tokens, c.heads, head_tiles, c.tokens * head_tiles,
-                       c.heads_outer != 0};
+    fmha::Problem p = {{}, rows, seen, lists, c.sink, static_cast<bf16*>(c.out), c.lse, c.token_stride, c.head_stride,
+                       count, c.tokens, c.heads, (c.heads + 63) / 64, 0, 0, c.by_list != 0, c.heads_outer != 0};
     tma::Encode encode;
     if (const cudaError_t error = tma::find_encode(&encode)) return error;
-    if (!tma::encode_map(encode, *q_map, &p.q) || !tma::encode_map(encode, *window_map, &p.window) ||
-        !tma::encode_map(encode, *compressed_map, &p.compressed))
-        return cudaErrorInvalidValue;
+    if (!tma::encode_map(encode, *q_map, &p.q)) return cudaErrorInvalidValue;
     if (const cudaError_t error = fmha::run_stage<4>(staging, c.early)) return error;
-    return c.by_list ? fmha::run_attend<false>(p) : fmha::run_attend<true>(p);
+    return fmha::run_attend(p);
 }

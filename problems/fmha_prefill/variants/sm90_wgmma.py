@@ -20,7 +20,7 @@ class Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("starts", "window_index", "compressed_index", "compressed_length")),
         *((name, c_void_p) for name in ("window", "compressed", "sink", "out", "lse")),
-        *((name, c_void_p) for name in ("window_rows", "compressed_rows", "seen")),
+        *((name, c_void_p) for name in ("rows", "seen")),
         *((name, c_int64) for name in ("token_stride", "head_stride", "window_stride", "compressed_stride")),
         *((name, c_int) for name in ("window_shift", "compressed_shift", "window_entries", "compressed_entries")),
         *((name, c_int) for name in ("tokens", "batch", "heads", "nw", "nc", "each", "compressed_count", "by_list")),
@@ -56,14 +56,12 @@ def custom_kernel(data: input_t) -> output_t:
     window_count = sizes.tokens + (WINDOW - 1) * sizes.batch
     rows = torch.empty((window_count + count, HEAD_DIM), dtype=torch.bfloat16, device=data.q.device)
     seen = torch.empty((sizes.tokens, 4), dtype=torch.int32, device=data.q.device)
-    compressed_rows = rows.data_ptr() + window_count * HEAD_DIM * rows.element_size()
     outer = memory_order(data.q) == "heads"
     strides = (HEAD_DIM, sizes.tokens * HEAD_DIM) if outer else (sizes.heads * HEAD_DIM, HEAD_DIM)
     call = Call(
         *(t.data_ptr() for t in (data.starts, data.window_index, data.compressed_index, data.compressed_length)),
         *(t.data_ptr() for t in (data.window, data.compressed, data.sink, data.out, data.lse)),
         rows.data_ptr(),
-        compressed_rows,
         seen.data_ptr(),
         *strides,
         data.window.shape[1],
@@ -83,21 +81,10 @@ def custom_kernel(data: input_t) -> output_t:
         outer,
         early.allowed(),
     )
-    maps = (
-        _queries_map(data, sizes, outer),
-        _rows_map(rows.data_ptr(), window_count),
-        _rows_map(compressed_rows if count else rows.data_ptr(), count or window_count),
-    )
-    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 4)
-    build.check(run(addressof(call), *(addressof(m) for m in maps)), "launch")
+    queries = _queries_map(data, sizes, outer)
+    run = build.cuda(SOURCE, "sm90").function("launch", c_void_p, c_void_p)
+    build.check(run(addressof(call), addressof(queries)), "launch")
     return data.out, data.lse
-
-
-def _rows_map(address: int, count: int) -> tma.Fields:
-    """Staged rows, bf16 (count, 512), contiguous."""
-    row = 2 * HEAD_DIM
-    made = tma.check("bfloat16", (HEAD_DIM, count, 1), (row, row * count), (BOX, BOX, 1), swizzle="128B")
-    return made.at(address, row * count).fields()
 
 
 def _queries_map(data: Data, sizes: Sizes, outer: bool) -> tma.Fields:

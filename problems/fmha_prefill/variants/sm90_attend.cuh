@@ -11,12 +11,11 @@ namespace fmha {
 using namespace ptx;
 
 constexpr int TILES = HEAD_DIM / 64;  // sub-tiles of 64 dims: rows of 128 bytes, swizzled as wgmma wants it
-constexpr int PARTS = 2;              // of a tile, each with separate barriers: sub-tiles 0 1 4 5, and 2 3 6 7
-constexpr int SHARED_LIMIT = 227 * 1024;
+constexpr int PARTS = 4;              // of a tile, each with separate barriers
+constexpr int Q_PARTS = 2;            // of the queries
 
-// Sub-tile i of a part. The first part has the first half of both halves of the dims, which are what the two warpgroups
-// of values have.
-__device__ __forceinline__ constexpr int subtile(int part, int i) { return i / 2 * 4 + part * 2 + i % 2; }
+// Sub-tiles 0 and 1 of a part: one of each half of the dims, as the two warpgroups of values have them.
+__device__ __forceinline__ constexpr int subtile(int part, int i) { return i * PARTS + part; }
 
 // BLOCK_M heads of a token by tiles of BLOCK_N entries, NUM_STAGES of them in shared memory.
 template <int BLOCK_M_, int BLOCK_N_, int NUM_STAGES_>
@@ -25,13 +24,12 @@ struct Form {
     static_assert(BLOCK_M == 64, "rows of wgmma; two consumers share the columns of O, which fill their registers");
     static_assert(BLOCK_N == 64, "16 rows for each warp that loads");
     static constexpr int WINDOW_TILES = WINDOW / BLOCK_N;
-    static_assert(WINDOW_TILES >= 2, "SharedStorage::factor is free again when an item's second tile is scored");
-    static_assert(NUM_STAGES == 2, "neighbours in an item's order of tiles lie in separate stages");
+    static_assert(WINDOW_TILES >= 2, "SharedStorage::top is free again when an item's second tile is scored");
+    static_assert(NUM_STAGES == 2, "see Producer::start");
 
     // Warpgroups: one loads, one scores, two sum values, in this order. Registers of a thread of each.
-    static constexpr int NUM_THREADS = 512, PRODUCER_REGISTERS = 48, SCORE_REGISTERS = 112, VALUE_REGISTERS = 176;
-    static constexpr int LAUNCH_REGISTERS = 65536 / NUM_THREADS;
-    static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 4 * LAUNCH_REGISTERS);
+    static constexpr int NUM_THREADS = 512, PRODUCER_REGISTERS = 56, SCORE_REGISTERS = 104, VALUE_REGISTERS = 176;
+    static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 65536 / 128);
 
     static constexpr uint32_t Q_TILE = BLOCK_M * 128, TILE = BLOCK_N * 128, STAGE_BYTES = TILES * TILE;
     static constexpr uint32_t OUT_BYTES = 2048;  // of a warp: 16 rows of 64 columns
@@ -44,9 +42,9 @@ struct alignas(1024) SharedStorage {
     uint8_t q[TILES * F::Q_TILE], k[F::NUM_STAGES][F::STAGE_BYTES];
     uint4 p[4][F::BLOCK_N / 16][32];  // of the warps of rows: fragments of 16 columns, a lane's
     uint8_t out[8][F::OUT_BYTES];     // of warps that sum values
-    float alpha[F::BLOCK_M], factor[F::BLOCK_M];  // of rows of O: at this tile, and at the end
+    float alpha[F::BLOCK_M], top[F::BLOCK_M];  // of rows: what O is to be multiplied by; at the end the maximum
     uint32_t masks[F::NUM_STAGES][4];             // bit i: row 16 j + i of the tile counts
-    uint64_t full[F::NUM_STAGES][PARTS], empty[F::NUM_STAGES][PARTS], q_full[PARTS];
+    uint64_t full[F::NUM_STAGES][PARTS], empty[F::NUM_STAGES][PARTS], q_full[Q_PARTS];
     uint64_t p_full, p_empty, scored;
 };
 
@@ -64,57 +62,38 @@ struct Problem {
     bool heads_outer;  // q's memory order, and so the order of its map's axes
 };
 
-// What a block works on at a time: BLOCK_M heads of a token. A unit is `run` tokens in a row, whose tiles are much the
-// same. Later tokens see more, so they come first, and blocks take units in turns that alternate: the end is even.
-//
-// Every other item has its tiles from the last on, so that it begins with those that the one before ended with. Tile i
-// is always in stage i % NUM_STAGES, and need not be loaded where it is there already.
+// What a block works on at a time: BLOCK_M heads of a token. A unit is `run` tokens in falling order: their tiles are
+// alike. Later tokens see more, so they come first, and blocks take units in turns that alternate: the end is even.
 template <class F>
 struct Item {
-    int round = 0, within = 0;
-    bool reverse = true;  // the first: the window is what two tokens with chosen entries share
-    __device__ __forceinline__ int unit() const {
-        return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    int round, within, token, head;  // token: -1, it does not exist
+    // The first of the block's unit of this round.
+    static __device__ __forceinline__ Item first(const Problem& p, int round = 0) {
+        const unsigned at = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        const unsigned unit = round * gridDim.x + at, group = unit / p.head_tiles;
+        const int token = unit < unsigned(p.units) ? p.tokens - 1 - int(group) * p.run : -1;
+        return {round, 0, token, int(unit - group * p.head_tiles) * F::BLOCK_M};
     }
-    __device__ __forceinline__ bool exists(const Problem& p) const { return unit() < p.units; }
-    __device__ __forceinline__ int token(const Problem& p) const {
-        return p.tokens - 1 - unit() / p.head_tiles * p.run - within;
-    }
-    __device__ __forceinline__ int head(const Problem& p) const { return unit() % p.head_tiles * F::BLOCK_M; }
     __device__ __forceinline__ Item next(const Problem& p) const {
-        Item item{round, within + 1, !reverse};
-        if (item.within == p.run || item.token(p) < 0) ++item.round, item.within = 0;
-        return item;
+        if (within + 1 == p.run || token == 0) return first(p, round + 1);
+        return {round, within + 1, token - 1, head};
     }
-    // Tiles, 0 if it does not exist; the one at a place of the order.
+    __device__ __forceinline__ bool exists() const { return token >= 0; }
+    // Tiles, 0 if it does not exist.
     __device__ __forceinline__ int count(const Problem& p) const {
-        return exists(p) ? F::tiles(min(max(__ldg(p.lists.length + token(p)), 0), p.lists.nc)) : 0;
-    }
-    __device__ __forceinline__ int tile(int place, int count) const { return reverse ? count - 1 - place : place; }
-};
-
-// The parities of barriers of stages, each of which turns whenever its stage is used.
-struct Phases {
-    uint32_t bits = 0;
-    __device__ __forceinline__ uint32_t take(uint32_t stage) {
-        const uint32_t phase = bits >> stage & 1;
-        bits ^= 1u << stage;
-        return phase;
+        return exists() ? F::tiles(min(max(__ldg(p.lists.length + token), 0), p.lists.nc)) : 0;
     }
 };
 
-// ---- producer: the first warpgroup
-
-// What a stage holds: a tile, of the window at row `key` or of list `key` up to `length`.
-struct Held {
-    int tile = -1, key, length;
-};
+// Producer, the first warpgroup. What a stage has: a tile of the window at row `key`, or of list `key` up to `length`.
+struct Held { int tile = -1, key, length; };
 
 template <class F>
 struct Producer {
     const Problem& p;
     SharedStorage<F>& shared;
     int warp, lane;
+    static constexpr int ABSENT = -1, NONE = WINDOW;  // rows to load of a tile: all, none
 
     // This lane's row of a tile, by its place in a token's window or list. Position modulo WINDOW decides where in the
     // window's tiles a row lies, so that a neighbour's window differs in a single row.
@@ -135,72 +114,99 @@ struct Producer {
         return p.first_compressed + (p.by_list ? seen.list * p.lists.nc + at : index);
     }
 
-    // A part of a tile, or row `only` of it, if that is not -1: eight lanes a row, of each sub-tile 16 bytes. row: of
-    // the warp's row lane % 16, -1: zeros.
-    __device__ __forceinline__ void gather(int row, int only, int stage, int part) const {
-        const int chunk = lane % 8;
+    // What a lane loads of a tile: of four rows that eight lanes share, 16 bytes of each sub-tile.
+    struct Pieces {
+        const __nv_bfloat16* from[4];
+        bool wanted[4], exists[4];  // whether to load, and if so whether not zeros
+    };
+    // row: staged, of the warp's row lane % 16, -1: zeros. only: as `missing` says.
+    __device__ __forceinline__ Pieces pieces(int row, int only) const {
+        Pieces pieces;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int of = 4 * i + lane / 8, at = 16 * warp + of, entry = __shfl_sync(~0u, row, of);
-            if (only >= 0 && only != at) continue;
-            const __nv_bfloat16* const from = p.rows + int64_t(max(entry, 0)) * HEAD_DIM + 8 * chunk;
-            const uint32_t to = smem_address(shared.k[stage]) + at * 128 + (chunk ^ at % 8) * 16;
+            const int of = 4 * i + lane / 8, entry = __shfl_sync(~0u, row, of);
+            pieces.from[i] = p.rows + int64_t(max(entry, 0)) * HEAD_DIM + 8 * (lane % 8);
+            pieces.wanted[i] = only == ABSENT || only == 16 * warp + of;
+            pieces.exists[i] = entry >= 0;
+        }
+        return pieces;
+    }
+    __device__ __forceinline__ void gather(const Pieces& pieces, int stage, int part) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 16 * warp + 4 * i + lane / 8;
+            const uint32_t to = smem_address(shared.k[stage]) + row * 128 + (lane % 8 ^ row % 8) * 16;
 #pragma unroll
             for (int j = 0; j < TILES / PARTS; ++j) {
                 const int t = subtile(part, j);
-                cp_async16(to + t * F::TILE, from + 64 * t, entry >= 0);
+                if (pieces.wanted[i]) cp_async16(to + t * F::TILE, pieces.from[i] + 64 * t, pieces.exists[i]);
             }
         }
         cp_async_mbarrier_arrive(smem_address(&shared.full[stage][part]));
     }
 
-    // Which row of a tile has to be loaded, if the stage holds the others: ABSENT: the whole tile; NONE: no row is it.
-    static constexpr int ABSENT = -1, NONE = WINDOW;
+    // Into L2, so that they come as soon as there is room.
+    __device__ __forceinline__ void prefetch_queries(const Item<F>& item) const {
+        const int y = p.heads_outer ? item.token : item.head, z = p.heads_outer ? item.head : item.token;
+#pragma unroll 1
+        for (int x = 0; x < HEAD_DIM; x += 64)
+            asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&p.q), "r"(x),
+                         "r"(y), "r"(z));
+    }
+
+    // Which row of a tile has to be loaded, where the stage holds the others.
     __device__ __forceinline__ int missing(Held& held, const Seen& seen, int tile) const {
         const bool window = tile < F::WINDOW_TILES;
-        const int key = window ? seen.window : seen.list;
+        const int key = window ? seen.window : seen.list, row = (key & (WINDOW - 1)) - tile * F::BLOCK_N;
         // Tokens come in falling order.
         const bool same = window ? held.key == key + 1 : held.key == key && seen.length <= held.length;
-        if (held.tile != tile || !same) {
-            held = {tile, key, seen.length};
-            return ABSENT;
-        }
-        held.key = key;
-        const int row = (key & (WINDOW - 1)) - tile * F::BLOCK_N;
-        return window && row >= 0 ? row : NONE;
+        const bool holds = held.tile == tile && same;
+        held = {tile, key, holds ? held.length : seen.length};
+        return !holds ? ABSENT : window && row >= 0 ? row : NONE;
+    }
+
+    // The order of an item's tiles goes round from one on. Stages take turns, so an item begins with the two tiles that
+    // the one before ended with; where tokens choose, that is the window for every other item.
+    __device__ __forceinline__ int start(const Item<F>& item, int before, int count_before, int count) const {
+        int tile = before + count_before - 2;
+        if (tile >= count_before) tile -= count_before;
+        if (p.lists.each && p.lists.nc > 0) tile = item.within % 2 ? 0 : 2;
+        return tile < count ? tile : 0;
     }
 
     __device__ __forceinline__ void run() const {
-        Phases phases;
         Held held[F::NUM_STAGES];
-        Item<F> item;
-        Seen seen = p.seen[item.token(p)];
-        int next = index(seen, item.tile(0, F::tiles(seen.length)));  // asked for a tile ahead
+        Item<F> item = Item<F>::first(p);
+        Seen seen = p.seen[item.token];
+        uint32_t turn = 0;  // tiles so far
+        int count = F::tiles(seen.length), tile = start(item, 0, count, count);
+        int next = index(seen, tile);  // asked for a tile ahead
 #pragma unroll 1
-        while (item.exists(p)) {
+        while (item.exists()) {
             const Item<F> following = item.next(p);
-            const Seen after = following.exists(p) ? p.seen[following.token(p)] : seen;
-            const int count = F::tiles(seen.length);
+            const Seen after = following.exists() ? p.seen[following.token] : seen;
+            const int next_count = F::tiles(after.length), next_start = start(following, tile, count, next_count);
 #pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-                const int tile = item.tile(i, count), stage = tile % F::NUM_STAGES, mine = next;
-                next = i + 1 < count ? index(seen, item.tile(i + 1, count))
-                                     : index(after, following.tile(0, F::tiles(after.length)));
+            for (int i = 0; i < count; ++i, ++turn) {
+                const int stage = turn % F::NUM_STAGES, phase = turn / F::NUM_STAGES % 2, mine = next;
                 const int only = stage ? missing(held[1], seen, tile) : missing(held[0], seen, tile);
-                const uint32_t phase = phases.take(stage);
-                const int from = mine >= 0 ? row(seen, tile, mine) : -1;
+                const Pieces loads = pieces(mine >= 0 ? row(seen, tile, mine) : -1, only);
+                if (++tile == count) tile = 0;
+                if (i + 1 == count) tile = next_start;
+                next = i + 1 < count ? index(seen, tile) : index(after, tile);
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
                     wait(smem_address(&shared.empty[stage][part]), phase ^ 1);
-                    gather(from, only, stage, part);
+                    gather(loads, stage, part);
                 }
                 const uint32_t counts = __ballot_sync(~0u, mine >= 0) & 0xFFFF;
                 if (lane == 0) {
                     store_shared(smem_address(&shared.masks[stage][warp]), counts);
                     arrive(smem_address(&shared.full[stage][PARTS - 1]));
                 }
+                if (i == 0 && warp == 0 && lane == 0 && following.exists()) prefetch_queries(following);
             }
-            item = following, seen = after;
+            item = following, seen = after, count = next_count;
         }
         cp_async_wait_all();  // none may land after the block has ended
     }

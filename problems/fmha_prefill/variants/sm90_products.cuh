@@ -5,13 +5,6 @@
 
 namespace ptx {
 
-// Says that d is about to be overwritten: any content will do, and none is put there.
-template <int N>
-__device__ __forceinline__ void undefined(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
-}
-
 // Keeps fragments in their registers up to here: wgmma reads them long after it is issued.
 template <int N>
 __device__ __forceinline__ void hold(const uint4 (&a)[N]) {
@@ -34,18 +27,16 @@ __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, bo
         : SIXTEEN(d, 0), SIXTEEN(d, 16)
         : "l"(a), "l"(b), "r"(int(add)));
 }
-// d (64, 128) = a (64, 16) b (16, 128) + (add ? d : 0): rows of b are the contraction. a in registers: columns
-// 2 (l % 4) and one on of both rows as x and y, 8 columns on as z and w.
-__device__ __forceinline__ void wgmma_rows(float (&d)[64], const uint4& a, uint64_t b, bool add) {
+// d (64, 64) = a (64, 16) b (16, 64) + (add ? d : 0): rows of b are the contraction. a in registers: columns 2 (l % 4)
+// and one on of both rows as x and y, 8 columns on as z and w.
+__device__ __forceinline__ void wgmma_rows(float (&d)[32], const uint4& a, uint64_t b, bool add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-        : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48)
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+        : SIXTEEN(d, 0), SIXTEEN(d, 16)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(add)));
 }
 

@@ -22,7 +22,6 @@ struct Cache {
     const uint8_t* pages;
     int64_t stride;  // bytes from page to page
     int shift;       // log2 of the entries of a page
-    int entries;     // of all pages
 };
 
 // What a token sees. window: the first of its 128 staged rows; index: its place in window_index; list: of compressed
@@ -41,10 +40,10 @@ struct Staging {
     Cache window, compressed;
     Lists lists;
     const int* starts;
-    __nv_bfloat16* rows;   // [count], of windows, then [compressed_count]
-    Seen* seen;            // [tokens]
-    int sequences, count, compressed_count;  // rows of both kinds
-    bool by_list;          // compressed rows are places of lists, else entries of the pages
+    __nv_bfloat16* rows;  // [count], of windows, then [compressed_count]
+    Seen* seen;           // [tokens]
+    int sequences, count, compressed_count, compressed_entries;
+    bool by_list;  // compressed rows are places of lists, else entries of the pages
 };
 
 // The sequence of a window row, by all lanes. Sequence b's rows begin at starts[b] + 127 b.
@@ -72,21 +71,21 @@ __device__ __forceinline__ int entry_of_window(const Staging& s, int row, int la
 __device__ __forceinline__ int entry_of_compressed(const Staging& s, int row) {
     if (!s.by_list) return row;
     const int entry = s.lists.compressed[row];
-    return entry < s.compressed.entries ? entry : -1;  // what no token sees may be any number
+    return entry < s.compressed_entries ? entry : -1;  // what no token sees may be any number
 }
 
 // A lane's 16 values: codes, or where it has the last dims bf16 values.
-struct Values {
+struct Loaded {
     uint4 a, b;
     uint32_t scale;
 };
-__device__ __forceinline__ Values load(const Cache& cache, int entry, int lane) {
+__device__ __forceinline__ Loaded load(const Cache& cache, int entry, int lane) {
     const int slot = entry & ((1 << cache.shift) - 1);
     const uint8_t* const page = cache.pages + (entry >> cache.shift) * cache.stride;
     const uint8_t* const from = page + slot * PAYLOAD;
     const bool codes = lane < NOPE / 16;
-    const uint4* const own = reinterpret_cast<const uint4*>(from + (codes ? 16 * lane : NOPE + 32 * (lane - NOPE / 16)));
-    Values v{__ldg(own), {}, 0};
+    const auto own = reinterpret_cast<const uint4*>(from + (codes ? 16 * lane : NOPE + 32 * (lane - NOPE / 16)));
+    Loaded v{__ldg(own), {}, 0};
     if (!codes) v.b = __ldg(own + 1);
     if (codes) v.scale = __ldg(page + (PAYLOAD << cache.shift) + 8 * slot + lane / 4);
     return v;
@@ -103,12 +102,12 @@ __device__ __forceinline__ uint2 decode4(uint32_t codes, float scale) {
     }
     return make_uint2(pair[0], pair[1]);
 }
-__device__ __forceinline__ void store(const Values& v, __nv_bfloat16* row, int lane) {
+__device__ __forceinline__ void store(const Loaded& v, __nv_bfloat16* row, int lane) {
     uint4* const to = reinterpret_cast<uint4*>(row) + 2 * lane;
     if (lane < NOPE / 16) {
         const float scale = __uint_as_float(v.scale << 23);
-        const uint2 x = decode4(v.a.x, scale), y = decode4(v.a.y, scale), z = decode4(v.a.z, scale),
-                    w = decode4(v.a.w, scale);
+        const uint2 x = decode4(v.a.x, scale), y = decode4(v.a.y, scale);
+        const uint2 z = decode4(v.a.z, scale), w = decode4(v.a.w, scale);
         to[0] = make_uint4(x.x, x.y, y.x, y.y), to[1] = make_uint4(z.x, z.y, w.x, w.y);
     } else {
         to[0] = v.a, to[1] = v.b;
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(STAGE_THREADS) stage(const __grid_constant__ S
     const int lane = threadIdx.x % 32;
     const int first = (blockIdx.x * (STAGE_THREADS / 32) + threadIdx.x / 32) * ROWS;
     int entry[ROWS];
-    Values values[ROWS];
+    Loaded loaded[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int row = first + i;
@@ -133,20 +132,11 @@ __global__ void __launch_bounds__(STAGE_THREADS) stage(const __grid_constant__ S
                                                         : -1;
     }
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        if (entry[i] >= 0) values[i] = load(first + i < s.count ? s.window : s.compressed, entry[i], lane);
-    }
+    for (int i = 0; i < ROWS; ++i)
+        if (entry[i] >= 0) loaded[i] = load(first + i < s.count ? s.window : s.compressed, entry[i], lane);
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        if (entry[i] >= 0) store(values[i], s.rows + int64_t(first + i) * HEAD_DIM, lane);
-    }
-}
-
-template <int ROWS>
-cudaError_t run_stage(const Staging& s, bool early) {
-    constexpr int EACH = STAGE_THREADS / 32 * ROWS;
-    const int64_t blocks = (int64_t(s.count) + s.compressed_count + EACH - 1) / EACH;
-    return programmatic::launch_early(stage<ROWS>, dim3(unsigned(blocks)), STAGE_THREADS, 0, early, s);
+    for (int i = 0; i < ROWS; ++i)
+        if (entry[i] >= 0) store(loaded[i], s.rows + int64_t(first + i) * HEAD_DIM, lane);
 }
 
 }  // namespace fmha

@@ -22,7 +22,7 @@ class Call(ctypes.Structure):
         *((name, c_void_p) for name in ("window", "compressed", "sink", "out", "lse")),
         *((name, c_void_p) for name in ("rows", "seen")),
         *((name, c_int64) for name in ("token_stride", "head_stride", "window_stride", "compressed_stride")),
-        *((name, c_int) for name in ("window_shift", "compressed_shift", "window_entries", "compressed_entries")),
+        *((name, c_int) for name in ("window_shift", "compressed_shift", "compressed_entries")),
         *((name, c_int) for name in ("tokens", "batch", "heads", "nw", "nc", "each", "compressed_count", "by_list")),
         *((name, c_int) for name in ("heads_outer", "early")),
     ]
@@ -68,7 +68,6 @@ def custom_kernel(data: input_t) -> output_t:
         data.compressed.shape[1],
         sizes.page_window.bit_length() - 1,
         sizes.page_compressed.bit_length() - 1,
-        len(data.window) * sizes.page_window,
         len(data.compressed) * sizes.page_compressed,
         sizes.tokens,
         sizes.batch,

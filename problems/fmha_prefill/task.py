@@ -112,32 +112,29 @@ class Case:
         kinds(self.content)
         if self.lists not in LISTS or self.order not in ORDERS:
             raise ValueError(f"lists must be of {LISTS} and order of {ORDERS}, got {self}")
-        if min(self.tokens, self.batch, self.heads, self.ratio) < 1 or min(self.position, self.compressed) < 0:
-            raise ValueError(f"tokens, batch, heads and ratio must be positive, position and compressed >= 0: {self}")
+        for name, least in {"tokens": 1, "batch": 1, "heads": 1, "position": 0, "compressed": 0, "ratio": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {self}")
 
     def bytes_moved(self) -> int:
-        """Least memory traffic of sequences as `plain` has them: entries that a token sees, all else once."""
-        rows, entries = self.tokens * self.heads, 0
-        for count in self._counts():
+        """Least memory traffic for lengths as `plain` has them: entries and places that a token sees, all else once."""
+        entries, numbers = 0, self.tokens + self.heads + 2 * self.batch + 1
+        for count in filter(None, self._counts()):
             seen = [self._visible(self.position + i) for i in range(count)]
-            pool = (self.position + count) // self.ratio
-            entries += count + min(self.position, WINDOW - 1) if count else 0
-            entries += min(pool, sum(seen)) if self.lists == "chosen" else max(seen, default=0)
-        lists = self.tokens if self.lists == "chosen" else self.batch
-        numbers = lists * self.compressed + self.batch * (WINDOW + 1) + 2 * self.tokens + self.heads + 1
-        return ENTRY * entries + 4 * numbers + rows * (4 * HEAD_DIM + 4)
+            window, named = count + min(self.position, WINDOW - 1), sum(seen) if self.lists == "chosen" else max(seen)
+            entries += window + min(named, (self.position + count) // self.ratio)
+            numbers += window + named
+        return ENTRY * entries + 4 * numbers + self.tokens * self.heads * (4 * HEAD_DIM + 4)
 
     def flops(self) -> int:
-        """Of both products, for sequences as `plain` has them."""
+        """Of both products, for such lengths."""
         places = (self.position + i for count in self._counts() for i in range(count))
         return 4 * self.heads * HEAD_DIM * sum(min(p + 1, WINDOW) + self._visible(p) for p in places)
 
-    def _counts(self) -> list[int]:
-        """Tokens of each sequence."""
+    def _counts(self) -> list[int]:  # tokens of each sequence
         return [(self.tokens + i) // self.batch for i in range(self.batch)]
 
-    def _visible(self, position: int) -> int:
-        """Compressed entries that a token at this position sees."""
+    def _visible(self, position: int) -> int:  # compressed entries
         return min(self.compressed, (position + 1) // self.ratio)
 
 
@@ -175,7 +172,7 @@ def tests(seed: int) -> list[Case]:
 
 # Besides: more heads, more tokens than the window has, longer lists.
 TESTS = _cases(
-    (3, 1, 4, 0, "chosen", 0, 4, 64, 64, "tokens", "plain"),
+    (2, 1, 2, 1, "all", 2, 2, 64, 64, "tokens", "plain"),
     (3, 3, 16, 127, "all", 33, 4, 64, 2, "heads", "plain"),
     (40, 3, 64, 0, "chosen", 64, 4, 64, 64, "heads", "ragged"),
     (9, 1, 128, 4200, "chosen", 1024, 4, 64, 64, "tokens", "plain"),

@@ -76,7 +76,6 @@ CHUNK = ROW.format(3, 3, 16, 127, "all", 33, 4, 64, 2, "heads", "plain")
 RAGGED = ROW.format(40, 3, 64, 0, "chosen", 64, 4, 64, 64, "heads", "ragged")
 EMPTY = ROW.format(20, 4, 16, 2500, "chosen", 512, 4, 64, 64, "tokens", "empty")
 LONG = ROW.format(9, 1, 128, 4200, "chosen", 1024, 4, 64, 64, "tokens", "plain")
-MAXIMA = ROW.format(9, 2, 64, 8190, "all", 64, 128, 64, 2, "heads", "maxima")
 
 
 def of(says: str, *edits: tuple[str, str], case: str = RAGGED) -> Mistake:
@@ -85,28 +84,12 @@ def of(says: str, *edits: tuple[str, str], case: str = RAGGED) -> Mistake:
 
 
 WRONG = {
-    "accumulator_in_bf16": of(
-        "Keeps the sum over tiles of 64 entries in bf16.",
-        instead(
-            OUT,
-            "out.zero_()",
-            "for weight, values in zip(p.split(TILE, 2), c.split(TILE, 1), strict=True):",
-            "    out.add_(weight @ values)",
-        ),
-        case=LONG,
-    ),
     "chunk_alone": of(
         "The window begins at the chunk's first token.", (THERE, "there = place >= WINDOW - 1"), case=CHUNK
     ),
-    "compressed_alone": of("Attends to the compressed entries alone.", behind(BOTH, "counts[:, :WINDOW] = False")),
     "compressed_of_the_chunks_end": of(
         "Every token sees the compressed entries that the last of its sequence sees.",
         behind(START, "length = length[data.starts[b + 1] - 1]"),
-        case=PLAIN,
-    ),
-    "compressed_one_more": of(
-        "Sees one compressed entry more, the one that the token's own positions are still to fill.",
-        behind(START, "length = (length + 1).clamp(max=sizes.compressed)"),
         case=PLAIN,
     ),
     "empty_row_has_lse_minus_infinity": of(
@@ -131,9 +114,6 @@ WRONG = {
     ),
     "heads_beyond_64_lost": of(
         "Computes the first 64 heads only, and writes zeros for the others.", behind(OUT, "out[:, 64:] = 0"), case=LONG
-    ),
-    "hole_ends_the_list": of(
-        "Stops at the first hole.", ("counts = index >= 0", "counts = (index >= 0).cumprod(1) > 0")
     ),
     "hole_is_entry_zero": of(
         "Takes -1 for entry 0, which counts like any other.",
@@ -168,16 +148,6 @@ WRONG = {
     "lse_transposed": of(
         "Writes the lse as (H, T) into memory that is (T, H).", (LSE, f"{LSE}.T.reshape(lse.shape)"), case=PLAIN
     ),
-    "not_rescaled": of(
-        "Sums tiles of 64 entries, each with the maximum until then, without scaling the sum before down.",
-        behind(
-            P,
-            "top = torch.stack([x.amax(2) for x in a.split(TILE, 2)], 2).cummax(2).values.clamp(min=-1e30)",
-            "late = top[..., -1:] - top.repeat_interleave(TILE, 2)[..., : a.shape[2]]",
-            "p = p * late.clamp(max=80).exp()",
-        ),
-        case=MAXIMA,
-    ),
     "order_of_out_ignored": of(
         "Writes the output in the memory order (T, H, 512), whatever its strides are.",
         (OUT, "out.as_strided(out.shape, (sizes.heads * 512, 512, 1)).copy_(p @ c)"),
@@ -197,10 +167,6 @@ WRONG = {
     "scale_of_block_6_for_all": of(
         "Scales a whole entry by the scale of its last 64 codes.",
         ("(codes, scales, 64)", "(codes, scales[..., [6] * 7], 64)"),
-    ),
-    "sink_for_each_cache": of(
-        "Adds the sink to the denominator of each of two parts, which are then combined.",
-        ("(lse, data.sink)", "(lse, data.sink + 0.6931 * (sizes.compressed > 0))"),
     ),
     "sink_in_lse": of("Writes the lse with the sink's part.", (LSE, f"total{LSE[3:]}")),
     "sink_left_out": of("Divides by the sum without the sink's part.", ("torch.logaddexp(lse, data.sink)", "lse")),

@@ -11,7 +11,7 @@ import torch
 from harness.checker import inputs
 from problems.common import load
 
-NAMES = ("fmha_decode", "indexer", "linear_decode", "mhc_site", "moe_gemm", "nvfp4_gemv")
+NAMES = ("fmha_decode", "fmha_prefill", "indexer", "linear_decode", "mhc_site", "moe_gemm", "nvfp4_gemv")
 
 
 def task(name: str) -> ModuleType:
@@ -27,6 +27,7 @@ SMALL = {
     name: task(name).Case(*sizes)
     for name, sizes in {
         "fmha_decode": (2, 2, 3, 5, 4, 2, 4, 8, "random", "plain", 5),
+        "fmha_prefill": (7, 2, 3, 126, "chosen", 5, 2, 4, 8, "heads", "plain", 5),
         "indexer": (2, 2, 32, 37, 5, "mxfp4", 16, "exact", 3),
         "linear_decode": ("fp8", 2, "64x192+128x192_64x64", "plain", 5),
         "mhc_site": (2, 64, "bf16", "plain", 5),

@@ -11,6 +11,7 @@ each_problem = pytest.mark.parametrize("name", NAMES)
 # Fields that sizes and the device are read from: where one of these is wrong, another one may be named.
 MEASURED = {
     "fmha_decode": ("q",),
+    "fmha_prefill": ("q", "first"),
     "indexer": ("q",),
     "linear_decode": ("codes", "x"),
     "mhc_site": ("y",),
@@ -23,6 +24,10 @@ FREE = {
     ("fmha_decode", "window_index", 2),
     ("fmha_decode", "compressed", 0),
     ("fmha_decode", "compressed_index", 2),
+    ("fmha_prefill", "window", 0),
+    ("fmha_prefill", "window_index", 1),
+    ("fmha_prefill", "compressed", 0),
+    ("fmha_prefill", "compressed_index", 1),
     ("indexer", "keys", 0),
     ("indexer", "table", 1),
     ("indexer", "out", 2),
@@ -61,6 +66,9 @@ def test_unpack_names_the_tensor_that_is_wrong(name):
     [
         ("fmha_decode", "window", lambda t: t[:, :1000].contiguous(), "window"),
         ("fmha_decode", "window_index", lambda t: t[..., :0], "window_index"),
+        ("fmha_prefill", "window", lambda t: t[:, :1000].contiguous(), "window"),
+        ("fmha_prefill", "window_index", lambda t: t[:, :127].contiguous(), "window_index"),
+        ("fmha_prefill", "out", lambda t: t.contiguous(), "out"),
         ("indexer", "q", lambda t: t[:, :, :8], "H"),
         ("mhc_site", "y", lambda t: t.half(), "y"),
         ("mhc_site", "y", lambda t: t.float(), "y"),
@@ -88,6 +96,7 @@ def test_unpack_names_the_value_that_is_wrong(name, place, change, said):
 
 
 OUT_OF_BOUNDS = {
+    "fmha_prefill": ({"tokens": 0}, {"position": -1}, {"ratio": 0}, {"lists": "some"}, {"content": "other"}),
     "linear_decode": ({"format": "fp4"}, {"content": "other"}, {"tokens": 0}, {"tokens": 33}),
     "mhc_site": ({"tokens": 0}, {"hidden": 96}, {"content": "other"}, {"addends": "fp8"}),
     "moe_gemm": (
@@ -112,7 +121,7 @@ DRAWN = [
 ]
 # What another seed leaves as it was, in a case this small.
 ALIKE = {"window_index", "window_length", "compressed_index", "compressed_length", "visible", "sink", "second"}
-ALIKE |= {"scales", "input_scale"}
+ALIKE |= {"scales", "input_scale", "starts", "first"}
 
 
 @pytest.mark.parametrize(("name", "change"), DRAWN, ids=str)
@@ -130,6 +139,7 @@ def test_the_generator_is_a_function_of_its_seed(name, change):
     ("name", "constant", "change"),
     [
         ("fmha_decode", "TILE", {"content": "ragged"}),
+        ("fmha_prefill", "TILE", {"content": "ragged"}),
         ("indexer", "TILE", {"content": "ragged"}),
         ("mhc_site", "TILE", {}),
         ("nvfp4_gemv", "ROWS", {}),

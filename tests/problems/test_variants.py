@@ -83,6 +83,7 @@ def test_a_variant_follows_other_weights_and_inputs_and_refuses_what_is_no_call(
 # Calls of several tokens, sequences or batches.
 TOGETHER = {
     "fmha_decode": ({"batch": 7, "content": "ragged", "heads": 20},),
+    "fmha_prefill": ({"batch": 3, "content": "ragged", "heads": 20}, {"batch": 2, "lists": "all", "ratio": 1}),
     "indexer": ({"batch": 7, "content": "ragged", "entries": 90},),
     "linear_decode": tuple({"format": kind, "tokens": 11} for kind in cases.task("linear_decode").KINDS),
     "mhc_site": ({"tokens": 19, "hidden": 320, "addends": "bf16+fp32", "content": "magnitudes"},),

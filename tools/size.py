@@ -16,7 +16,7 @@ PARTS = {
     "harness": (("harness",), 15000),
     "leaderboard": (("leaderboard",), 3300),
     "problems/common": (("problems/common",), 3500),
-    "problems, without the model": (("problems",), 26100),
+    "problems, without the model": (("problems",), 31000),
     "problems/dsv4_forward": (("problems/dsv4_forward",), 16000),
     "ptx_model": (("ptx_model",), 11500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 13734),

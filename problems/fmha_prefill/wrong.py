@@ -156,14 +156,6 @@ WRONG = {
         "Reads queries in the memory order (T, H, 512), whatever their strides are.",
         ("(q.float() @", "(q.as_strided(q.shape, (sizes.heads * 512, 512, 1)).float() @"),
     ),
-    "probabilities_in_e4m3": of(
-        "Rounds probabilities to e4m3, as a kernel with FP8 products would, without their sum.",
-        behind(
-            P,
-            "top = p.amax(2, keepdim=True).clamp(min=1e-30) / 448",
-            "p = (p / top).to(torch.float8_e4m3fn).float() * top",
-        ),
-    ),
     "scale_of_block_6_for_all": of(
         "Scales a whole entry by the scale of its last 64 codes.",
         ("(codes, scales, 64)", "(codes, scales[..., [6] * 7], 64)"),
@@ -189,7 +181,6 @@ WRONG = {
         (PLACES, "places = torch.arange(1, WINDOW + 1, device=t.device)"),
         case=PLAIN,
     ),
-    "window_alone": of("Attends to the window alone.", behind(BOTH, "counts[:, WINDOW:] = False")),
     "window_of_127": of(
         "Sees 127 positions.",
         (PLACES, "places = torch.arange(1, WINDOW, device=t.device)"),

@@ -44,23 +44,9 @@ def _decode(pages, out, count, P: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
-def _join(
-    starts,
-    window,
-    chosen,
-    length,
-    index,
-    total,
-    B,
-    NW,
-    NC,
-    base,
-    EACH: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+def _join(starts, window, chosen, length, index, total, B, NW, NC, base, each, N: tl.constexpr, BLOCKS: tl.constexpr):
     """index: int32 (T, 128 * BLOCKS), the rows that a token sees, -1 for none; total: int32 (T,), places that count."""
-    token, place, b = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, SEQUENCES)
+    token, place, b = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, N)
     begun = tl.load(starts + b, mask=b < B, other=0x7FFFFFFF) <= token
     sequence = tl.sum(begun.to(tl.int32), 0) - 1
     seen = window + sequence.to(tl.int64) * NW + token - tl.load(starts + sequence)
@@ -68,7 +54,7 @@ def _join(
     row = index + token.to(tl.int64) * (BLOCK * BLOCKS)
     tl.store(row + place, tl.load(seen + place))
     tl.store(total + token, BLOCK + many)
-    own = chosen + (token if EACH else sequence).to(tl.int64) * NC
+    own = chosen + tl.where(each != 0, token, sequence).to(tl.int64) * NC
     for block in tl.static_range(1, BLOCKS):
         at = (block - 1) * BLOCK + place
         entry = tl.load(own + at, mask=at < many, other=-1)
@@ -126,9 +112,9 @@ def custom_kernel(data: input_t, state: State) -> output_t:
         stride, grid = pages.shape[1], (triton.cdiv(len(out), ROWS),)
         _decode[grid](pages, out, len(out), P=per_page, STRIDE=stride, ROWS=ROWS, num_warps=4)
     lists = (data.starts, data.window_index, data.compressed_index, data.compressed_length, index, total)
-    numbers = (sizes.batch, sizes.window, sizes.compressed, base)
-    sequences, blocks = triton.next_power_of_2(sizes.batch), index.shape[2] // WINDOW
-    _join[(sizes.tokens,)](*lists, *numbers, EACH=sizes.each, SEQUENCES=sequences, BLOCKS=blocks, num_warps=1)
+    numbers = (sizes.batch, sizes.window, sizes.compressed, base, int(sizes.each))
+    padded, blocks = triton.next_power_of_2(sizes.batch), index.shape[2] // WINDOW
+    _join[(sizes.tokens,)](*lists, *numbers, N=padded, BLOCKS=blocks, num_warps=1)
     in_place = q is data.q and memory_order(data.out) == "tokens"
     with _Into(data.out) if in_place else contextlib.nullcontext():
         out, _, lse = flash_mla.flash_mla_sparse_fwd(q, rows, index, SCALE, HEAD_DIM, sink, total)

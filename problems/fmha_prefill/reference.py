@@ -213,9 +213,6 @@ def rows(data: input_t, index: torch.Tensor) -> input_t:
     )
 
 
-# ---------------------------------------------------------------- oracle
-
-
 def ref_kernel(data: input_t) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse before rounding, fp64. The sums are off by less than 2^-40 of their terms."""
     out = torch.empty(data.out.shape, dtype=torch.float64, device=data.q.device)
@@ -260,9 +257,6 @@ def _probabilities(data: input_t, score: torch.Tensor, lse: torch.Tensor) -> tor
     return (score - total.unsqueeze(2)).exp_().masked_fill_(score == -torch.inf, 0)
 
 
-# ---------------------------------------------------------------- checker
-
-
 def check_implementation(data: input_t, output: output_t) -> tuple[bool, str]:
     """(True, "") if `output`, out and lse, is the attention of `data` within the tolerance, else (False, report)."""
     result = compare(data, ref_kernel(data), output)
@@ -277,8 +271,7 @@ def compare(data: input_t, want: output_t, output: output_t, peer: bool = False)
         return check.Result(False, "mismatch found! want two tensors, out and lse")
     out, lse = output
     fault = check.form_error(out, want[0].shape, torch.bfloat16)
-    fault = fault or check.form_error(lse, want[1].shape, torch.float32)
-    if fault:
+    if fault := fault or check.form_error(lse, want[1].shape, torch.float32):
         return check.Result(False, fault)
     size, floor = admitted(data, want)
     error = (out.double() - want[0]).norm(dim=2)
@@ -317,10 +310,8 @@ def admitted(data: input_t, want: output_t) -> tuple[torch.Tensor, torch.Tensor]
 
 def _report(out: torch.Tensor, want: torch.Tensor, bad: torch.Tensor) -> str:
     """bad: bool (T, H) or (T, 1). Wrong rows, the first errors, and where in tokens and heads."""
-    lines = [
-        "mismatch found! custom implementation doesn't match reference: "
-        f"Number of mismatched rows: {int(bad.sum())} of {bad.numel()}"
-    ]
+    many = f"Number of mismatched rows: {int(bad.sum())} of {bad.numel()}"
+    lines = [f"mismatch found! custom implementation doesn't match reference: {many}"]
     for t, h in bad.nonzero()[: check.SHOWN].tolist():
         d = int((out[t, h].double() - want[t, h]).abs().nan_to_num(torch.inf, torch.inf).argmax())
         lines.append(f"ERROR AT ({t}, {h}, {d}): {float(out[t, h, d]):.6g} {float(want[t, h, d]):.6g}")

@@ -32,10 +32,8 @@ class Data(NamedTuple):
                        stand anywhere, and does below position 0 and behind the last token. nw is at least 127 plus the
                        tokens of any sequence: token t sees the places t - starts[b] to t - starts[b] + 127
     compressed         uint8 (pages, stride), a separate P and stride
-    compressed_index   int32, likewise: (T, nc), a list for each token; or (B, nc), one for all tokens of a sequence,
-                       unless B = T. nc >= 0
-    compressed_length  int32 (T,), 0 to nc: entries of its list that token t sees; what follows them, and in a
-                       sequence's list what no token of it sees, is any int32
+    compressed_index   int32, likewise, nc >= 0: (T, nc), a list a token, or, unless B = T, (B, nc), one a sequence
+    compressed_length  int32 (T,), 0 to nc: entries that t sees of its list; what no token sees of it is any int32
     sink               fp32 (H,), -inf for none
     out                bf16 (T, H, 512), in q's memory order, the output: sum_j p_j c_j over the entries that t sees,
                        p_j = exp(a_j) / (sum_i exp(a_i) + exp(sink)), a_j = SCALE * q . c_j
@@ -161,13 +159,8 @@ def tests(seed: int) -> list[Case]:
     """Return test cases. Another seed gives others."""
     rng = random.Random(seed)
     rows = AllPairs([rng.sample(levels, len(levels)) for levels in AXES])
-    return _cases(
-        *(
-            (*row, *lists, *p, order, f"{values}-{lengths}".strip("-"))
-            for *row, lists, p, order, values, lengths in rows
-        ),
-        seed=seed,
-    )
+    said = ((*row, *lists, *p, order, f"{a}-{b}".strip("-")) for *row, lists, p, order, a, b in rows)
+    return _cases(*said, seed=seed)
 
 
 # Besides: more heads, more tokens than the window has, longer lists.

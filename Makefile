@@ -27,6 +27,7 @@ setup-system: setup
 QUICK_nvfp4_gemv := m=7168 k=2048
 QUICK_mhc_site := tokens=1 hidden=4096
 QUICK_fmha_decode := batch=1 queries=1 heads=64 window=128 compressed=512
+QUICK_fmha_prefill := tokens=512 heads=64
 QUICK_indexer := batch=1 queries=1 heads=64 entries=8192 topk=512 kind=mxfp4
 run: setup
 	$(if $(QUICK_$(PROBLEM)),-$(VENV_PYTHON) harness/run.py $(PROBLEM) --case "$(QUICK_$(PROBLEM))")

@@ -4,6 +4,7 @@ What a model's random weights and tokens give has values near 1. There an eps of
 a clamp changes nothing that a bound would see, and a kernel without it passes.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -59,6 +60,8 @@ def _attention(given: dict) -> Iterator[tuple[str, dict]]:
     yield from Scaled(("q",), (ZERO, STEEP))(given)
     yield "no sink", given | {"sink": torch.full_like(given["sink"], -torch.inf)}
     none = {name: torch.full_like(given[name], -1) for name in ("window_index", "index") if given[name] is not None}
+    if chunk := given.get("chunk"):
+        none["chunk"] = dataclasses.replace(chunk, window_index=torch.full_like(chunk.window_index, -1))
     yield "no entry", given | none
 
 

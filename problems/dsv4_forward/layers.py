@@ -212,6 +212,7 @@ def attention(u: torch.Tensor, w: AttentionWeights, state: LayerState, rope: Rop
         **angles,
         out=out,
         lse=lse,
+        chunk=batch.chunk(state.ratio if index is not None and gates is None else None),
     )
     grouped = out.view(n_tokens, cfg.o_groups, heads // cfg.o_groups * width)
     low = ctx.empty(n_tokens, cfg.o_groups, cfg.o_lora_rank)

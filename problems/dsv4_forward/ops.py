@@ -94,7 +94,7 @@ WINNERS: dict[str, tuple[str, ...]] = {
     "norm_linears": ("linear_decode",),
     "layer_rows": (OWN,),
     "choose": ("indexer",),
-    "fmha": ("fmha_decode", OWN),
+    "fmha": ("fmha_prefill", "fmha_decode", OWN),
     "route": (OWN,),
     "experts": ("moe_gemm", OWN),
     "shared": ("linear_decode", OWN, "moe_gemm"),

@@ -2,7 +2,7 @@
 
 from problems.common.winner import Winner
 
-COMPOSES = ("nvfp4_gemv", "fmha_decode", "indexer", "moe_gemm", "linear_decode", "mhc_site")
+COMPOSES = ("nvfp4_gemv", "fmha_decode", "fmha_prefill", "indexer", "moe_gemm", "linear_decode", "mhc_site")
 # Variants by target, the first that the machine can run.
 WINNERS = {"cpu": ("composed",), "sm90": ("composed",), "sm100": ("composed",)}
 

@@ -48,7 +48,7 @@ NEW = "\n    "  # a line of an op
 EMBED = {"embed": "tokens, weight, position, freqs, copies, cos, sin"}
 START = {"start": "given, numbers, lists, tokens, weight, freqs, copies, cos, sin"}
 LAYER_ROWS = _ops(layer_rows="queries, key, compressed, index")
-FMHA = _ops(fmha="q, window, window_index, cache, index, sink, scale, cos, sin, out, lse")
+FMHA = _ops(fmha="q, window, window_index, cache, index, sink, scale, cos, sin, out, lse, chunk")
 CHOOSE = _ops(
     NEW.join(
         [

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from task import HEAD_DIM, SCALE, Data
 
+from problems.dsv4_forward.cache.batch import Chunk
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.prepared import Fitted
 from problems.dsv4_forward.torch_ops import rope
@@ -56,6 +57,7 @@ class Attention:
         sin: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        chunk: Chunk | None = None,
     ) -> object:
         """ValueError as the problem's task.unpack, another scale than the problem's, or of angles, as the variant."""
         paged = window.kind == "entry" and (cache is None or cache.kind == "entry")

@@ -5,7 +5,7 @@ from problems.common.winner import Winner
 # Variants by target, the first that the machine can run.
 WINNERS = {
     "cpu": ("cpu_portable",),
-    "sm90": ("torch_eager",),
+    "sm90": ("sm90_wgmma", "torch_eager"),
     "sm100": ("torch_eager",),
 }
 

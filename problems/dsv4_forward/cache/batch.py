@@ -16,7 +16,25 @@ import torch
 from problems.dsv4_forward.cache.plan import WINDOW, Lists, Plan
 from problems.dsv4_forward.weights.config import CSA, HCA
 
-__all__ = ["WINDOW", "Batch", "Planner"]
+__all__ = ["WINDOW", "Batch", "Chunk", "Planner"]
+MANY, EACH = 256, 64  # tokens, in all and of a sequence, from which on they are a chunk
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Many tokens of each of B sequences, for attention that reads once what their lists repeat.
+
+    int32: starts (B + 1,), the first of the N tokens of each sequence, and N; first (B,), these tokens' positions;
+    window_index (B, nw), the window's rows of positions first - 127 on, -1 before position 0 and behind the last token;
+    visible (N,): a token sees so many entries of the list of its sequence's last token, or None: each has its own list.
+    last: int64 (B,), the last tokens.
+    """
+
+    starts: torch.Tensor
+    first: torch.Tensor
+    window_index: torch.Tensor
+    last: torch.Tensor
+    visible: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,23 @@ class Batch:
         """The lists. If no op has written them, they are computed now, in torch."""
         self.plan.write(*self.room)
         return self.plan.views(*self.room)
+
+    def chunk(self, ratio: int | None) -> Chunk | None:
+        """None: the tokens are too few. ratio: tokens see all entries of it before them, or None: chosen ones."""
+        if self.stamps is None or len(self.tokens) < max(MANY, EACH * len(self.last)):
+            return None
+        return Chunk(*self._sequences, self.last, None if ratio is None else self.lists.visible[ratio])
+
+    @cached_property
+    def _sequences(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """starts, first and window_index of a chunk."""
+        lists, own = self.lists, WINDOW - 1  # a token's own position is the last of its list
+        starts = torch.cat([self.last.new_zeros(1), self.last + 1])
+        place = torch.arange(own + max(count for _, count, _ in self.segments), device=starts.device)
+        token = starts[:-1].unsqueeze(1) + (place - own).clamp(min=0)
+        index = lists.window_index[token.clamp(max=len(self.tokens) - 1), place.clamp(max=own)]
+        index.masked_fill_(place >= starts.diff().unsqueeze(1) + own, -1)
+        return starts.int(), lists.position[starts[:-1]].int(), index
 
 
 @dataclass(frozen=True)

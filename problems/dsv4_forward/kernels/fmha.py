@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from problems.common import build
+from problems.dsv4_forward.cache.batch import Chunk
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.kernels.arguments import KINDS, Own, addresses, fields
 
@@ -54,6 +55,7 @@ class Attention(Own):
         sin: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        chunk: Chunk | None = None,
     ) -> object:
         """Compute torch_ops fmha.fmha."""
         if not serves(q, window, window_index, cache, index, sink, cos, sin, out, lse):

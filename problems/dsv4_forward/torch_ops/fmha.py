@@ -5,6 +5,7 @@ Source: section 10 of README.md's account of DeepSeek's kernel.py (sparse_attn),
 
 import torch
 
+from problems.dsv4_forward.cache.batch import Chunk
 from problems.dsv4_forward.cache.pages import Pages
 from problems.dsv4_forward.torch_ops import rope
 
@@ -24,10 +25,12 @@ def fmha(
     sin: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    chunk: Chunk | None = None,
 ) -> None:
     """Attend, and rotate back what that returns: keys, which are values too, are rotated.
 
-    out: (N, S, H, D), rounded, then rotated back by angles cos, sin (N, r / 2). Else as attend.
+    out: (N, S, H, D), rounded, then rotated back by angles cos, sin (N, r / 2). chunk: the same lists once more, for
+    those who read them by sequence. Else as attend.
     """
     attend(q, window, window_index, cache, index, sink, scale, out, lse)
     rope.rotate(out, cos, sin, out, inverse=True)

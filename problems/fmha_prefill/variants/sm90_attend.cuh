@@ -54,6 +54,7 @@ struct Problem {
     const Seen* seen;
     Lists lists;
     const float* sink;
+    const float *cosine, *sine;  // (T, 32): the last 64 dims of out are turned back, rounded before; or null
     __nv_bfloat16* out;
     float* lse;
     int64_t token_stride, head_stride;  // of out, in elements

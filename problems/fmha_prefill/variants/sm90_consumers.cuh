@@ -235,6 +235,12 @@ struct Values {
         return top > -INFINITY ? 1.f / (sum + exp2_fast(sink * LOG2E - top)) : 0.f;
     }
 
+    // A pair of bf16, rotated by minus an angle, rounded again.
+    static __device__ __forceinline__ uint32_t turned_back(uint32_t pair, float c, float s) {
+        const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xFFFF0000);
+        return pack_bf16x2(a * c + b * s, b * c - a * s);
+    }
+
     // 64 columns at a time by way of this warp's place in shared memory.
     __device__ __forceinline__ void write(const float (&o)[PARTS][32], float2 sum, float2 sink,
                                           const Item<F>& item) const {
@@ -244,9 +250,15 @@ struct Values {
         const int matrix_row = lane % 16, chunk = lane % 8, first = item.head + 16 * warp;
         const int64_t row = item.token * p.token_stride + first * p.head_stride;
         __nv_bfloat16* const to = p.out + row + half * (HEAD_DIM / 2) + 8 * chunk;
+        const bool turns = p.cosine && half == 1;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const auto pair = [&](int i, float by) { return pack_bf16x2(o[part][i] * by, o[part][i + 1] * by); };
+            const auto pair = [&](int i, float by) {
+                const uint32_t both = pack_bf16x2(o[part][i] * by, o[part][i + 1] * by);
+                if (!turns || part < PARTS - 1) return both;
+                const int at = item.token * (ROPE / 2) + i / 4 * 4 + lane % 4;
+                return turned_back(both, __ldg(p.cosine + at), __ldg(p.sine + at));
+            };
 #pragma unroll
             for (int i = 0; i < 8; i += 2)
                 stmatrix_x4(staging + matrix_row * 128 + ((i + lane / 16) ^ matrix_row % 8) * 16,

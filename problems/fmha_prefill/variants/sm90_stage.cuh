@@ -15,7 +15,7 @@
 
 namespace fmha {
 
-constexpr int HEAD_DIM = 512, WINDOW = 128;
+constexpr int HEAD_DIM = 512, ROPE = 64, WINDOW = 128;
 constexpr int NOPE = 448, PAYLOAD = 576;  // of an entry: dims, and bytes, that come as e4m3; bytes without its scales
 
 struct Cache {

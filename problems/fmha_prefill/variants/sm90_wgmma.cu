@@ -85,7 +85,7 @@ inline cudaError_t run_attend(Problem& p) {
 struct Call {
     const int *starts, *window_index, *compressed_index, *compressed_length;
     const uint8_t *window, *compressed;
-    const float* sink;
+    const float *sink, *cosine, *sine;  // cosine, sine: as Problem has them
     void* out;
     float* lse;
     void *rows, *seen;  // scratch: bf16 (T + 127 B + compressed_count, 512), 16 bytes a token
@@ -105,7 +105,7 @@ extern "C" int launch(const Call* call, const tma::Tensor* q_map) {
         {c.window, c.window_stride, c.window_shift}, {c.compressed, c.compressed_stride, c.compressed_shift},
         lists, c.starts, rows, seen, c.batch, count, c.compressed_count, c.compressed_entries, c.by_list != 0,
     };
-    fmha::Problem p = {{}, rows, seen, lists, c.sink, out, c.lse, c.token_stride, c.head_stride,
+    fmha::Problem p = {{}, rows, seen, lists, c.sink, c.cosine, c.sine, out, c.lse, c.token_stride, c.head_stride,
                        count, c.tokens, c.heads, (c.heads + 63) / 64, 0, 0, c.by_list != 0, c.heads_outer != 0};
     tma::Encode encode;
     if (const cudaError_t error = tma::find_encode(&encode)) return error;

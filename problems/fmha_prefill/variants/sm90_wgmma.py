@@ -19,7 +19,7 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("starts", "window_index", "compressed_index", "compressed_length")),
-        *((name, c_void_p) for name in ("window", "compressed", "sink", "out", "lse")),
+        *((name, c_void_p) for name in ("window", "compressed", "sink", "cosine", "sine", "out", "lse")),
         *((name, c_void_p) for name in ("rows", "seen")),
         *((name, c_int64) for name in ("token_stride", "head_stride", "window_stride", "compressed_stride")),
         *((name, c_int) for name in ("window_shift", "compressed_shift", "compressed_entries")),
@@ -51,6 +51,12 @@ def custom_kernel(data: input_t) -> output_t:
 
     ValueError as unpack says; RuntimeError: the launch.
     """
+    in_model(data, None, None)
+    return data.out, data.lse
+
+
+def in_model(data: Data, cosine: torch.Tensor | None, sine: torch.Tensor | None) -> None:
+    """Do so, and turn the last 64 dims of the outputs back, rounded before and after. cosine, sine: fp32 (T, 32)."""
     sizes = unpack(data)
     count, by_list = rows_to_stage(sizes, len(data.compressed))
     window_count = sizes.tokens + (WINDOW - 1) * sizes.batch
@@ -60,7 +66,9 @@ def custom_kernel(data: input_t) -> output_t:
     strides = (HEAD_DIM, sizes.tokens * HEAD_DIM) if outer else (sizes.heads * HEAD_DIM, HEAD_DIM)
     call = Call(
         *(t.data_ptr() for t in (data.starts, data.window_index, data.compressed_index, data.compressed_length)),
-        *(t.data_ptr() for t in (data.window, data.compressed, data.sink, data.out, data.lse)),
+        *(t.data_ptr() for t in (data.window, data.compressed, data.sink)),
+        *(None if angles is None else angles.data_ptr() for angles in (cosine, sine)),
+        *(t.data_ptr() for t in (data.out, data.lse)),
         rows.data_ptr(),
         seen.data_ptr(),
         *strides,
@@ -83,7 +91,6 @@ def custom_kernel(data: input_t) -> output_t:
     queries = _queries_map(data, sizes, outer)
     run = build.cuda(SOURCE, "sm90").function("launch", c_void_p, c_void_p)
     build.check(run(addressof(call), addressof(queries)), "launch")
-    return data.out, data.lse
 
 
 def _queries_map(data: Data, sizes: Sizes, outer: bool) -> tma.Fields:

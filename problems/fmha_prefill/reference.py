@@ -17,6 +17,7 @@ TILE = {"cpu": 2**22, "cuda": 2**25}  # values of gathered entries held at a tim
 HOLES = 1 / 8  # share of a list, where it has holes
 ROW_FLOOR = 2**-100  # of the largest |c_j| besides, where a sink drowns everything
 PEER_TOL = 5e-3  # of peers, in the same measure, for all heads of a token as one
+FIRSTS = 300  # positions of first tokens are drawn below it
 SINKS = {"sinks": (-math.inf, 0.0, 80.0, 40.0, math.nan), "drowned": (math.nan, 200.0)}  # in turn; NaN: as it was
 
 
@@ -44,7 +45,7 @@ def generate_input(*, device: str, **sizes: Any) -> input_t:
     tokens, nc, (content, kind) = case.tokens, case.compressed, task.kinds(case.content)
     gen, rng = torch.Generator(device).manual_seed(case.seed), random.Random(case.seed)
     counts = _counts(tokens, case.batch, kind, rng)
-    firsts = [case.position, *(rng.randrange(300) if kind else case.position for _ in counts[1:])]
+    firsts = [case.position, *(rng.randrange(FIRSTS) if kind else case.position for _ in counts[1:])]
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
     first = torch.tensor(firsts, dtype=torch.int32, device=device)
     by_sequence = torch.arange(case.batch, device=device)
@@ -52,9 +53,11 @@ def generate_input(*, device: str, **sizes: Any) -> input_t:
     token = torch.arange(tokens, device=device)
     visible = (first[sequence] + token - starts[sequence] + 1) // case.ratio
     length = visible.clamp(max=nc)
-    pool = max((f + count) // case.ratio for f, count in zip(firsts, counts, strict=True)) or 1
+    # Shapes follow from the case alone, whatever lengths a seed draws.
+    most_tokens, furthest = (tokens, max(case.position, FIRSTS)) if kind else (max(counts), case.position)
+    places, pool = most_tokens + WINDOW - 1, (furthest + most_tokens) // case.ratio or 1
     owner = sequence if case.lists == "chosen" or case.batch == tokens else by_sequence
-    window = _window(starts, first, max(counts) + WINDOW - 1, case.page_window)
+    window = _window(starts, first, places, case.page_window)
     entries = torch.arange(nc, device=device).repeat(len(owner), 1)
     if case.lists == "chosen":
         later = torch.arange(max(nc, pool), device=device) >= visible.unsqueeze(1)
@@ -70,8 +73,10 @@ def generate_input(*, device: str, **sizes: Any) -> input_t:
     most = torch.zeros_like(owner).scatter_reduce_(0, sequence if owner is by_sequence else token, length, "amax")
     counted = torch.arange(nc, device=device) < most.unsqueeze(1)
     used = (starts.diff() > 0).unsqueeze(1).expand_as(window)
-    pages, index = _cache((window, used, by_sequence), case.page_window, int(window.max()) + 1, content, gen)
-    more, chosen = _cache((entries.fmod(pool), counted, owner), case.page_compressed, pool, content, gen)
+    pages, index = _cache(
+        (window, used, by_sequence), case.batch, case.page_window, places + case.page_window - 1, content, gen
+    )
+    more, chosen = _cache((entries.fmod(pool), counted, owner), case.batch, case.page_compressed, pool, content, gen)
     if kind:
         garbage = torch.randint(-(2**31), 2**31, chosen.shape, generator=gen, device=device)
         chosen = torch.where(counted, chosen, garbage).int()
@@ -144,14 +149,14 @@ def _maxima(q: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
 
 
 def _cache(
-    lists: tuple[torch.Tensor, ...], per_page: int, pool: int, content: str, gen: torch.Generator
+    lists: tuple[torch.Tensor, ...], batch: int, per_page: int, pool: int, content: str, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """lists: int64 (lists, n), entries of a sequence by number, 0 to pool - 1, or -1; bool (lists, n), which have
-    values; int64 (lists,), the sequence -> pages and index as in Data. One page more belongs to no sequence.
+    values; int64 (lists,), the sequence of `batch` -> pages and index as in Data. One page more belongs to no sequence.
     """
     entries, seen, owner = lists
     each = -(-max(pool, 1) // per_page)
-    count = (int(owner.max()) + 1) * each + 1
+    count = batch * each + 1
     table = torch.randperm(count, generator=gen, device=gen.device)
     index = table[owner.unsqueeze(1) * each + entries.clamp(min=0) // per_page] * per_page + entries % per_page
     index = index.masked_fill_(entries < 0, -1)

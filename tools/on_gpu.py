@@ -71,7 +71,15 @@ PARTS = {
     "sanitize": Part(
         tuple(
             f"-m harness sanitize {problem} --quiet"
-            for problem in ("linear_decode", "mhc_site", "indexer", "fmha_decode", "moe_gemm", "nvfp4_gemv")
+            for problem in (
+                "linear_decode",
+                "mhc_site",
+                "indexer",
+                "fmha_decode",
+                "fmha_prefill",
+                "moe_gemm",
+                "nvfp4_gemv",
+            )
         ),
         560,
         "small cases of the winners under compute-sanitizer",
@@ -81,6 +89,7 @@ PARTS = {
     "loop": Part(("-m tests.attacks.bare_loop",), 150, "the judge's times beside a plain loop's, recorded"),
     "nvfp4_gemv": _records("nvfp4_gemv", 400),
     "fmha_decode": _records("fmha_decode", 700),
+    "fmha_prefill": _records("fmha_prefill", 250),
     "mhc_site": _records("mhc_site", 1400),
     "indexer": _records("indexer", 1700),
     "linear_decode": _records("linear_decode", 1100),

@@ -23,6 +23,7 @@ GRACE_S = 20  # to end in after an interrupt
 SHOWN = 6  # last lines of a command's output
 TEST = "-m pytest -q -m gpu -p no:cacheprovider"
 RUN, LOOP = "harness/run.py", "-m tests.attacks.bare_loop --times"
+SANITIZED = "linear_decode mhc_site indexer fmha_decode fmha_prefill moe_gemm nvfp4_gemv"
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,7 @@ PARTS = {
     "judge": Part((f"{TEST} tests/harness",), 200, "tests of the judge"),
     "attacks": Part((f"{TEST} tests/attacks",), 560, "the table of attacks"),
     "sanitize": Part(
-        tuple(
-            f"-m harness sanitize {problem} --quiet"
-            for problem in (
-                "linear_decode",
-                "mhc_site",
-                "indexer",
-                "fmha_decode",
-                "fmha_prefill",
-                "moe_gemm",
-                "nvfp4_gemv",
-            )
-        ),
+        tuple(f"-m harness sanitize {problem} --quiet" for problem in SANITIZED.split()),
         560,
         "small cases of the winners under compute-sanitizer",
     ),

@@ -115,5 +115,6 @@ def _weighted(problem: str) -> torch.library.CustomOpDef:
 
 
 nvfp4_gemv = _operator("nvfp4_gemv", _task("nvfp4_gemv").Data._fields, 1, _gemv_data)
-fmha_decode, mhc_site, indexer = _plain("fmha_decode", 2), _plain("mhc_site", 4), _plain("indexer", 1)
+fmha_decode, fmha_prefill = _plain("fmha_decode", 2), _plain("fmha_prefill", 2)
+mhc_site, indexer = _plain("mhc_site", 4), _plain("indexer", 1)
 moe_gemm, linear_decode = _weighted("moe_gemm"), _weighted("linear_decode")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from task import MOST_TOKENS, Data, Inputs, Matrix, Outputs, Weights, unpack_weights
+from task import FEW_TOKENS, Data, Inputs, Matrix, Outputs, Weights, unpack_weights
 
 from problems.dsv4_forward.prepared import (
     ALIGNMENT,
@@ -146,7 +146,7 @@ class Calls:
 
 def _held(known: dict[int, Prepared], x: torch.Tensor, *matrices: Linear) -> Prepared | None:
     """What was made of the matrices; None for a call that the problem has not."""
-    if matrices[0].kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= MOST_TOKENS:
+    if matrices[0].kind not in KINDS or x.dtype != torch.bfloat16 or not 1 <= len(x) <= FEW_TOKENS:
         return None
     return find(known, *matrices)
 

@@ -6,7 +6,6 @@ from task import (
     LEAST,
     PEER_TOL,
     RTOL,
-    SUM_RTOL,
     Inputs,
     Matrix,
     Outputs,
@@ -15,8 +14,10 @@ from task import (
     input_t,
     input_values,
     links_of,
+    matrices,
     output_t,
     parts,
+    sum_rtol,
     unpack,
 )
 from torch.utils import weak
@@ -269,17 +270,17 @@ def compare(data: input_t, want: torch.Tensor, output: output_t, peer: bool = Fa
     if fault := check.form_error(output, want.shape, torch.bfloat16):
         return check.Result(False, fault)
     sizes = unpack(data._replace(outputs=Outputs(output)))
-    exact, size = _answers(data, want, output, sizes)
+    exact, off = _answers(data, want, output, sizes)
     if peer:
         return _in_norm(output, exact, sizes)
-    result = check.elementwise(output, exact, RTOL * exact.abs() + SUM_RTOL * size + LEAST, torch.bfloat16)
+    result = check.elementwise(output, exact, RTOL * exact.abs() + off + LEAST, torch.bfloat16)
     return result if result.ok else check.Result(False, _placed(result.message, sizes), *_numbers(result))
 
 
 def _answers(
     data: input_t, want: torch.Tensor, output: torch.Tensor, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact outputs and the sizes of their sums, fp64, flat as task.Outputs. want: has those of the first link."""
+    """The exact outputs, and by how much their sums may be off, fp64, flat as task.Outputs. want: of the first link."""
     first, fmt = data.weights.links[0], data.weights.format
     size = _SIZES.get(want) or [products(fmt, matrix, data.inputs.x)[1] for matrix in first]
     exact = list(parts(want, sizes)[0])
@@ -287,7 +288,8 @@ def _answers(
         found = [products(fmt, matrix, got[0]) for matrix in link]
         exact += [one for one, _ in found]
         size = [*size, *(its for _, its in found)]
-    return tuple(torch.cat([part.flatten() for part in some]) for some in (exact, size))
+    off = [sum_rtol(fmt, m, sizes.tokens) * its for m, its in zip(matrices(data.weights), size, strict=True)]
+    return tuple(torch.cat([part.flatten() for part in some]) for some in (exact, off))
 
 
 def _in_norm(output: torch.Tensor, exact: torch.Tensor, sizes: Sizes) -> check.Result:

@@ -1,7 +1,8 @@
-"""linear_decode: the linear layers of DeepSeek-V4 at decode: 1 to 32 tokens times FP8, NVFP4 or bf16 matrices.
+"""linear_decode: the linear layers of DeepSeek-V4 at decode, 1 to 32 tokens times FP8, NVFP4 or bf16 matrices; and at
+prefill, up to 8192 tokens.
 
 One call computes several matrices of one input, groups of a matrix with separate inputs, or a chain of dependent
-linears. Memory-bound: each weight is read once for all tokens.
+linears. At decode memory decides: each weight is read once for all tokens. At prefill tensor cores do.
 """
 
 import random
@@ -14,7 +15,8 @@ from allpairspy import AllPairs
 
 from problems.common import fp8, nvfp4
 
-MOST_TOKENS = 32
+MOST_TOKENS = 8192
+FEW_TOKENS = 32  # of decode; more are prefill
 BLOCK = 128  # rows and columns of an FP8 matrix that share a scale; values of a token that share one
 UNIT = 64  # n and k are multiples of it
 
@@ -51,7 +53,7 @@ class Weights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """x: bf16 (T, G k) of the first link, contiguous, finite, based at a multiple of 256 bytes. T is 1 to 32."""
+    """x: bf16 (T, G k) of the first link, contiguous, finite, based at a multiple of 256 bytes. T: 1 to MOST_TOKENS."""
 
     x: torch.Tensor
 
@@ -237,7 +239,20 @@ _LARGE = (
     (1, "128x8256", "plain"),
     (32, "128x8256", "magnitudes"),
 )
+# Tokens of prefill, on both sides of tiles of 64, 128 and 256.
+_PREFILL = (
+    ("fp8", 65, "192x320", "magnitudes"),
+    ("fp8", 64, "128x8256", "plain"),
+    ("fp8", 257, "448x576", "subnormal"),
+    ("fp8", 130, "2x128x192_448x256+64x256+128x256", "plain"),
+    ("fp8", 64, "704x832", "extreme"),
+    ("fp8", 127, "5x64x192", "magnitudes"),
+    ("nvfp4", 129, "2x128x192_448x256+64x256+128x256", "magnitudes"),
+    ("nvfp4_a16", 33, "3x192x320", "plain"),
+    ("bf16", 300, "192x320", "zeros"),
+)
 TESTS = _cases(*((fmt, *row) for row in _LARGE for fmt in FORMATS), seed=1000) + tests(2000)
+TESTS += _cases(*_PREFILL, seed=3000)
 
 # Each shape in the format that it decides most for; tokens vary where the input's share of the time shows.
 _GPU = (
@@ -255,6 +270,10 @@ _GPU = (
     ("bf16", 1, FLASH["wq_a+wkv"], "plain"),
     ("bf16", 8, PRO["shared"], "plain"),
     ("bf16", 1, PRO["wo_a"], "plain"),
+    *(("fp8", t, FLASH["wq_b"], "plain") for t in (256, 1024)),
+    *(("fp8", t, FLASH["wo_b"], "plain") for t in (1024, 4096)),
+    ("fp8", 1024, FLASH["wo_a"], "plain"),
+    ("nvfp4", 1024, FLASH["wo_b"], "plain"),
 )
 BENCHMARKS = _cases(*_GPU, seed=1111)
 BENCHMARKS_CPU = _cases(
@@ -270,6 +289,10 @@ RTOL = 2**-8 * (1 + 2**-6)
 # 2^-18 of it at k = 16384, sums of blocks of 128 that are cut to 14 bits by 2^-13. FP8 tensor cores cut each addend:
 # their outputs were off by a standard deviation of 2^-12.8 of it, so that some of a million are not admitted.
 SUM_RTOL = 2**-11
+# The same of prefill where fp8 quantises: sums of 128 columns by FP8 tensor cores, added up in fp32, are admitted.
+# Simulated, each addend of 32 columns cut at 2^-13 of the largest one, these are off by a standard deviation of 2^-12
+# whatever k is, at most 6.6 of them in 30,000 outputs; one sum for all of k by 2^-9.9 at k = 2048, growing with k.
+SUM_RTOL_FP8_PREFILL = 2**-9
 LEAST = 2.0**-126  # an output below it may be 0
 # Frobenius norm, of each matrix. Humming rounds parts of a sum to bf16: 3.5e-3 was measured.
 PEER_TOL = 1e-2
@@ -384,6 +407,11 @@ def input_values(fmt: str, matrix: Matrix, v: torch.Tensor) -> torch.Tensor:
     if fmt == "fp8":
         return fp8.round_trip(v.float(), BLOCK)
     return nvfp4.round_trip(v.float().unflatten(1, (len(matrix.codes), -1)), matrix.input_scale).flatten(1)
+
+
+def sum_rtol(fmt: str, matrix: Matrix, tokens: int) -> float:
+    """What a sum may be off by, of sqrt(sum of (w v)^2)."""
+    return SUM_RTOL_FP8_PREFILL if fmt == "fp8" and matrix.quantise and tokens > FEW_TOKENS else SUM_RTOL
 
 
 def matrices(weights: Weights) -> Iterator[Matrix]:

@@ -110,6 +110,9 @@ BF16 = "format=bf16 tokens=8 shape=256x512 content=subnormal"
 NVFP4 = "format=nvfp4 tokens=8 shape=256x512 content=subnormal"
 A16 = "format=nvfp4_a16 tokens=16 shape=2x128x192_448x256+64x256+128x256 content=plain"
 LONG_BF16 = "format=bf16 tokens=31 shape=128x192_384x128+64x128_3x64x128_128x192+192x192_2x64x64 content=magnitudes"
+PREFILL = "format=fp8 tokens=64 shape=128x8256 content=plain"
+TILE = "format=fp8 tokens=65 shape=192x320 content=magnitudes"
+TILES = "format=nvfp4 tokens=129 shape=2x128x192_448x256+64x256+128x256 content=magnitudes"
 WRONG = {
     "adds_to_output": wrong("Adds to what the output holds, which is poisoned.", FP8, (OUT, "to.add_(full)")),
     "bf16_subnormals_are_zero": wrong(
@@ -370,27 +373,39 @@ WRONG = {
         NVFP4,
         (SCALES, f"{SCALES}.where(scales.float() >= 2.0**-6, 0)"),
     ),
-    "sums_in_bf16": wrong(
-        "Adds the sums of blocks of 64 columns in bf16.",
-        FP8,
+    **{
+        f"sums_in_bf16{of}": wrong(
+            "Adds the sums of blocks of 64 columns in bf16.",
+            case,
+            lines(
+                GOT,
+                "got = torch.zeros(len(w), len(v), w.shape[1], dtype=torch.bfloat16, device=v.device)",
+                "for k in range(0, w.shape[2], 64):",
+                "    got += torch.bmm(taken[:, :, k : k + 64], w[:, :, k : k + 64].mT).bfloat16()",
+                "got = got.float()",
+            ),
+        )
+        for of, case in (("", FP8), ("_of_many_tokens", PREFILL))
+    },
+    "sums_of_tensor_cores": wrong(
+        "Adds all of k on FP8 tensor cores: a sum has 14 bits, cut off every 32 columns.",
+        PREFILL,
         lines(
             GOT,
-            "got = torch.zeros(len(w), len(v), w.shape[1], dtype=torch.bfloat16, device=v.device)",
-            "for k in range(0, w.shape[2], 64):",
-            "    got += torch.bmm(taken[:, :, k : k + 64], w[:, :, k : k + 64].mT).bfloat16()",
-            "got = got.float()",
+            "got = torch.zeros(len(w), len(v), w.shape[1], device=v.device)",
+            "for k in range(0, w.shape[2], 32):",
+            "    got += torch.bmm(taken[:, :, k : k + 32], w[:, :, k : k + 32].mT)",
+            "    got = (got.view(torch.int32) & -(1 << 10)).view(torch.float32)",
         ),
     ),
-    "tokens_beyond_16_repeat": wrong(
-        "Has room for 16 tokens; the ones beyond get the results of the first ones.",
-        FP8,
-        (OUT, "to.copy_(full[torch.arange(len(v), device=v.device) % 16])"),
-    ),
-    "tokens_beyond_8_repeat": wrong(
-        "Has room for 8 tokens; the ones beyond get the results of the first ones.",
-        FP8,
-        (OUT, "to.copy_(full[torch.arange(len(v), device=v.device) % 8])"),
-    ),
+    **{
+        f"tokens_beyond_{most}_repeat": wrong(
+            f"Has room for {most} tokens; the ones beyond get the results of the first ones.",
+            case,
+            (OUT, f"to.copy_(full[torch.arange(len(v), device=v.device) % {most}])"),
+        )
+        for most, case in ((8, FP8), (16, FP8), (64, TILE), (128, TILES))
+    },
     "weights_in_e4m3": wrong(
         "Rounds dequantised nvfp4 weights to e4m3, which has two bits too few.",
         CHAIN,

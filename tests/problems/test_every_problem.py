@@ -86,7 +86,7 @@ def test_unpack_names_the_tensor_that_is_wrong(name):
         ("linear_decode", "weights.links.1.0.factor", lambda _: torch.ones(1), "factor"),
         ("linear_decode", "weights.links.1.0.input_scale", lambda _: torch.ones(1), "input_scale"),
         ("linear_decode", "weights.links.1.0.codes", lambda t: t[:, :32].contiguous(), "n and k"),
-        ("linear_decode", "inputs.x", lambda t: t.repeat(17, 1), "x"),
+        ("linear_decode", "inputs.x", lambda t: t.repeat(5000, 1), "x"),
         ("nvfp4_gemv", "a", lambda t: t[:, :16], "k must be a multiple of 64 .* got 32"),
     ],
 )
@@ -97,7 +97,7 @@ def test_unpack_names_the_value_that_is_wrong(name, place, change, said):
 
 OUT_OF_BOUNDS = {
     "fmha_prefill": ({"tokens": 0}, {"position": -1}, {"ratio": 0}, {"lists": "some"}, {"content": "other"}),
-    "linear_decode": ({"format": "fp4"}, {"content": "other"}, {"tokens": 0}, {"tokens": 33}),
+    "linear_decode": ({"format": "fp4"}, {"content": "other"}, {"tokens": 0}, {"tokens": 8193}),
     "mhc_site": ({"tokens": 0}, {"hidden": 96}, {"content": "other"}, {"addends": "fp8"}),
     "moe_gemm": (
         *({"activation": "fp8"}, {"router": "random"}, {"content": "other"}, {"hidden": 96}, {"inner": 0}),

@@ -273,7 +273,7 @@ def test_there_is_room_for_the_sums_that_blocks_exchange(groups, n, k):
     (link,) = planned("fp8", ((n, k),), groups).links
     at_once = mma.WARPS * link.sections // link.chunks
     passes = groups * -(-n // mma.BLOCK_N // at_once)
-    assert link.exchanged == 2 + passes * link.sections * at_once * 32 * task.MOST_TOKENS
+    assert link.exchanged == 2 + passes * link.sections * at_once * 32 * task.FEW_TOKENS
 
 
 def planned(kind: str, sizes: tuple[tuple[int, int, int], ...], groups: int) -> object:
@@ -308,7 +308,7 @@ def taken(state: object, tokens: int, norm: bool = False) -> bool:
 
 
 COLUMNS_OF_X = [*range(64, 1088, 64), 1280, 1536, 2048, 4096, 5120, 7168, 8192, 8256, 16384]
-EVERY_COUNT, SOME = range(1, task.MOST_TOKENS + 1), (1, 2, 5, 6, 8, 9, 16, 17, 32)  # of tokens
+EVERY_COUNT, SOME = range(1, task.FEW_TOKENS + 1), (1, 2, 5, 6, 8, 9, 16, 17, 32)  # of tokens
 
 
 @needs_nvcc

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from task import (
     BLOCK,
+    FEW_TOKENS,
     FORMATS,
-    MOST_TOKENS,
     Matrix,
     Weights,
     input_t,
@@ -88,7 +88,7 @@ class Link(NamedTuple):
             return 0
         tiles = sum(g * n for g, n, _ in self.sizes) // BLOCK_N // self.groups  # of a group
         at_once = WARPS * self.sections // self.chunks
-        return 2 + self.groups * -(-tiles // at_once) * at_once * self.sections * BLOCK_N * MOST_TOKENS
+        return 2 + self.groups * -(-tiles // at_once) * at_once * self.sections * BLOCK_N * FEW_TOKENS
 
 
 class State(NamedTuple):
@@ -149,12 +149,20 @@ def custom_kernel(data: input_t) -> output_t:
     """
     state, (x,), (out,) = data
     sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
+    given = parts(out, sizes)
+    for first in range(0, len(x), FEW_TOKENS):
+        some = slice(first, first + FEW_TOKENS)
+        _multiply_few(state, x[some], [[part[some] for part in link] for link in given])
+    return out
+
+
+def _multiply_few(state: State, x: torch.Tensor, parts: list[list[torch.Tensor]]) -> None:
+    """Write the parts, (T, G n) of each matrix by link; T is at most FEW_TOKENS."""
     made = (_Link * len(state.links))()
-    for link, to, given in zip(state.links, made, parts(out, sizes), strict=True):
+    for link, to, given in zip(state.links, made, parts, strict=True):
         _fill(to, link, x, given)
         x = given[0]
-    _launch(state, made, out)
-    return out
+    _launch(state, made, x)
 
 
 def norms(state: State, tokens: int) -> bool:
@@ -204,7 +212,7 @@ def splits_of(link: Link, tokens: int) -> int:
         return link.sections
     easy = EASY if link.inputs is None else EASY_NVFP4
     while splits < link.chunks and (
-        tokens * k > MOST_TOKENS * BLOCK_COLUMNS * splits or (splits < MAX_CLUSTER and tokens * k > easy * splits)
+        tokens * k > FEW_TOKENS * BLOCK_COLUMNS * splits or (splits < MAX_CLUSTER and tokens * k > easy * splits)
     ):
         splits *= 2
     return splits if splits <= MAX_CLUSTER else link.sections

@@ -107,6 +107,18 @@ EVERY += [
             linear("nvfp4", 18, "4160x64_64x4160"),
         ],
     ),
+    # Prefill: tiles of 128 and of 256 tokens that end early, several a block, a last one without rows; scales' tails.
+    (
+        "linear_decode",
+        "sm90_mma",
+        "sm90",
+        [
+            linear("fp8", 65, "192x320", "magnitudes"),
+            linear("fp8", 500, "1024x320"),
+            linear("nvfp4", 129, "2x128x192_448x256+64x256+128x256", "magnitudes"),
+            linear("fp8", 127, "5x64x192", "magnitudes"),
+        ],
+    ),
     # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)] + [EMPTY]),

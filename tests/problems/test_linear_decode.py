@@ -200,6 +200,26 @@ def test_honest_kernels_pass(case):
         assert result.ok and reference.compare(data, want, got, True).ok, result.message
 
 
+def tensor_core(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b^T as FP8 tensor cores of Hopper add it: 32 columns a step, addends cut at 2^-13 of the largest one."""
+    total = torch.zeros(len(a), len(b), dtype=torch.float64)
+    for left, right in zip(a.double().split(32, 1), b.double().split(32, 1), strict=True):
+        addends = torch.cat([total.unsqueeze(2), left.unsqueeze(1) * right], 2)
+        unit = (addends.abs().amax(2, keepdim=True).clamp(min=2.0**-300).log2().floor() - 13).exp2()
+        total = ((addends / unit).trunc() * unit).sum(2)
+    return total
+
+
+@pytest.mark.parametrize("content", first(("plain", "magnitudes")))
+def test_fp8_tensor_cores_pass_at_prefill_where_they_add_128_columns(content):
+    data, want = solved(task.Case("fp8", 64, "64x2112", content, 5))
+    (matrix,), *_ = data.weights.links
+    v, w = fp8.round_trip(data.inputs.x.float(), 128), baseline.decoded("fp8", matrix)[0]
+    blocks = [tensor_core(a, b).float() for a, b in zip(v.split(128, 1), w.split(128, 1), strict=True)]
+    for total, ok in ((sum(blocks), True), (tensor_core(v, w), False)):
+        assert reference.compare(data, want, total.bfloat16().flatten()).ok is ok
+
+
 def test_an_error_of_two_tolerances_in_one_element_fails_and_its_report_says_which_matrix_it_is_of():
     data, want = solved(QUICKEST_FIRST[0])
     for factor, ok in ((1.0, True), (1 + 2.5 * task.RTOL, False)):

@@ -1,4 +1,5 @@
-"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32.
+"""sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32. More
+tokens: wgmma on e4m3 or bf16 values (sm90_prefill.cu).
 
 It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_forward/adapters/decode.py describes.
 """
@@ -13,6 +14,7 @@ from task import (
     BLOCK,
     FEW_TOKENS,
     FORMATS,
+    MOST_TOKENS,
     Matrix,
     Weights,
     input_t,
@@ -23,10 +25,12 @@ from task import (
     unpack_weights,
 )
 
-from problems.common import build, early, load
+from problems.common import build, early, fp8, load, nvfp4
 
 TARGETS = ("sm90", "sm100")  # sm100: compiled, with the same instructions
 SOURCE = Path(__file__).with_suffix(".cu")
+PREFILL = SOURCE.with_name("sm90_prefill.cu")
+PREFILL_TOKENS = 256  # a multiple of the tokens of any tile there: tokens' scales lie in rows of so many
 NVFP4_UNIT, REST = 1152, 256.0  # bytes; what a product of units lacks, see nvfp4_units.cuh
 # As in sm90_mma_formats.cuh: rows and columns of a unit, warps of a block, matrices of a link, blocks of a cluster (of
 # 4 only 31 fit on an H200 at once, and the 32nd cluster doubled the time), parts of k, links of a chain in one launch.
@@ -96,12 +100,15 @@ class State(NamedTuple):
 
     met       int32 (), what blocks count at between links
     exchange  int64 (words,), zero at first: Exchange of sm90_mma_reduce.cuh, for any of the links
+    many      for more than FEW_TOKENS, the matrices by link; where codes are not multiplied they are decoded, in bf16,
+              with neither scales; () of a State without them
     """
 
     format: str
     links: tuple[Link, ...]
     met: torch.Tensor
     exchange: torch.Tensor
+    many: tuple[tuple[Matrix, ...], ...] = ()
 
     @property
     def sizes(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -129,17 +136,34 @@ class _Link(Structure):
     )
 
 
+class _Product(Structure):
+    """Product of sm90_prefill.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weights", "quantised", "weight_scales", "token_scales", "factors")),
+        *((name, c_void_p) for name in ("input_scales", "out")),
+        *((name, c_int) for name in ("tokens", "groups", "n", "k", "scale_stride", "decoded", "quantise", "early")),
+    )
+
+
 def compile_for(target: str) -> list[build.Artefact]:
     """Compile for `target`, without a GPU."""
-    return [build.cuda(SOURCE, target)]
+    return [build.cuda(source, target) for source in (SOURCE, PREFILL)]
 
 
 def prepare(weights: Weights) -> State:
-    """Units of all matrices, in as many bytes. ValueError as unpack_weights says, more than 4 matrices of one input, or
-    k over 16384; RuntimeError: the launch.
+    """Units of all matrices, in as many bytes, and values in bf16 of all but FP8's that quantise. ValueError as
+    unpack_weights says, more than 4 matrices of one input, or k over 16384; RuntimeError: the launch.
     """
+    state, fmt = prepare_few(weights), weights.format
+    return state._replace(many=tuple(tuple(_decoded(fmt, matrix) for matrix in link) for link in weights.links))
+
+
+def prepare_few(weights: Weights) -> State:
+    """As prepare, with no more bytes than units take: then only FP8 that quantises has more than FEW_TOKENS at once."""
     fmt, links = unpack_weights(weights)
-    return _state(fmt, *(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
+    state = _state(fmt, *(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
+    return state._replace(many=weights.links if _codes(weights) else ())
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -150,6 +174,9 @@ def custom_kernel(data: input_t) -> output_t:
     state, (x,), (out,) = data
     sizes = unpack_call(data.inputs, data.outputs, state.format, state.sizes)
     given = parts(out, sizes)
+    if len(x) > FEW_TOKENS and state.many and load.device_target(out.device) == "sm90":
+        _multiply_many(state, x, given)
+        return out
     for first in range(0, len(x), FEW_TOKENS):
         some = slice(first, first + FEW_TOKENS)
         _multiply_few(state, x[some], [[part[some] for part in link] for link in given])
@@ -163,6 +190,52 @@ def _multiply_few(state: State, x: torch.Tensor, parts: list[list[torch.Tensor]]
         _fill(to, link, x, given)
         x = given[0]
     _launch(state, made, x)
+
+
+def many(state: State, tokens: int) -> bool:
+    """Whether custom_kernel takes so many tokens at once, more than FEW_TOKENS."""
+    return bool(state.many) and tokens <= MOST_TOKENS
+
+
+def _multiply_many(state: State, x: torch.Tensor, parts: list[list[torch.Tensor]]) -> None:
+    """As _multiply_few, for any number of tokens: a launch a matrix, and one that quantises a link's input, in nvfp4 a
+    matrix' input.
+    """
+    run = build.cuda(PREFILL, "sm90").function("prefill", c_void_p)
+    rooms, tokens, before = [], len(x), early.allowed()
+    stride = -(-tokens // PREFILL_TOKENS) * PREFILL_TOKENS
+    for link, shapes, given in zip(state.many, state.sizes, parts, strict=True):
+        for i, (matrix, (groups, n, k), out) in enumerate(zip(link, shapes, given, strict=True)):
+            quantise = matrix.quantise and (i == 0 or matrix.scales is None)
+            if quantise:
+                scales = x.new_empty(groups * -(-k // BLOCK) * stride, dtype=torch.float32)
+                rooms.append((x.new_empty(x.shape, dtype=matrix.codes.dtype), scales))
+            tensors = (x, matrix.codes, *(rooms[-1] if matrix.quantise else (None, None)))
+            x_at, codes, values, scales = (None if t is None else t.data_ptr() for t in tensors)
+            others = (None if t is None else t.data_ptr() for t in (matrix.scales, matrix.factor, matrix.input_scale))
+            weight_scales, factors, input_scales = others
+            to = _Product(x_at, codes, values, weight_scales, scales, factors, input_scales, out.data_ptr())
+            to.tokens, to.groups, to.n, to.k, to.scale_stride = tokens, groups, n, k, stride
+            to.decoded, to.quantise, to.early = matrix.scales is None, quantise, before
+            build.check(run(addressof(to)), "prefill")
+            before = True
+        x = given[0]
+
+
+def _codes(weights: Weights) -> bool:
+    """Whether all matrices are multiplied as codes where tokens are many."""
+    return weights.format == "fp8" and all(matrix.quantise for link in weights.links for matrix in link)
+
+
+def _decoded(fmt: str, matrix: Matrix) -> Matrix:
+    if fmt == "bf16" or (fmt == "fp8" and matrix.quantise):
+        return matrix
+    if fmt == "fp8":
+        values = fp8.dequantise_blocks(matrix.codes, matrix.scales, torch.bfloat16)
+    else:
+        values = nvfp4.decode(matrix.codes).unflatten(-1, (-1, nvfp4.BLOCK))
+        values = values.mul_(matrix.scales.float().unsqueeze(-1)).flatten(-2).bfloat16()  # exactly
+    return matrix._replace(codes=values, scales=None)
 
 
 def norms(state: State, tokens: int) -> bool:

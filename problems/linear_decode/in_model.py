@@ -1,7 +1,14 @@
 """Compute the model's linear, grouped_linear, two_linears, norm_linears and shared: matrices times 1 to 32 tokens.
 
-The model's matrices are those of the problem, as they lie in memory. A variant may define two more functions, for the
-shared expert:
+The model's matrices are those of the problem, as they lie in memory. A variant may define two functions for linear at
+prefill, of MANY tokens and more; else other kernels have it:
+
+    prepare_few(weights) -> state
+        As prepare, without copies that only calls of more than 32 tokens need.
+    many(state, tokens) -> bool
+        Whether custom_kernel takes a call of so many tokens; state: what prepare_few returned.
+
+It may define two more, for the shared expert:
 
     prepare_expert(w13, w2) -> state
         w13, w2: task.Weights of a matrix each, (1, 2 I, k) and (1, n, I), of one format. Bound as prepare's.
@@ -45,6 +52,7 @@ from problems.dsv4_forward.weights.linear import Linear
 from problems.dsv4_forward.weights.tree import ModelWeights
 
 KINDS = {"fp8": "fp8", "plain": "bf16", "nvfp4": "nvfp4"}  # of a Linear -> the problem's format
+MANY = 512  # tokens of linear from which a variant's custom_kernel is taken, not cuBLAS on values in bf16
 INPUT_SCALE = 2.0**64  # the largest that the problem has, and one over the least
 OPTIONAL = {"norm_linears": ("norms", "with_norm"), "shared": ("prepare_expert", "expert")}
 
@@ -83,8 +91,15 @@ class Calls:
 
     def linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> object:
         """out = x w^T. x: (N, k); out: (N, n)."""
-        held = _held(self.matrices, x, w)
+        held = self._of_many(x, w) if len(x) >= MANY else _held(self.matrices, x, w)
         return _multiply(self.variant.custom_kernel, held, x, out, (), "linear") if held else NotImplemented
+
+    def _of_many(self, x: torch.Tensor, w: Linear) -> Prepared | None:
+        """The matrix, if the variant multiplies so many tokens by it."""
+        if w.kind not in KINDS or x.dtype != torch.bfloat16 or not hasattr(self.variant, "many"):
+            return None
+        held = find(self.matrices, w)
+        return held if held and self.variant.many(held.state, len(x)) else None
 
     def grouped_linear(self, x: torch.Tensor, w: Linear, out: torch.Tensor) -> object:
         """out[:, g] = x[:, g] w[g]^T. x: (N, G, k); out: (N, G, n)."""
@@ -192,7 +207,8 @@ def prepare(variant: ModuleType, *matrices: Linear, expert: bool = False) -> Pre
         if expert:
             return Prepared(matrices, state=variant.prepare_expert(*given))
         unpack_weights(*given)
-        return Prepared(matrices, state=variant.prepare(*given) if hasattr(variant, "prepare") else given[0])
+        made = getattr(variant, "prepare_few", getattr(variant, "prepare", None))
+        return Prepared(matrices, state=made(*given) if made else given[0])
     except ValueError as error:
         return Prepared(matrices, str(error))
 

@@ -149,6 +149,14 @@ def test_calls_that_it_does_not_serve_are_left():
     }
 
 
+def test_a_variant_that_says_so_multiplies_many_tokens():
+    w, x = matrix("fp8", 64, 128), inputs(513, 128, dtype=torch.bfloat16)
+    takes = SimpleNamespace(custom_kernel=PORTABLE.custom_kernel, many=lambda _, count: count == DECODE.MANY)
+    made = calls(w, variant=takes)
+    close(product(x[:512], w, made.linear, torch.bfloat16), product(x[:512], w, linear.linear, torch.float32))
+    assert left(x, w, made.linear) and left(x[:511], w, made.linear) and left(x, w, calls(w).linear)
+
+
 def test_matrices_that_are_none_are_errors():
     w = matrix("fp8", 64, 64)
     made = calls(w)

@@ -81,6 +81,8 @@ def test_benchmarks_are_the_shapes_of_the_models():
     wq_b = task.Case("fp8", 1, "32768x1024", "plain", 1)
     assert wq_b.bytes_moved() == 32768 * 1024 + 256 * 8 + 2 * (1024 + 32768)
     assert wq_b.flops() == 2 * 32768 * 1024 and wq_b.weight_bytes() == 32768 * 1024 + 256 * 8
+    codes, values = (task.Case("fp8", 1024, shape, "plain", 1) for shape in ("64x128", "2x64x64"))  # e4m3 and bf16
+    assert codes.flops() * 2 == values.flops() == 1024 * 2 * 128 * 64
 
 
 def weights(fmt: str, matrix: object, g: int, i: int) -> list[float]:
@@ -212,7 +214,7 @@ def tensor_core(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("content", first(("plain", "magnitudes")))
 def test_fp8_tensor_cores_pass_at_prefill_where_they_add_128_columns(content):
-    data, want = solved(task.Case("fp8", 64, "64x2112", content, 5))
+    data, want = solved(task.Case("fp8", 64, "64x8256", content, 5))
     (matrix,), *_ = data.weights.links
     v, w = fp8.round_trip(data.inputs.x.float(), 128), baseline.decoded("fp8", matrix)[0]
     blocks = [tensor_core(a, b).float() for a, b in zip(v.split(128, 1), w.split(128, 1), strict=True)]

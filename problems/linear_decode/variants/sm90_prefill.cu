@@ -4,10 +4,11 @@
 //   multiply   values times weights, of one matrix
 //
 // FP8 that quantises multiplies codes; all else bf16 values, which hold codes times scales exactly (FP8's and NVFP4's
-// weights are decoded once, by prepare). A block of `multiply` takes tile after tile of 256 or 128 tokens by 128 rows of
-// weights. One warp asks for stages of 128 bytes of k, two warpgroups multiply half of the tokens each. Two blocks are a
-// cluster, with the same tokens and rows behind each other: each asks for half of the tokens' values, for both, so that
-// L2 is read less. Bits of a token do not depend on the others.
+// weights are decoded once, by prepare). A block of `multiply` takes tile after tile of 128 tokens by 256 or 128 rows of
+// weights. One warp asks for stages of 128 bytes of k, two warpgroups multiply half of the tokens each, which they load
+// to registers, so that shared memory is read once for 256 rows. Two blocks are a cluster, with the same weights and
+// tokens behind each other: each asks for half of the weights, for both, so that L2 is read less. Bits of a token do not
+// depend on the others.
 //
 // sm90_prefill_form.cuh has the tiles, _produce.cuh what asks for data, _multiply.cuh products and the epilogue.
 #include "launch_clusters.cuh"
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) multiply(const __grid_const
         }
     } else {
         warpgroup_reg_alloc<F::CONSUMER_REGISTERS>();
-        Consumer<F>(p, shared, group - 1, warp, rank).run();
+        Consumer<F>(p, shared, group - 1, warp).run();
     }
 #endif
 }
@@ -114,11 +115,17 @@ inline tma::Tensor tensor_of(const void* at, int bytes, uint64_t inner, uint64_t
     return t;
 }
 
-// Clusters' turns times the tokens of a tile, and what a turn costs besides.
+inline int rounded_up(int a, int b) { return (a + b - 1) / b; }
+
+template <class F>
+int tiles_of(const Product& g) {
+    return rounded_up(g.tokens, CLUSTER * BLOCK_M) * g.groups * rounded_up(g.n, F::BLOCK_N);
+}
+
+// Clusters' turns times the rows of a tile, and what a turn costs besides.
 template <class F>
 float time_of(const Product& g, int clusters) {
-    const int tiles = (g.tokens + F::BLOCK_M - 1) / F::BLOCK_M * g.groups * ((g.n + CLUSTER * BLOCK_N - 1) / (CLUSTER * BLOCK_N));
-    return (tiles + clusters - 1) / clusters * (F::BLOCK_M + 16.f);
+    return rounded_up(tiles_of<F>(g), clusters) * (F::BLOCK_N + 16.f);
 }
 
 template <class F>
@@ -128,17 +135,15 @@ cudaError_t launch_multiply(const Product& g, int clusters) {
     Problem p = {};
     tma::Encode encode;
     if (const cudaError_t error = tma::find_encode(&encode)) return error;
-    const tma::Tensor tokens = tensor_of(values, bytes, g.k, g.groups, g.tokens, 1, F::BLOCK_M / CLUSTER);
-    const tma::Tensor weights = tensor_of(g.weights, bytes, g.k, g.n, g.groups, BLOCK_N, 1);
+    const tma::Tensor tokens = tensor_of(values, bytes, g.k, g.groups, g.tokens, 1, BLOCK_M);
+    const tma::Tensor weights = tensor_of(g.weights, bytes, g.k, g.n, g.groups, F::BLOCK_N / CLUSTER, 1);
     if (!tma::encode_map(encode, tokens, &p.tokens) || !tma::encode_map(encode, weights, &p.weights))
         return cudaErrorInvalidValue;
     p.token_scales = g.token_scales, p.weight_scales = g.weight_scales;
     p.factors = g.factors, p.input_scales = g.input_scales, p.out = g.out;
     p.num_tokens = g.tokens, p.groups = g.groups, p.n = g.n, p.scale_stride = g.scale_stride;
-    p.k_blocks = (g.k + F::BLOCK_K - 1) / F::BLOCK_K;
-    p.row_tiles = (g.tokens + F::BLOCK_M - 1) / F::BLOCK_M;
-    p.column_tiles = (g.n + CLUSTER * BLOCK_N - 1) / (CLUSTER * BLOCK_N);
-    p.num_tiles = p.row_tiles * p.groups * p.column_tiles;
+    p.k_blocks = rounded_up(g.k, F::BLOCK_K), p.token_tiles = rounded_up(g.tokens, CLUSTER * BLOCK_M);
+    p.row_tiles = rounded_up(g.n, F::BLOCK_N), p.num_tiles = tiles_of<F>(g);
     constexpr int SHARED = sizeof(SharedStorage<F>) + 1024;  // with room to align the start
     static_assert(SHARED <= 227 * 1024);
     const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
@@ -150,7 +155,7 @@ cudaError_t launch_multiply(const Product& g, int clusters) {
 cudaError_t launch_quantise(const Product& g) {
     const int rows = g.tokens * g.groups;
     if (!g.decoded) {
-        const int64_t lanes = int64_t(rows) * ((g.k + ROW_BYTES - 1) / ROW_BYTES) * PIECES;
+        const int64_t lanes = int64_t(rows) * rounded_up(g.k, ROW_BYTES) * PIECES;
         const dim3 grid(unsigned((lanes + QUANTISE_THREADS - 1) / QUANTISE_THREADS));
         return programmatic::launch_early(quantise, grid, QUANTISE_THREADS, 0, g.early, g.x,
                                           static_cast<uint8_t*>(g.quantised), g.token_scales, rows, g.groups, g.k,
@@ -161,7 +166,7 @@ cudaError_t launch_quantise(const Product& g) {
     link.input_scales = g.input_scales, link.tokens = g.tokens, link.quantise = 1;
     link.k_units = g.k / linear_mma::BLOCK_K, link.tiles = g.groups, link.group_tiles = 1;
     link.x_stride = g.groups * g.k, link.group_stride = g.groups > 1 ? g.k : 0;
-    const int64_t lanes = int64_t(rows) * ((g.k + ROW_BYTES - 1) / ROW_BYTES) * (ROW_BYTES / linear_mma::PIECE);
+    const int64_t lanes = int64_t(rows) * rounded_up(g.k, ROW_BYTES) * (ROW_BYTES / linear_mma::PIECE);
     const dim3 grid(unsigned((lanes + linear_mma::QUANTISE_THREADS - 1) / linear_mma::QUANTISE_THREADS));
     return programmatic::launch_early(linear_mma::quantise_kernel<linear_mma::NVFP4>, grid,
                                       linear_mma::QUANTISE_THREADS, 0, g.early, link);

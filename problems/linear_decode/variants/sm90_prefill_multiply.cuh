@@ -1,4 +1,4 @@
-// sm90_prefill's products: wgmma with both factors in shared memory, and what becomes of a tile's sums.
+// sm90_prefill's products: wgmma with tokens in registers and weights in shared memory, and what becomes of the sums.
 #pragma once
 
 #include "sm90_prefill_form.cuh"
@@ -9,27 +9,42 @@ namespace linear_prefill {
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
 #define WGMMA_64(SHAPE, END)                                                                                      \
     asm volatile(                                                                                                 \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned." SHAPE                           \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned." SHAPE                           \
         " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                        \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                        \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p" END ";\n}\n" \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p" END ";\n}\n" \
         : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48)                                           \
-        : "l"(tokens), "l"(weights), "r"(int(add)))
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(weights), "r"(int(add)))
 
 // d (64, 128) = tokens (64, 32 bytes) weights (128, 32 bytes)^T + (add ? d : 0). Lane l of warp w holds tokens
-// 16 w + l / 4 and 8 on in columns 8 i + 2 (l % 4) and one on: d[4 i], d[4 i + 1], and of the later token d[4 i + 2],
-// d[4 i + 3].
+// 16 w + l / 4 and 8 on: in d columns 8 i + 2 (l % 4) and one on as d[4 i], d[4 i + 1], of the later token d[4 i + 2],
+// d[4 i + 3]; in a bytes 4 (l % 4) to 3 on of both as x and y, 16 bytes on as z and w.
 template <Values VALUES>
-__device__ __forceinline__ void wgmma(float (&d)[SUMS], uint64_t tokens, uint64_t weights, bool add) {
+__device__ __forceinline__ void wgmma(float (&d)[SUMS], const uint4& a, uint64_t weights, bool add) {
     if constexpr (VALUES == E4M3)
         WGMMA_64("m64n128k32.f32.e4m3.e4m3", ", 1, 1");
     else
-        WGMMA_64("m64n128k16.f32.bf16.bf16", ", 1, 1, 0, 0");
+        WGMMA_64("m64n128k16.f32.bf16.bf16", ", 1, 1, 0");
 }
 #undef WGMMA_64
 #undef SIXTEEN
 #undef FOUR
+
+// Four matrices of 8 rows of 16 bytes, as a warp holds them in a factor; lane i gives the address of row i % 8 of matrix
+// i / 8.
+__device__ __forceinline__ uint4 ldmatrix_x4(uint32_t from) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+// Keeps a factor in its registers up to here: wgmma reads it long after it is issued.
+__device__ __forceinline__ void hold(const uint4& a) {
+    asm volatile("" ::"r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w) : "memory");
+}
 
 // One more at the barrier in the shared memory of a block of the cluster, at an address from in_block. Said to release
 // for the cluster, it would be a fence up to global memory; what went before are reads that have ended.
@@ -37,19 +52,20 @@ __device__ __forceinline__ void arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-constexpr int HALF_BYTES = 64 * ROW_BYTES;  // of 64 tokens in a stage
+constexpr int STEPS = ROW_BYTES / STEP_BYTES;  // of a stage
 
 template <class F>
 struct Consumer {
     const Problem& p;
     SharedStorage<F>& shared;
-    const int group, warp, lane, rank;
-    const uint32_t tokens, weights;  // smem_desc_low of the first stage, from lane 0: the same for all, as wgmma wants
+    const int group, warp, lane;
+    const int token;         // of a tile, the first of this lane
+    const uint32_t weights;  // smem_desc_low of the first stage, from lane 0: the same for all, as wgmma wants
     PipelineState<F> stage;
 
-    __device__ __forceinline__ Consumer(const Problem& p, SharedStorage<F>& shared, int group, int warp, int rank)
-        : p(p), shared(shared), group(group), warp(warp), lane(threadIdx.x % 32), rank(rank),
-          tokens(__shfl_sync(~0u, smem_desc_low(smem_address(shared.tokens[0]) + group * F::HALVES * HALF_BYTES), 0)),
+    __device__ __forceinline__ Consumer(const Problem& p, SharedStorage<F>& shared, int group, int warp)
+        : p(p), shared(shared), group(group), warp(warp), lane(threadIdx.x % 32),
+          token(64 * group + 16 * warp + lane / 4),
           weights(__shfl_sync(~0u, smem_desc_low(smem_address(shared.weights[0])), 0)) {}
 
     // The stage is read, by this warp: both blocks may be told of other values for it.
@@ -58,14 +74,19 @@ struct Consumer {
         if (lane < CLUSTER) arrive_cluster(in_block(lane, smem_address(&shared.empty[index])));
     }
 
-    // d += or = this warpgroup's half of the tokens in the stage, times the weights in it; commits.
-    __device__ __forceinline__ void issue(float (&d)[SUMS], int half, bool add) const {
-        const uint32_t a = tokens + (stage.index * F::BLOCK_M * ROW_BYTES + half * HALF_BYTES) / 16;
-        const uint32_t b = weights + stage.index * BLOCK_N * ROW_BYTES / 16;
+    // This warp's 16 tokens of the stage, swizzled as it is.
+    __device__ __forceinline__ void load(uint4 (&a)[STEPS]) const {
+        const uint32_t row = smem_address(shared.tokens[stage.index]) + (64 * group + 16 * warp + lane % 16) * ROW_BYTES;
 #pragma unroll
-        for (int step = 0; step < ROW_BYTES / STEP_BYTES; ++step)
-            wgmma<F::VALUES>(d, smem_desc_of(a + step * STEP_BYTES / 16), smem_desc_of(b + step * STEP_BYTES / 16),
-                             add || step > 0);
+        for (int step = 0; step < STEPS; ++step) a[step] = ldmatrix_x4(row + ((2 * step + lane / 16) ^ lane % 8) * 16);
+    }
+
+    // d += or = these tokens times a half of the weights in the stage; commits.
+    __device__ __forceinline__ void issue(float (&d)[SUMS], const uint4 (&a)[STEPS], int half, bool add) const {
+        const uint32_t b = weights + (stage.index * F::BLOCK_N + half * HALF_N) * ROW_BYTES / 16;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+            wgmma<F::VALUES>(d, a[step], smem_desc_of(b + step * STEP_BYTES / 16), add || step > 0);
         warpgroup_commit_batch();
     }
 
@@ -79,77 +100,82 @@ struct Consumer {
 
     // Sums of 128 columns, which the tensor core cuts to some 13 bits, times both scales, are added up in fp32.
     __device__ __forceinline__ void multiply_e4m3(float (&sums)[F::HALVES][SUMS], const Tile& tile, bool first) {
-        const int blocks = (p.n + BLOCK_N - 1) / BLOCK_N, row = min(tile.row / BLOCK_N, blocks - 1);
-        const uint8_t* const of_weights = p.weight_scales + (int64_t(tile.group) * blocks + row) * p.k_blocks;
-        const int token = 64 * F::HALVES * group + 16 * warp + lane / 4;
-        uint32_t next = __ldg(of_weights);
+        const int blocks = (p.n + HALF_N - 1) / HALF_N, row = tile.row / HALF_N;
+        const uint8_t* of_weights = p.weight_scales + (int64_t(tile.group) * blocks + row) * p.k_blocks;
+        const int apart = row + 1 < blocks ? p.k_blocks : 0;  // to the other half's
 #pragma unroll 1
         for (int block = 0; block < p.k_blocks; ++block, stage.advance()) {
-            const float by = __uint_as_float(next << 23);
-            next = __ldg(of_weights + min(block + 1, p.k_blocks - 1));
+            uint4 a[STEPS];
+            uint32_t exponent[F::HALVES];
+#pragma unroll
+            for (int half = 0; half < F::HALVES; ++half) exponent[half] = __ldg(of_weights + block + half * apart);
             wait(smem_address(&shared.full[stage.index]), stage.phase);
+            load(a);
+            const uint32_t scale = smem_address(&shared.scales[stage.index][token]);
+            const float upper = __uint_as_float(load_shared(scale)), lower = __uint_as_float(load_shared(scale + 32));
 #pragma unroll
             for (int half = 0; half < F::HALVES; ++half) {
                 float part[SUMS];
                 warpgroup_arrive();
-                issue(part, half, false);
-                const uint32_t scale = smem_address(&shared.scales[stage.index][token + 64 * half]);
-                const float upper = __uint_as_float(load_shared(scale)) * by;
-                const float lower = __uint_as_float(load_shared(scale + 8 * 4)) * by;
+                issue(part, a, half, false);
+                const float of_half = __uint_as_float(exponent[half] << 23);
+                float by[2] = {upper * of_half, lower * of_half};
+                warpgroup_fence_operand(by);  // what was loaded is used before the stage is released
                 warpgroup_wait<0>();
                 warpgroup_fence_operand(part);
-                if (half == F::HALVES - 1) release(stage.index), give_turn(first && block == 0);
+                if (half == F::HALVES - 1) {
+                    for (const uint4& step : a) hold(step);
+                    release(stage.index), give_turn(first && block == 0);
+                }
 #pragma unroll
-                for (int i = 0; i < SUMS; ++i) sums[half][i] += (i & 2 ? lower : upper) * part[i];
+                for (int i = 0; i < SUMS; ++i) sums[half][i] += by[i / 2 % 2] * part[i];
             }
         }
     }
 
-    // Products of a stage are issued before those of the one before have ended.
     __device__ __forceinline__ void multiply_bf16(float (&sums)[F::HALVES][SUMS], bool first) {
-        uint32_t before = 0;
 #pragma unroll 1
         for (int block = 0; block < p.k_blocks; ++block, stage.advance()) {
+            uint4 a[STEPS];
             wait(smem_address(&shared.full[stage.index]), stage.phase);
+            load(a);
             warpgroup_arrive();
 #pragma unroll
-            for (int half = 0; half < F::HALVES; ++half) issue(sums[half], half, true);
-            warpgroup_wait<F::HALVES>();
-            if (block > 0) release(before), give_turn(first && block == 1);
-            before = stage.index;
+            for (int half = 0; half < F::HALVES; ++half) issue(sums[half], a, half, true);
+            warpgroup_wait<0>();
+            for (const uint4& step : a) hold(step);
+            release(stage.index), give_turn(first && block == 0);
         }
-        warpgroup_wait<0>();
 #pragma unroll
         for (int half = 0; half < F::HALVES; ++half) warpgroup_fence_operand(sums[half]);
-        release(before), give_turn(first && p.k_blocks == 1);
     }
 
-    // 64 tokens' sums -> out, by way of staging: a warp's 16 tokens by STORE_COLUMNS at a time.
-    __device__ __forceinline__ void store(const float (&d)[SUMS], const Tile& tile, int token, float factor) const {
+    // Sums -> out, by way of staging: a warp's 16 tokens by STORE_COLUMNS at a time. row: the first of this half.
+    __device__ __forceinline__ void store(const float (&d)[SUMS], const Tile& tile, int row, float factor) const {
         const uint32_t staging = smem_address(shared.staging[4 * group + warp]);
-        const int matrix = lane / 8, mine = lane % 8 + 8 * (matrix % 2);  // of a store: its row
+        const int matrix = lane / 8, mine = lane % 16;  // of a store: its row
         const int64_t stride = int64_t(p.groups) * p.n;
-        token += 16 * warp;
+        const int first = tile.token + 64 * group + 16 * warp + lane / 8;
 #pragma unroll
-        for (int first = 0; first < BLOCK_N; first += STORE_COLUMNS) {
-            if (tile.row + first >= p.n) break;
+        for (int column = 0; column < HALF_N; column += STORE_COLUMNS) {
+            if (row + column >= p.n) break;
 #pragma unroll
             for (int i = 0; i < STORE_COLUMNS / 16; ++i) {
                 const auto pair = [&](int at) {
-                    at += SUMS * first / BLOCK_N + 8 * i;
+                    at += column / 2 + 8 * i;
                     return pack_bf16x2(d[at] * factor, d[at + 1] * factor);
                 };
                 stmatrix_x4(staging + mine * ROW_BYTES + ((2 * i + matrix / 2) ^ (lane % 8)) * 16, pair(0), pair(2),
                             pair(4), pair(6));
             }
             __syncwarp();
-            bf16* const to = p.out + int64_t(tile.group) * p.n + tile.row + first + lane % 8 * 8;
+            bf16* const to = p.out + int64_t(tile.group) * p.n + row + column + lane % 8 * 8;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int row = 4 * i + lane / 8;
-                if (token + row >= p.num_tokens) break;
-                *reinterpret_cast<uint4*>(to + (token + row) * stride) =
-                    load_shared16(staging + row * ROW_BYTES + (lane % 8 ^ row % 8) * 16);
+                if (first + 4 * i >= p.num_tokens) break;
+                const int at = 4 * i + lane / 8;
+                *reinterpret_cast<uint4*>(to + (first + 4 * i) * stride) =
+                    load_shared16(staging + at * ROW_BYTES + (lane % 8 ^ at % 8) * 16);
             }
             __syncwarp();
         }
@@ -162,7 +188,7 @@ struct Consumer {
         await_turn(first);
 #pragma unroll 1
         for (; index < p.num_tiles; index += step, first = false) {
-            const Tile tile = tile_of<F>(p, index, rank);
+            const Tile tile = tile_of<F>(p, index, cluster_rank());
             float sums[F::HALVES][SUMS] = {}, factor = 1;
             if constexpr (F::VALUES == E4M3) {
                 multiply_e4m3(sums, tile, first);
@@ -173,7 +199,7 @@ struct Consumer {
             }
 #pragma unroll
             for (int half = 0; half < F::HALVES; ++half)
-                store(sums[half], tile, tile.token + 64 * (F::HALVES * group + half), factor);
+                store(sums[half], tile, tile.row + half * HALF_N, factor);
         }
     }
 };

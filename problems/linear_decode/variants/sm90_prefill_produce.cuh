@@ -18,7 +18,7 @@ __device__ __forceinline__ void tma_load_3d_multicast(uint32_t to, const void* m
 
 template <class F>
 __device__ __forceinline__ void producer(const Problem& p, SharedStorage<F>& shared, int rank) {
-    constexpr int SHARE = F::BLOCK_M / CLUSTER;  // tokens whose values this block asks for
+    constexpr int SHARE = F::BLOCK_N / CLUSTER;  // rows of weights that this block asks for
     constexpr uint16_t ALL = (1 << CLUSTER) - 1;
     const uint64_t policy = l2_evict_normal();
     PipelineState<F> stage;
@@ -31,9 +31,9 @@ __device__ __forceinline__ void producer(const Problem& p, SharedStorage<F>& sha
             const uint32_t full = smem_address(&shared.full[stage.index]);
             wait_cluster(smem_address(&shared.empty[stage.index]), stage.phase ^ 1);
             arrive_and_expect_tx(full, F::STAGE_BYTES);  // values beyond the ends come as zeros, and count
-            tma_load_3d_multicast(smem_address(shared.tokens[stage.index] + rank * SHARE * ROW_BYTES), &p.tokens,
-                                  block * F::BLOCK_K, tile.group, tile.token + rank * SHARE, full, ALL, policy);
-            tma_load_3d(smem_address(shared.weights[stage.index]), &p.weights, block * F::BLOCK_K, tile.row, tile.group,
+            tma_load_3d_multicast(smem_address(shared.weights[stage.index] + rank * SHARE * ROW_BYTES), &p.weights,
+                                  block * F::BLOCK_K, tile.row + rank * SHARE, tile.group, full, ALL, policy);
+            tma_load_3d(smem_address(shared.tokens[stage.index]), &p.tokens, block * F::BLOCK_K, tile.group, tile.token,
                         full, policy);
             if (F::SCALES)
                 tma_load_1d(smem_address(shared.scales[stage.index]), scales + int64_t(block) * p.scale_stride,

@@ -136,16 +136,6 @@ class _Link(Structure):
     )
 
 
-class _Product(Structure):
-    """Product of sm90_prefill.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weights", "quantised", "weight_scales", "token_scales", "factors")),
-        *((name, c_void_p) for name in ("input_scales", "out")),
-        *((name, c_int) for name in ("tokens", "groups", "n", "k", "scale_stride", "decoded", "quantise", "early")),
-    )
-
-
 def compile_for(target: str) -> list[build.Artefact]:
     """Compile for `target`, without a GPU."""
     return [build.cuda(source, target) for source in (SOURCE, PREFILL)]
@@ -201,23 +191,19 @@ def _multiply_many(state: State, x: torch.Tensor, parts: list[list[torch.Tensor]
     """As _multiply_few, for any number of tokens: a launch a matrix, and one that quantises a link's input, in nvfp4 a
     matrix' input.
     """
-    run = build.cuda(PREFILL, "sm90").function("prefill", c_void_p)
+    run = build.cuda(PREFILL, "sm90").function("prefill", *[c_void_p] * 8, *[c_int] * 8)
     rooms, tokens, before = [], len(x), early.allowed()
     stride = -(-tokens // PREFILL_TOKENS) * PREFILL_TOKENS
     for link, shapes, given in zip(state.many, state.sizes, parts, strict=True):
         for i, (matrix, (groups, n, k), out) in enumerate(zip(link, shapes, given, strict=True)):
-            quantise = matrix.quantise and (i == 0 or matrix.scales is None)
+            quantise, decoded = matrix.quantise and (i == 0 or matrix.scales is None), matrix.scales is None
             if quantise:
                 scales = x.new_empty(groups * -(-k // BLOCK) * stride, dtype=torch.float32)
                 rooms.append((x.new_empty(x.shape, dtype=matrix.codes.dtype), scales))
-            tensors = (x, matrix.codes, *(rooms[-1] if matrix.quantise else (None, None)))
-            x_at, codes, values, scales = (None if t is None else t.data_ptr() for t in tensors)
-            others = (None if t is None else t.data_ptr() for t in (matrix.scales, matrix.factor, matrix.input_scale))
-            weight_scales, factors, input_scales = others
-            to = _Product(x_at, codes, values, weight_scales, scales, factors, input_scales, out.data_ptr())
-            to.tokens, to.groups, to.n, to.k, to.scale_stride = tokens, groups, n, k, stride
-            to.decoded, to.quantise, to.early = matrix.scales is None, quantise, before
-            build.check(run(addressof(to)), "prefill")
+            room = rooms[-1] if matrix.quantise else (None, None)
+            tensors = (x, matrix.codes, *room, matrix.scales, matrix.factor, matrix.input_scale, out)
+            places = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            build.check(run(*places, tokens, groups, n, k, stride, decoded, quantise, before), "prefill")
             before = True
         x = given[0]
 

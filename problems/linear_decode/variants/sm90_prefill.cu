@@ -90,14 +90,15 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) multiply(const __grid_const
 
 // ---- launches
 
-// What sm90_mma.py fills in. x (tokens, groups k); weights (groups, n, k), e4m3, or where they are decoded bf16.
-// quantised: room for x as it is multiplied, or where that is already; null: x itself. quantise: whether a launch writes
-// it. input_scales: of NVFP4 that quantises. early: whether the kernel ahead is one that calls programmatic::trigger.
+// x (tokens, groups k); weights (groups, n, k), e4m3, or where they are decoded bf16. quantised: room for x as it is
+// multiplied, or where that is already; null: x itself. quantise: whether a launch writes it. input_scales: of NVFP4 that
+// quantises. early: whether the kernel ahead is one that calls programmatic::trigger. The rest as Problem.
 struct Product {
     const bf16* x;
-    void *weights, *quantised;
-    const uint8_t* weight_scales;
+    const void* weights;
+    void* quantised;
     float* token_scales;
+    const uint8_t* weight_scales;
     const float *factors, *input_scales;
     bf16* out;
     int tokens, groups, n, k, scale_stride, decoded, quantise, early;
@@ -189,7 +190,12 @@ cudaError_t launch(const Product& g) {
 }  // namespace linear_prefill
 
 // -> a cudaError_t.
-extern "C" int prefill(const linear_prefill::Product* product) {
+extern "C" int prefill(const __nv_bfloat16* x, const void* weights, void* quantised, float* token_scales,
+                       const uint8_t* weight_scales, const float* factors, const float* input_scales,
+                       __nv_bfloat16* out, int tokens, int groups, int n, int k, int scale_stride, int decoded,
+                       int quantise, int early) {
     using namespace linear_prefill;
-    return product->decoded ? launch<BF16_VALUES>(*product) : launch<E4M3>(*product);
+    const Product product{x,   weights, quantised, token_scales, weight_scales, factors,  input_scales, out, tokens,
+                          groups, n,    k,         scale_stride, decoded,       quantise, early};
+    return decoded ? launch<BF16_VALUES>(product) : launch<E4M3>(product);
 }

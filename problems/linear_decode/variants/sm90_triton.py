@@ -1,6 +1,6 @@
 """sm90_triton: the Triton kernels that one would write first: weights decoded to bf16 in tl.dot's operand, k split.
 
-Three kernels a matrix: one rounds the input where it is quantised, one multiplies, a program having some rows, all
+Three kernels a matrix: one rounds the input where it is quantised, one multiplies, a program having some rows, up to 64
 tokens and a part of k, and one adds the parts up in their order. All formats' weights, with fp8's
 scales, are exact in bf16, so the products of one bf16 tl.dot are exact.
 """
@@ -81,15 +81,16 @@ def _product(
     STEP: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """sums fp32 (SPLITS, T, groups n). x: bf16 (T, groups k). scale_n: scales of a group. Program (rows, group, part of
-    k).
+    """sums fp32 (SPLITS, T, groups n). x: bf16 (T, groups k). scale_n: scales of a group. Program (rows, group, tokens
+    and part of k).
     """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
+    part = tl.program_id(2) % SPLITS
+    token = tl.program_id(2) // SPLITS * TOKENS + tl.arange(0, TOKENS)
     steps = k // STEP
-    first = tl.program_id(2) * steps // SPLITS
-    last = (tl.program_id(2) + 1) * steps // SPLITS
+    first = part * steps // SPLITS
+    last = (part + 1) * steps // SPLITS
     codes += group.to(tl.int64) * n * (k // 2 if FORMAT == "nvfp4" else k)
     scales += group.to(tl.int64) * scale_n
     total = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -99,7 +100,7 @@ def _product(
         at = token[None, :] * (groups * k) + group * k + column + tl.arange(0, STEP)[:, None]
         taken = tl.load(x + at, mask=token[None, :] < T, other=0.0)
         total = tl.dot(w, taken, total)
-    to = (tl.program_id(2) * T + token[None, :]) * (groups * n) + group * n + row[:, None]
+    to = (part * T + token[None, :]) * (groups * n) + group * n + row[:, None]
     tl.store(sums + to, total, mask=token[None, :] < T)
 
 
@@ -134,10 +135,11 @@ def _add(
 def plan(tokens: int, groups: int, n: int, k: int) -> Plan:
     """Choose by shapes only: parts of k such that there are about BUSY programs; a step stays in a block of scales."""
     step = 128 if k % 128 == 0 else 64
-    splits = 1
-    while splits < k // step // 2 and groups * n // ROWS * splits < BUSY and splits < 16:
+    columns, splits = next(count for count in (16, 32, 64) if count >= min(tokens, 64)), 1
+    programs = triton.cdiv(tokens, columns) * groups * n // ROWS
+    while splits < k // step // 2 and programs * splits < BUSY and splits < 16:
         splits *= 2
-    return Plan(16 if tokens <= 16 else 32, step, splits)
+    return Plan(columns, step, splits)
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -163,7 +165,7 @@ def _multiply(fmt: str, matrix: Matrix, v: torch.Tensor, out: torch.Tensor) -> N
     factor = sums if matrix.factor is None else matrix.factor
     scaled = matrix.input_scale is not None
     constants = product_constants(fmt, how)
-    _product[n // ROWS, groups, how.splits](
+    _product[n // ROWS, groups, how.splits * triton.cdiv(tokens, how.tokens)](
         v, matrix.codes, scales, sums, tokens, n, k, scales[0].numel(), groups, **constants, num_warps=4, num_stages=4
     )
     grid = (tokens, triton.cdiv(groups * n, COLUMNS))

@@ -119,6 +119,15 @@ def permute_scales(scales: torch.Tensor) -> torch.Tensor:
     return memory.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
 
 
+def scales_of_mxfp4(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """ue8m0 scales of MXFP4 codes, uint8 (e, n, k // 32), within 2^14 of each matrix' largest -> (scales e4m3
+    (e, n, k // 16), factors fp32 (e,)) with which NVFP4 holds the same values.
+    """
+    largest = scales.amax((1, 2))
+    powers = scales - largest[:, None, None] + 15 << 3  # 2^8 for the largest, and no subnormals
+    return powers.repeat_interleave(2, 2).view(torch.float8_e4m3fn), torch.exp2(largest.float() - (127 + 8))
+
+
 # ---- unchecked, for activations: nothing below reads a device's data on the host ----
 
 

@@ -2,12 +2,17 @@
 
 import torch
 from task import (
+    FP8_GROUP,
+    FP8_ROW_RTOL,
+    FP8_RTOL,
     LIMIT,
+    MX_BLOCK,
     NVFP4_ROW_RTOL,
     NVFP4_RTOL,
     PEER_TOL,
     ROW_RTOL,
     RTOL,
+    SPAN,
     Inputs,
     Outputs,
     Weights,
@@ -15,7 +20,7 @@ from task import (
     output_t,
 )
 
-from problems.common import check, nvfp4
+from problems.common import check, fp8, nvfp4
 
 CODE_RMS = (sum(code * code for code in nvfp4.E2M1) / 16) ** 0.5  # of random codes, 2.93
 SPREAD = 6.0  # standard deviation of gate and up: a twentieth of the gates is over LIMIT
@@ -49,8 +54,13 @@ def generate_weights(
                 fp16 holds, x 2^40 times what it is elsewhere
     zeros       an eighth of the scales, a quarter of x's blocks of 16, two rows of x (one of 3 to 5, none of fewer), a
                 third of the routing weights; of several tokens all the last one's, of several experts the last one's g2
+
+    "fp8": the scales are the powers of two next to these, within 2^SPAN, and have g in them. Differences: "subnormal",
+    2^-14 to 2^-9 of the first block's, whose codes are zeros; "extreme", 2^8 for 448; "zeros", codes, not scales.
     """
     gen = torch.Generator(device).manual_seed(seed)
+    if activation == "fp8":
+        return _mxfp4_weights(experts, hidden, inner, content, gen, device)
     column, row = _profiles(hidden, inner, content, device)
     w13 = _codes((experts, 2 * inner, hidden // 2), content, gen)
     w2 = _codes((experts, hidden, inner // 2), content, gen)
@@ -78,6 +88,61 @@ def generate_weights(
     return Weights(w13, s13, g13, w2, s2, g2, in_scale13, in_scale2, activation)
 
 
+def _mxfp4_weights(experts: int, hidden: int, inner: int, content: str, gen: torch.Generator, device: str) -> Weights:
+    column, row = _profiles(hidden, inner, content, device, MX_BLOCK)
+    spread = SPREAD * (5 if content == "clamped" else 1)
+    code = 5.0 if content == "extreme" else CODE_RMS
+    both = torch.cat([torch.zeros_like(row), row]).repeat_interleave(MX_BLOCK)[:, None]
+    out = code * spread**2 / 3 / (LARGE if content == "extreme" else 1)
+    w13 = _mxfp4(-column - both, inner, code * _size(content) / spread, column, content, gen, 1, experts)
+    w2 = _mxfp4(row.expand(hidden, -1), hidden, out, -row, content, gen, 4 if content == "magnitudes" else 1, experts)
+    if content == "zeros":
+        w2[0][1:][-1:] = 0
+    ones, scales = torch.ones(2, experts, device=device), torch.ones(2, experts, device=device)
+    return Weights(*w13, ones[0], *w2, ones[1], scales[0], scales[1], "fp8")
+
+
+def _mxfp4(
+    exponents: torch.Tensor,
+    counted: int,
+    size: float,
+    undone: torch.Tensor,
+    content: str,
+    gen: torch.Generator,
+    span: int,
+    experts: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 (E, n, k / 2), scales uint8 (E, n, k / 32). exponents: fp32 (n, k / 32) of "magnitudes"; undone:
+    those of what is multiplied. The first `counted` rows' sums have a standard deviation of 1 / size times
+    2^U(-span, span).
+    """
+    shape = exponents.shape[0], exponents.shape[1]
+    codes = _codes((experts, shape[0], shape[1] * MX_BLOCK // 2), content, gen)
+    scales = torch.empty(experts, *shape, dtype=torch.uint8, device=codes.device)
+    factors = _factors(experts, span, gen)
+    for e in range(experts):
+        exponent = _mx_exponents(exponents, content, gen)
+        blocks = codes[e].unflatten(1, (-1, MX_BLOCK // 2))
+        if content == "subnormal":
+            exponent[0, 0], blocks[0, 0] = 0, 0
+        elif content == "zeros":
+            blocks *= (torch.rand(*shape, 1, generator=gen, device=codes.device) >= 1 / 8).byte()
+        live = (exponent[1:counted] + undone).exp2().square().mean().mul(shape[1] * MX_BLOCK).sqrt()
+        scales[e] = (127 + exponent + (factors[e] / (live * size)).log2().round()).byte()
+    return codes, scales
+
+
+def _mx_exponents(exponents: torch.Tensor, content: str, gen: torch.Generator) -> torch.Tensor:
+    """fp32 (n, k / 32), integers within SPAN."""
+    if content == "magnitudes":
+        return exponents.clone()
+    low, high = {"subnormal": (-SPAN, -9), "extreme": (-6, 0)}.get(content, (-4, 2))
+    drawn = torch.randint(low, high + 1, exponents.shape, generator=gen, device=exponents.device).float()
+    if content == "extreme":
+        drawn[torch.rand(drawn.shape, generator=gen, device=drawn.device) < 1 / 8] = SPAN - 6
+    return drawn
+
+
 def generate_input(
     tokens: int,
     experts: int,
@@ -92,9 +157,10 @@ def generate_input(
 ) -> tuple[Inputs, Outputs]:
     """x in blocks as generate_weights says; routing weights U(0.1, 1), "magnitudes" +-2^U(-4, 1), 3e38 for id -1."""
     gen = torch.Generator(device).manual_seed(seed)
-    column, _ = _profiles(hidden, inner, content, device)
+    block = MX_BLOCK if activation == "fp8" else nvfp4.BLOCK
+    column, _ = _profiles(hidden, inner, content, device, block)
     x = torch.randn(tokens, hidden, generator=gen, device=device)
-    x *= column.exp2().repeat_interleave(16) * _size(content)
+    x *= column.exp2().repeat_interleave(block) * _size(content)
     weights = torch.rand(tokens, topk, generator=gen, device=device).mul_(0.9).add_(0.1)
     if content == "magnitudes":
         x *= torch.rand(tokens, 1, generator=gen, device=device).mul_(10).sub_(8).exp2_()
@@ -117,9 +183,11 @@ def rows(data: input_t, index: torch.Tensor) -> input_t:
     return data._replace(inputs=inputs, outputs=outputs)
 
 
-def _profiles(hidden: int, inner: int, content: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents fp32 (H / 16,) of x's blocks and (I / 16,) of w2's, which w13 undoes. Only shapes decide."""
-    column, row = torch.arange(hidden // 16, device=device), torch.arange(inner // 16, device=device)
+def _profiles(
+    hidden: int, inner: int, content: str, device: str, block: int = nvfp4.BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents fp32 (H / block,) of x's blocks and (I / block,) of w2's, which w13 undoes. Only shapes decide."""
+    column, row = torch.arange(hidden // block, device=device), torch.arange(inner // block, device=device)
     if content != "magnitudes":
         return torch.zeros_like(column).float(), torch.zeros_like(row).float()
     return (column * 5 % 9 - 4).float(), (row * 3 % 7).float()
@@ -195,26 +263,32 @@ def ref_kernel(data: input_t) -> torch.Tensor:
 
 def expert(weights: Weights, e: int, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
     """fp64 (n, H), what expert e adds to its tokens. x: bf16 (n, H), routing: fp32 (n,)."""
-    quantised = weights.activation == "nvfp4"
-    taken = quantised_as(x.float(), weights.in_scale13[e]) if quantised else x.double()
+    taken = quantised_as(weights.activation, x, weights.in_scale13[e])
     gate, up = (taken @ values(weights.w13[e], weights.s13[e]).T * weights.g13[e].double()).chunk(2, 1)
     v = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT) * routing.double().unsqueeze(1)
     v = v.bfloat16()
-    taken = quantised_as(v.float(), weights.in_scale2[e]) if quantised else v.double()
+    taken = quantised_as(weights.activation, v, weights.in_scale2[e])
     return taken @ values(weights.w2[e], weights.s2[e]).T * weights.g2[e].double()
 
 
 def values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """packed uint8 (n, m / 2), scales e4m3 (n, m / 16) -> fp64 (n, m), exactly: nvfp4.dequantise with a quarter of its
-    memory traffic, which is most of what checking a timed call on a GPU takes.
+    """packed uint8 (n, m / 2), scales e4m3 (n, m / 16) or ue8m0 as uint8 (n, m / 32) -> fp64 (n, m), exactly:
+    nvfp4.dequantise with a quarter of its memory traffic, which is most of what checking a timed call on a GPU takes.
     """
+    if scales.dtype == torch.uint8:
+        blocks = nvfp4.decode(packed).unflatten(-1, (-1, MX_BLOCK)).double()
+        return blocks.mul_(fp8.decode_ue8m0(scales).double().unsqueeze(-1)).flatten(-2)
     blocks = nvfp4.decode(packed).unflatten(-1, (-1, nvfp4.BLOCK))
     return blocks.mul_(scales.float().unsqueeze(-1)).flatten(-2).double()
 
 
-def quantised_as(x: torch.Tensor, in_scale: torch.Tensor) -> torch.Tensor:
-    """x: fp32 (n, m), in_scale: fp32 () -> fp64 (n, m), exactly the values of the quantised x."""
-    codes, scales = nvfp4.encode(x, in_scale.expand(len(x)))
+def quantised_as(activation: str, x: torch.Tensor, in_scale: torch.Tensor) -> torch.Tensor:
+    """x: bf16 (n, m), in_scale: fp32 () -> fp64 (n, m), exactly the values of x as a product takes it."""
+    if activation == "bf16":
+        return x.double()
+    if activation == "fp8":
+        return fp8.dequantise_groups(*fp8.quantise_groups(x, FP8_GROUP), FP8_GROUP).double()
+    codes, scales = nvfp4.encode(x.float(), in_scale.expand(len(x)))
     return nvfp4.dequantise(codes, scales, torch.float64) * in_scale.double()
 
 
@@ -250,7 +324,11 @@ def compare(data: input_t, want: torch.Tensor, output: output_t, peer: bool = Fa
 
 def _limits(activation: str, peer: bool) -> tuple[float, float]:
     """Of a row, and of all as one."""
-    row, whole = (NVFP4_ROW_RTOL, NVFP4_RTOL) if activation == "nvfp4" else (ROW_RTOL, RTOL)
+    row, whole = {
+        "bf16": (ROW_RTOL, RTOL),
+        "nvfp4": (NVFP4_ROW_RTOL, NVFP4_RTOL),
+        "fp8": (FP8_ROW_RTOL, FP8_RTOL),
+    }[activation]
     return (torch.inf, max(PEER_TOL, whole)) if peer else (row, whole)
 
 

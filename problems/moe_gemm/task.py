@@ -1,7 +1,7 @@
-"""moe_gemm: the routed experts of DeepSeek-V4 in NVFP4, from one token to thousands. Memory-bound up to some hundreds.
+"""moe_gemm: the routed experts of DeepSeek-V4 in FP4, from one token to thousands. Memory-bound up to some hundreds.
 
-Each token goes through k of E experts, two NVFP4 products with a clamped SwiGLU between them. With one expert and k = 1
-it is the shared expert.
+Each token goes through k of E experts, two products with a clamped SwiGLU between them. With one expert and k = 1 it is
+the shared expert. Weights are in NVFP4, or, as DeepSeek released them, in MXFP4 with activations in FP8.
 """
 
 import random
@@ -26,8 +26,12 @@ class Weights(NamedTuple):
     g2          fp32 (E,)
     in_scale13  fp32 (E,), positive: of the activations that meet w13[e], see Data. Means nothing in "bf16"
     in_scale2   fp32 (E,), positive: of those that meet w2[e]
-    activation  "bf16" or "nvfp4"
+    activation  "bf16", "nvfp4" or "fp8"
     A weight is code * s * g, codes and scales as in problems/common/nvfp4.py.
+
+    With "fp8" weights are in MXFP4: s13 is uint8 (E, 2 I, H / 32) and s2 uint8 (E, H, I / 32), a ue8m0 scale for each
+    32, 2^(byte - 127), bytes 1 to 254. Those of w13[e], and of w2[e], are within 2^SPAN of each other, so that e4m3
+    holds code * s exactly under one scale for the matrix. g13 and g2 are 1, in_scales mean nothing.
     """
 
     w13: torch.Tensor
@@ -72,6 +76,9 @@ class Data(NamedTuple):
     Products are summed in fp32. "nvfp4": before its product x[t] is quantised with in_scale13[e], and v with
     in_scale2[e], as nvfp4.encode of problems/common does: an e4m3 scale of amax / (6 in_scale) for each 16, codes of
     the value / (scale in_scale), to nearest, ties to even. A value is code * scale * in_scale.
+    "fp8": both are quantised as fp8.quantise_groups of problems/common does for groups of FP8_GROUP: the least power of
+    two from 2^-22 up with amax <= 448 scale, e4m3 codes of the value / scale, to nearest, ties to even. A last group
+    may have 64.
     """
 
     weights: Weights
@@ -94,10 +101,12 @@ OUTPUTS = ("out",)  # fields of Outputs, allocated and poisoned by the judge
 BATCH, INVARIANT = "tokens", ("call",)
 PRECISION = "bf16"  # of v, and of dequantised weights, which it holds exactly without g
 
-ACTIVATIONS = ("bf16", "nvfp4")
+ACTIVATIONS = ("bf16", "nvfp4", "fp8")
 ROUTERS = ("uniform", "zipf", "one", "part", "none")
 CONTENTS = ("plain", "clamped", "magnitudes", "subnormal", "extreme", "zeros")
-WEIGHT_BYTES = 0.5625  # of a weight: 4 bits, and 8 for each 16
+WEIGHT_BYTES = {"bf16": 0.5625, "nvfp4": 0.5625, "fp8": 0.53125}  # of a weight: 4 bits, and 8 for each 16 or 32
+FP8_GROUP, MX_BLOCK = 128, 32  # values of "fp8" that share a scale: of activations, of weights
+SPAN = 14  # binades between the scales of a matrix of "fp8"
 
 
 @dataclass(frozen=True)
@@ -146,11 +155,11 @@ class Case:
         return self._bytes(len(inputs.topk_ids[inputs.topk_ids >= 0].unique()))
 
     def _bytes(self, experts_hit: float) -> int:
-        weights = experts_hit * 3 * self.hidden * self.inner * WEIGHT_BYTES
+        weights = experts_hit * 3 * self.hidden * self.inner * WEIGHT_BYTES[self.activation]
         return round(weights) + self.tokens * (2 * 2 * self.hidden + 2 * 4 * self.topk)
 
     def weight_bytes(self) -> int:
-        return round(3 * self.experts * self.hidden * self.inner * WEIGHT_BYTES)
+        return round(3 * self.experts * self.hidden * self.inner * WEIGHT_BYTES[self.activation])
 
     def flops(self) -> int:
         """Of all slots, as if none were -1."""
@@ -185,11 +194,11 @@ AXES = (
     (1, 2, 3, 7, 64, 129),  # T
     ((1, 1), (2, 2), (8, 6), (17, 1), (256, 6)),  # E and k
     CONTENTS,
-    ACTIVATIONS * 2,  # each is in about half of the tests
+    ("bf16", "nvfp4") * 2,  # each is in about half of these tests
     ROUTERS[:-1],
     ((192, 64), (128, 192), (384, 64), (64, 320)),  # H and I
 )
-NVFP4_INNER = {1: 448, 2: 320, 6: 128}  # least I by k: of few values, one on the other side of a rounding is much
+LEAST_INNER = {1: 448, 2: 320, 6: 128}  # by k, if quantised: of few values, one on the other side of a rounding is much
 
 
 def tests(seed: int) -> list[Case]:
@@ -197,9 +206,10 @@ def tests(seed: int) -> list[Case]:
     rng = random.Random(seed)
     rows = [*AllPairs([rng.sample(levels, len(levels)) for levels in AXES])]
     rows[:0] = [*rows[0][:4], "none", rows[0][5]], [1000, *rows[1][1:]]
+    rows += [(*row[:3], "fp8", *row[4:]) for row in rows[1::4]]
     return _cases(
         *(
-            (t, e, k, h, max(i, NVFP4_INNER[k] * (kind == "nvfp4")), kind, router, content)
+            (t, e, k, h, max(i, LEAST_INNER[k] * (kind != "bf16")), kind, router, content)
             for t, (e, k), content, kind, router, (h, i) in rows
         ),
         seed=seed,
@@ -221,6 +231,13 @@ TESTS = _cases(
     seed=1000,
 )
 TESTS += tests(4800)  # of all but the first some output is not zero
+TESTS += _cases(
+    (64, 8, 2, 320, 704, "fp8", "zipf", "plain"),
+    (300, 17, 6, 192, 448, "fp8", "uniform", "subnormal"),
+    (1000, 256, 6, 64, 320, "fp8", "part", "clamped"),  # neighbours without tokens
+    (129, 2, 2, 1088, 320, "fp8", "one", "magnitudes"),  # of all tokens: items of more than 128
+    seed=2000,
+)
 
 _FLASH = (256, 6, 4096, 2048)  # E, k, H, I of V4-Flash
 _SHARED = (1, 1, 4096, 2048)
@@ -234,7 +251,9 @@ BENCHMARKS = _cases(
 )
 # A tensor core of sm100 takes FP4 on both sides, so there the format with FP4 activations is timed.
 BENCHMARKS_SM100 = [Case(**{**vars(case), "activation": "nvfp4"}) for case in BENCHMARKS]
-ONLY_BY_TARGET = {"sm100": {"activation": "nvfp4"}}  # what a variant for that target may be confined to
+BENCHMARKS += _cases(*((t, *_FLASH, "fp8", "uniform", "plain") for t in (256, 1024, 4096)), seed=1131)
+# What variants for a target may be confined to.
+ONLY_BY_TARGET = {"sm100": {"activation": "nvfp4"}, "cpu": {"activation": ("bf16", "nvfp4")}}
 BENCHMARKS_CPU = _cases(*((t, 8, 2, 1024, 512, "bf16", "uniform", "plain") for t in (1, 8, 64, 256)), seed=1111)
 
 # Relative errors in the 2-norm. Rounding v and out to bf16 costs 1.65e-3 each on average: an honest kernel has 1.7e-3
@@ -248,6 +267,12 @@ PEER_TOL = 1e-2  # of peers, of all rows as one; rows have no separate bound
 # one of "zeros", with few values. To quantise v without rounding it to bf16 first is another function: 2.5e-2 in all.
 NVFP4_RTOL = 2e-2
 NVFP4_ROW_RTOL = 0.1
+# "fp8": Hopper's FP8 tensor cores cut addends 2^-13 below the largest, so that sums of 128 products, added up in fp32,
+# are off by 2^-12 of a sum's standard deviation. An error d puts a value on the other side of a rounding to e4m3, whose
+# steps are s = 2^-4 to 2^-3, in d / s of all cases, and then costs s: sqrt(d s) = 5e-3 in all. Seen with 2^-12: 5e-3,
+# rows to 4e-2; with 2^-11 1e-2 and 4e-2. Without quantising x 5e-2 are seen, without quantising v 2.2e-2 and more.
+FP8_RTOL = 1.5e-2
+FP8_ROW_RTOL = 8e-2
 
 
 def unpack(data: Data) -> Sizes:
@@ -276,12 +301,13 @@ def unpack_weights(weights: Weights) -> tuple[int, int, int, str]:
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {weights.activation!r}")
     u8, e4m3, fp32 = torch.uint8, torch.float8_e4m3fn, torch.float32
+    scale, block = (u8, MX_BLOCK) if weights.activation == "fp8" else (e4m3, 16)
     wanted = (
         (u8, (e, 2 * i, h // 2)),
-        (e4m3, (e, 2 * i, h // 16)),
+        (scale, (e, 2 * i, h // block)),
         (fp32, (e,)),
         (u8, (e, h, i // 2)),
-        (e4m3, (e, h, i // 16)),
+        (scale, (e, h, i // block)),
         (fp32, (e,)),
         (fp32, (e,)),
         (fp32, (e,)),

@@ -136,6 +136,12 @@ def check_expert(fmt: str, tokens: int, shapes: tuple[str, str], device: str = "
     assert torch.equal(found[0][-1], found[1][0])
 
 
+def serves(file: Path, case: object) -> bool:
+    """Whether the variant's ONLY, if it has one, admits the case."""
+    only = load.constants(file, "ONLY").get("ONLY", {})
+    return all(getattr(case, field) in (some if isinstance(some, tuple) else (some,)) for field, some in only.items())
+
+
 def leaves(value: tuple, above: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of a call's tuples, with the names and numbers that lead to it: "weights.links.0.0.codes"."""
     for name, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True):

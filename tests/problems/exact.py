@@ -19,10 +19,10 @@ def bf16(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float64).bfloat16())
 
 
-def nvfp4_row(packed: list[int], scales: list[int], factor: float = 1.0) -> list[float]:
-    """Values of packed e2m1 codes with e4m3 scales, times a factor."""
+def nvfp4_row(packed: list[int], scales: list[int], factor: float = 1.0, form: Format = NVFP4) -> list[float]:
+    """Values of packed e2m1 codes with e4m3 scales, or another format's, times a factor."""
     codes = [code for byte in packed for code in (byte & 15, byte >> 4)]
-    return [NVFP4.value(code, scales[i // 16]) * factor for i, code in enumerate(codes)]
+    return [form.value(code, scales[i // form.group]) * factor for i, code in enumerate(codes)]
 
 
 def quantised(x: list[float], form: Format, input_scale: float = 1.0) -> list[float]:

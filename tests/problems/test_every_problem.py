@@ -75,7 +75,7 @@ def test_unpack_names_the_tensor_that_is_wrong(name):
         ("mhc_site", "y", lambda t: t[:, :32].contiguous(), "y"),
         ("mhc_site", "second", lambda t: t.half(), "second"),
         ("mhc_site", "second", lambda t: t.new_zeros(1, 64), "second"),
-        ("moe_gemm", "weights.activation", lambda _: "fp8", "activation"),
+        ("moe_gemm", "weights.activation", lambda _: "int8", "activation"),
         ("moe_gemm", "weights.w13", lambda t: t[:, :100].contiguous(), "w13"),
         ("moe_gemm", "inputs.topk_ids", lambda t: t[:, :0], "topk_ids"),
         ("moe_gemm", "inputs", lambda i: i._make((i[0], *(t.repeat(1, 3) for t in i[1:]))), "topk_ids"),
@@ -100,7 +100,7 @@ OUT_OF_BOUNDS = {
     "linear_decode": ({"format": "fp4"}, {"content": "other"}, {"tokens": 0}, {"tokens": 8193}),
     "mhc_site": ({"tokens": 0}, {"hidden": 96}, {"content": "other"}, {"addends": "fp8"}),
     "moe_gemm": (
-        *({"activation": "fp8"}, {"router": "random"}, {"content": "other"}, {"hidden": 96}, {"inner": 0}),
+        *({"activation": "int8"}, {"router": "random"}, {"content": "other"}, {"hidden": 96}, {"inner": 0}),
         *({"tokens": 0}, {"topk": 5}, {"topk": 0}),
     ),
     "nvfp4_gemv": ({"k": 96}, {"k": 0}, {"m": 0}, {"l": 0}),  # refused by the generator

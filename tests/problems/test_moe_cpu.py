@@ -128,7 +128,7 @@ def test_a_bf16_loses_at_most_a_32768th_of_its_blocks_largest(name, folder, size
     assert float(values.abs().max()) < 32768
 
 
-@pytest.mark.parametrize("activation", task.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
 def test_results_do_not_depend_on_the_number_of_threads(name, folder, activation):
     data = made(case(300, 5, 3, activation))
     seen = []

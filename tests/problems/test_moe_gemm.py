@@ -10,8 +10,8 @@ import torch
 from problems.common import load, nvfp4
 from tests.problems import cases
 from tests.problems.cases import named
-from tests.problems.exact import dot, nvfp4_row, quantised
-from tests.support.formats import NVFP4
+from tests.problems.exact import FP8, dot, nvfp4_row, quantised
+from tests.support.formats import MXFP4, NVFP4
 from tests.support.marks import first
 
 NAME = "moe_gemm"
@@ -45,13 +45,14 @@ def test_tests_have_the_sizes_that_kernels_fail_at():
     for some in (task.TESTS, task.tests(1), task.tests(2)):
         assert all(case.hidden != case.inner for case in some)
         assert all(sum(getattr(case, name) % 128 == 64 for case in some) > 9 for name in ("hidden", "inner"))
-        assert all(case.topk * case.inner >= 448 for case in some if case.activation == "nvfp4")
+        assert all(case.topk * case.inner >= 448 for case in some if case.activation != "bf16")
 
 
 def test_cases_say_what_they_move_and_compute():
     one = task.BENCHMARKS[0]
     assert one.flops() == 6 * 6 * 4096 * 2048
     assert one.bytes_moved() == 6 * 3 * 4096 * 2048 * 9 // 16 + 4 * 4096 + 48
+    assert dataclasses.replace(one, activation="fp8").bytes_moved() == 6 * 3 * 4096 * 2048 * 17 // 32 + 4 * 4096 + 48
     assert dataclasses.replace(SMALL, router="one", tokens=50).experts_hit() == 2
     assert dataclasses.replace(SMALL, topk=4).experts_hit() == 4
 
@@ -74,7 +75,7 @@ def test_as_many_experts_are_hit_as_expected(router, tokens, topk):
     assert math.isclose(sum(hit) / len(hit), case.experts_hit(), rel_tol=0.04)
 
 
-@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("activation", task.ACTIVATIONS)
 @pytest.mark.parametrize("content", ["plain", "magnitudes", "zeros"])
 def test_reference_is_the_sum_over_the_bytes_in_memory(activation, content):
     data = made(tokens=2, activation=activation, content=content)
@@ -82,23 +83,25 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(activation, content):
     out = reference.ref_kernel(data)
     w, (x, ids, routing), _ = data
     w13, s13, w2, s2 = (t.view(torch.uint8).tolist() for t in (w.w13, w.s13, w.w2, w.s2))
+    form, rows = {"bf16": None, "nvfp4": NVFP4, "fp8": FP8}[activation], MXFP4 if activation == "fp8" else NVFP4
     for t in range(2):
         want = [0.0] * 64
         for j in range(2):
             if (e := int(ids[t, j])) < 0:
                 continue
             taken = x[t].tolist()
-            if activation == "nvfp4":
-                taken = quantised(taken, NVFP4, float(w.in_scale13[e]))
-            both = [dot(nvfp4_row(w13[e][i], s13[e][i], float(w.g13[e])), taken) for i in range(256)]
+            if form:
+                taken = quantised(taken, form, float(w.in_scale13[e]))
+            both = [dot(nvfp4_row(w13[e][i], s13[e][i], float(w.g13[e]), rows), taken) for i in range(256)]
             v = []
             for gate, up in zip(both[:128], both[128:], strict=True):
                 gate, up = min(gate, 10.0), max(-10.0, min(up, 10.0))
                 v.append(gate / (1 + math.exp(-gate)) * up * float(routing[t, j]))
             v = torch.tensor(v, dtype=torch.float64).bfloat16().tolist()
-            if activation == "nvfp4":
-                v = quantised(v, NVFP4, float(w.in_scale2[e]))
-            want = [sum_ + dot(nvfp4_row(w2[e][h], s2[e][h], float(w.g2[e])), v) for h, sum_ in enumerate(want)]
+            if form:
+                v = quantised(v, form, float(w.in_scale2[e]))
+            parts = [dot(nvfp4_row(w2[e][h], s2[e][h], float(w.g2[e]), rows), v) for h in range(64)]
+            want = [sum_ + part for sum_, part in zip(want, parts, strict=True)]
         torch.testing.assert_close(out[t], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10)
 
 
@@ -110,7 +113,10 @@ def test_generated_data_is_what_the_task_says(case):
     w = data.weights
     for packed, scales in ((w.w13, w.s13), (w.w2, w.s2)):
         assert len((packed & 15).unique()) == len((packed >> 4).unique()) == 16
-        nvfp4.check_scales(scales)
+        if case.activation == "fp8":
+            assert int(scales.flatten(1).amax(1).sub(scales.flatten(1).amin(1)).max()) <= task.SPAN
+        else:
+            nvfp4.check_scales(scales)
     for tensor in (data.inputs.x.float(), data.inputs.topk_weights, w.g13, w.g2, w.in_scale13, w.in_scale2):
         assert bool(torch.isfinite(tensor).all())
     assert bool((w.in_scale13 > 0).all()) and bool((w.in_scale2 > 0).all())
@@ -160,15 +166,13 @@ def emulated(data: object, v_rounded: bool = True, sums_rounded: bool = False, o
     for e in ids[ids >= 0].unique().tolist():
         rows, slots = (ids == e).nonzero(as_tuple=True)
         y = x[rows].float()
-        if w.activation == "nvfp4":
-            y = nvfp4.round_trip(y, w.in_scale13[e].expand(len(y)))
+        y = baseline.taken(w.activation, y[None], w.in_scale13[e : e + 1])[0]
         both = y @ baseline.decoded(w.w13[e], w.s13[e]).T * w.g13[e]
         both *= 1 + off * torch.randn(both.shape, generator=gen)
         gate, up = (both.bfloat16().float() if sums_rounded else both).chunk(2, 1)
         v = torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10) * routing[rows, slots].unsqueeze(1)
         v = v.bfloat16().float() if v_rounded else v
-        if w.activation == "nvfp4":
-            v = nvfp4.round_trip(v, w.in_scale2[e].expand(len(v)))
+        v = baseline.taken(w.activation, v[None], w.in_scale2[e : e + 1])[0]
         part = v @ baseline.decoded(w.w2[e], w.s2[e]).T * w.g2[e]
         total.index_add_(0, rows, part.bfloat16().float() if sums_rounded else part)
     return total.bfloat16()
@@ -177,18 +181,19 @@ def emulated(data: object, v_rounded: bool = True, sums_rounded: bool = False, o
 @each_case
 def test_honest_rounding_passes_with_room(case):
     data, want = solved(case)
-    is_nvfp4 = case.activation == "nvfp4"
-    most, room = (5e-3, 0.7) if is_nvfp4 else (3e-3, 0.5)
-    for how in ({"off": 0.0}, {"off": 1e-6}) if is_nvfp4 else ({"v_rounded": True}, {"v_rounded": False}):
+    off = {"bf16": 0, "nvfp4": 1e-6, "fp8": 2.0**-12}[case.activation]  # of sums, fp8's by tensor cores
+    most, room = {"bf16": (3e-3, 0.5), "nvfp4": (5e-3, 0.7), "fp8": (0.01, 0.7)}[case.activation]
+    for how in ({"off": 0.0}, {"off": off}) if off else ({"v_rounded": True}, {"v_rounded": False}):
         result = reference.compare(data, want, emulated(data, **how))
         assert result.ok and result.rel < most and result.worst_abs <= room * result.worst_tol, result
-    if not is_nvfp4:
+    if not off:
         result = reference.compare(data, want, emulated(data, sums_rounded=True), peer=True)
         assert result.ok and result.rel < 5e-3, result
 
 
 def test_a_row_beyond_its_bound_is_refused_and_one_within_is_not():
-    for activation, bound in (("bf16", task.ROW_RTOL), ("nvfp4", task.NVFP4_ROW_RTOL)):
+    bounds = ("bf16", task.ROW_RTOL), ("nvfp4", task.NVFP4_ROW_RTOL), ("fp8", task.FP8_ROW_RTOL)
+    for activation, bound in bounds:
         data, want = solved(of_content("plain", activation, tokens=64))
         noise = torch.randn(want.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         for share, ok in ((0.9, True), (1.2, False)):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from task import Weights, input_t, output_t, unpack_call, unpack_weights
 
-from problems.common import build, early, load, tma
+from problems.common import build, early, load, nvfp4, tma
 
 TARGETS = ("sm90", "sm100")  # sm100: only the kernel for few tokens, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -48,6 +48,9 @@ def compile_for(target: str) -> list[build.Artefact]:
 def prepare(weights: Weights) -> State:
     """Units of both matrices. ValueError as unpack_weights says; RuntimeError: the launch."""
     unpack_weights(weights)
+    if weights.activation == "fp8":
+        (s13, g13), (s2, g2) = map(nvfp4.scales_of_mxfp4, (weights.s13, weights.s2))
+        return prepare_fp8(weights._replace(s13=s13, g13=g13, s2=s2, g2=g2, activation="bf16"))
     w13, w2 = _both(weights)
     return _state(w13, w2, [scale.clone() for scale in _scales(weights)], weights.activation)
 

@@ -3,7 +3,8 @@
 Five kernels a call: routing tables, gate and up with the clamped SwiGLU behind them, down into fp32 by slot, and a sum
 over a token's slots. (A slot is t * k + j.) A program of a product owns some rows of one expert's weights and a tile of
 its slots, and the slots are the columns of tl.dot, so that few of them waste little. Weights go from codes to bf16
-anew for each tile. "nvfp4" quantises the slots' values in separate kernels before either product.
+anew for each tile. "nvfp4" and "fp8" quantise the slots' values in separate kernels before either product; MXFP4
+weights are read as NVFP4, with scales that prepare makes.
 """
 
 import math
@@ -13,10 +14,10 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from task import BENCHMARKS, LIMIT, Sizes, input_t, output_t, unpack
+from task import BENCHMARKS, FP8_GROUP, LIMIT, Sizes, Weights, input_t, output_t, unpack_call, unpack_weights
 from triton.compiler import ASTSource
 
-from problems.common import build
+from problems.common import build, nvfp4
 from problems.common.triton_dsl import cubin
 
 TARGETS = ("sm90", "sm100")
@@ -136,6 +137,21 @@ def _quantise(x, ids, in_scale, out, N, E, TOPK: tl.constexpr, COLUMNS: tl.const
     doubled = tl.div_rn(value * 2, power)
     code = ((doubled + ROUND) - ROUND) * power * 0.5
     result = tl.reshape(code * scale[:, None], (COLUMNS,))
+    tl.store(out + slot * N + column, result.to(tl.bfloat16), mask=column < N)
+
+
+@triton.jit
+def _quantise_fp8(x, out, N, TOPK: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """out bf16 (S, N): what fp8.round_trip makes of the values that slot s takes. As _quantise."""
+    slot = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value = tl.load(x + slot // TOPK * N + column, mask=column < N, other=0.0).to(tl.float32)
+    value = tl.reshape(value, (COLUMNS // GROUP, GROUP))
+    largest = tl.maximum(tl.max(tl.abs(value), 1), 1e-4)
+    wanted = tl.div_rn(largest, tl.full((COLUMNS // GROUP,), 448.0, tl.float32)).to(tl.int32, bitcast=True)
+    scale = ((wanted + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
+    scale = tl.broadcast_to(scale[:, None], (COLUMNS // GROUP, GROUP))
+    result = tl.reshape(tl.div_rn(value, scale).to(tl.float8e4nv).to(tl.float32) * scale, (COLUMNS,))
     tl.store(out + slot * N + column, result.to(tl.bfloat16), mask=column < N)
 
 
@@ -293,12 +309,25 @@ def _product(rows: int, length: int, tile: int, tiles: float, most: int) -> Prod
     return Product(count, step, 8 if tile == 128 else 4, 3 if tile == 128 else 4)
 
 
+def prepare(weights: Weights) -> Weights:
+    """The weights themselves, MXFP4 with NVFP4's scales. ValueError as unpack_weights says."""
+    unpack_weights(weights)
+    if weights.activation != "fp8":
+        return weights
+    (s13, g13), (s2, g2) = map(nvfp4.scales_of_mxfp4, (weights.s13, weights.s2))
+    return weights._replace(s13=s13, g13=g13, s2=s2, g2=g2)
+
+
 def custom_kernel(data: input_t) -> output_t:
-    """Write data.outputs.out, bf16 (T, H), and return it. ValueError as unpack says."""
-    sizes = unpack(data)
+    """Write data.outputs.out, bf16 (T, H), and return it; data.weights is what prepare returned. ValueError as
+    unpack_call says.
+    """
     weights, (x, ids, routing), (out,) = data
-    hidden, inner, experts = sizes.hidden, sizes.inner, sizes.experts
-    slots, how, quantised = sizes.tokens * sizes.topk, plan(sizes), sizes.activation == "nvfp4"
+    experts, hidden, inner = len(weights.w13), 2 * weights.w13.shape[2], 2 * weights.w2.shape[2]
+    tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
+    sizes = Sizes(tokens, experts, topk, hidden, inner, weights.activation)
+    slots, how, quantised = tokens * topk, plan(sizes), sizes.activation != "bf16"
+    by_in_scale = sizes.activation == "nvfp4"
     tables = torch.empty(2 * how.tiles + experts + slots, dtype=torch.int32, device=x.device)
     lists = tables.split([how.tiles, how.tiles, experts, slots])  # tiles, firsts, ends, order
     v = x.new_empty(slots, inner)
@@ -309,6 +338,9 @@ def custom_kernel(data: input_t) -> output_t:
 
     def quantise(values: torch.Tensor, width: int, in_scale: torch.Tensor, topk: int, result: torch.Tensor) -> None:
         grid = (slots, triton.cdiv(width, COLUMNS))
+        if not by_in_scale:
+            _quantise_fp8[grid](values, result, width, TOPK=topk, COLUMNS=COLUMNS, GROUP=FP8_GROUP)
+            return
         _quantise[grid](values, ids, in_scale, result, width, experts, TOPK=topk, COLUMNS=COLUMNS)
 
     taken, each = x, sizes.topk
@@ -327,7 +359,7 @@ def custom_kernel(data: input_t) -> output_t:
         inner,
         TOPK=each,
         LIMIT=LIMIT,
-        **product_constants(how, how.up, quantised),
+        **product_constants(how, how.up, by_in_scale),
         num_warps=how.up.warps,
         num_stages=how.up.stages,
     )
@@ -342,7 +374,7 @@ def custom_kernel(data: input_t) -> output_t:
         inner,
         inner // 2,
         inner // 16,
-        **product_constants(how, how.down, quantised),
+        **product_constants(how, how.down, by_in_scale),
         num_warps=how.down.warps,
         num_stages=how.down.stages,
     )
@@ -374,6 +406,7 @@ def compile_for(target: str) -> list[build.Artefact]:
             (_down, down, how.down.warps, how.down.stages),
             (_combine, {"TOPK": sizes.topk, "COLUMNS": COLUMNS}, 4, 3),
             (_quantise, {"TOPK": sizes.topk, "COLUMNS": COLUMNS}, 4, 3),
+            (_quantise_fp8, {"TOPK": sizes.topk, "COLUMNS": COLUMNS, "GROUP": FP8_GROUP}, 4, 3),
         ):
             made[f"{kernel.__name__} {constant} {warps} {stages}"] = kernel, constant, warps, stages
     return [_cubin(*what, target) for what in made.values()]

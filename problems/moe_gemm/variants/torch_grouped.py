@@ -1,9 +1,9 @@
 """torch_grouped: tokens in tiles of one expert, weights decoded and multiplied in torch. The baseline of the ratios."""
 
 import torch
-from task import LIMIT, Weights, input_t, output_t, unpack
+from task import FP8_GROUP, LIMIT, MX_BLOCK, Weights, input_t, output_t, unpack
 
-from problems.common import nvfp4
+from problems.common import fp8, nvfp4
 
 TARGETS = ("cpu", "sm90", "sm100")
 MOST_SLOTS = 128  # of a tile
@@ -11,21 +11,33 @@ AT_ONCE = 64  # tiles, each with its expert's weights in fp32: 4.3 GB for V4-Fla
 
 
 def decoded(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """packed uint8 (n, m / 2), scales e4m3 (n, m / 16) -> fp32 (n, m), exactly, but for g."""
+    """packed uint8 (n, m / 2), scales e4m3 (n, m / 16) or ue8m0 as uint8 (n, m / 32) -> fp32 (n, m), exactly, but for
+    g.
+    """
+    if scales.dtype == torch.uint8:
+        values = nvfp4.decode(packed).unflatten(-1, (-1, MX_BLOCK))
+        return values.mul_(fp8.decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
     values = nvfp4.decode(packed).unflatten(-1, (-1, nvfp4.BLOCK))
     return values.mul_(scales.float().unsqueeze(-1)).flatten(-2)
 
 
+def taken(activation: str, x: torch.Tensor, in_scale: torch.Tensor) -> torch.Tensor:
+    """x: fp32 (c, b, m), in_scale: fp32 (c,) -> fp32 (c, b, m), as a product takes x."""
+    if activation == "bf16":
+        return x
+    if activation == "fp8":
+        return fp8.round_trip(x, FP8_GROUP)
+    return nvfp4.round_trip(x, in_scale.view(-1, 1).expand(x.shape[:2]))
+
+
 def experts(weights: Weights, e: torch.Tensor, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
     """fp32 (c, b, H), what experts e, int64 (c,), add to b slots each. x: bf16 (c, b, H), routing: fp32 (c, b, 1)."""
-    quantised = weights.activation == "nvfp4"
     # In fp32: torch rounds the output of bf16 products to bf16.
-    x = nvfp4.round_trip(x.float(), weights.in_scale13[e].view(-1, 1).expand(x.shape[:2])) if quantised else x.float()
+    x = taken(weights.activation, x.float(), weights.in_scale13[e])
     g13, g2 = (g[e].view(-1, 1, 1) for g in (weights.g13, weights.g2))
     gate, up = (x @ decoded(weights.w13[e], weights.s13[e]).mT).mul_(g13).chunk(2, -1)
     v = torch.nn.functional.silu(gate.clamp(max=LIMIT)).mul_(up.clamp(-LIMIT, LIMIT)).mul_(routing).bfloat16().float()
-    if quantised:
-        v = nvfp4.round_trip(v, weights.in_scale2[e].view(-1, 1).expand(v.shape[:2]))
+    v = taken(weights.activation, v, weights.in_scale2[e])
     return (v @ decoded(weights.w2[e], weights.s2[e]).mT).mul_(g2)
 
 

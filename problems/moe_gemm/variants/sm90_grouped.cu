@@ -3,6 +3,7 @@
 
 #include "sm90_decode.cuh"
 #include "sm90_dense.cuh"
+#include "sm90_mxfp4_run.cuh"
 #include "sm90_prefill_run.cuh"
 
 extern "C" {
@@ -51,6 +52,23 @@ int dense_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, const
                   const int* ids, const float* routing, __nv_bfloat16* out, void* workspace, int* met, int tokens,
                   int hidden, int inner) {
     return dense::run(w13, g13, w2, g2, x, ids, routing, out, workspace, met, tokens, hidden, inner);
+}
+
+// Units of MXFP4 weights, of rows by columns in each of `matrices`, whose largest scales are `largest`.
+int repack_mxfp4(const uint8_t* packed, const uint8_t* scales, const uint8_t* largest, uint8_t* to, int matrices,
+                 int rows, int columns, int interleaved) {
+    return mxfp4::repack(packed, scales, largest, to, matrices, rows, columns, interleaved);
+}
+
+// As above, for these and FP8 activations, with any number of tokens.
+int mxfp4_workspace(int tokens, int topk, int experts, int hidden, int inner) {
+    return static_cast<int>((mxfp4::Workspace(nullptr, tokens, topk, experts, hidden, inner).bytes + 1023) / 1024);
+}
+
+int mxfp4_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, const float* g2, const __nv_bfloat16* x,
+                  const int* ids, const float* routing, __nv_bfloat16* out, void* workspace, int tokens, int topk,
+                  int experts, int hidden, int inner) {
+    return mxfp4::run(w13, g13, w2, g2, x, ids, routing, out, workspace, tokens, topk, experts, hidden, inner);
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ from problems.common import build, early, load, nvfp4, tma
 TARGETS = ("sm90", "sm100")  # sm100: only the kernel for few tokens, which has no wgmma
 SOURCE = Path(__file__).with_suffix(".cu")
 UNIT = 1152  # bytes of 32 rows by 64 columns, see nvfp4_units.cuh
+MXFP4_UNIT = 2176  # bytes of 32 rows by 128 columns, see sm90_mxfp4_units.cuh
 BOX = 8  # unit rows that a copy of the kernel for many brings
 MOST_TOKENS = 256  # of a launch of the kernel for few
 MOST_WITH_SHARED = 32  # tokens of a call of `with_shared`: more pass over the shared expert's weights too often
@@ -40,15 +41,28 @@ class State(NamedTuple):
     activation: str
 
 
+class Mxfp4State(NamedTuple):
+    """The same of weights in MXFP4 on Hopper: units, and the power of two that they leave out of each matrix."""
+
+    w13: torch.Tensor  # uint8 (E, ceil(2 I / 256), ceil(H / 128), 8, 2176)
+    g13: torch.Tensor
+    w2: torch.Tensor  # uint8 (E, ceil(H / 256), ceil(I / 128), 8, 2176)
+    g2: torch.Tensor
+    hidden: int
+    inner: int
+
+
 def compile_for(target: str) -> list[build.Artefact]:
     """Compile for `target`, without a GPU."""
     return [build.cuda(SOURCE, target)]
 
 
-def prepare(weights: Weights) -> State:
+def prepare(weights: Weights) -> "State | Mxfp4State":
     """Units of both matrices. ValueError as unpack_weights says; RuntimeError: the launch."""
     unpack_weights(weights)
     if weights.activation == "fp8":
+        if load.device_target(weights.w13.device) == "sm90":
+            return _prepare_mxfp4(weights)
         (s13, g13), (s2, g2) = map(nvfp4.scales_of_mxfp4, (weights.s13, weights.s2))
         return prepare_fp8(weights._replace(s13=s13, g13=g13, s2=s2, g2=g2, activation="bf16"))
     w13, w2 = _both(weights)
@@ -123,6 +137,9 @@ def custom_kernel(data: input_t) -> output_t:
     ValueError as unpack_call says, or H or I over 8192; RuntimeError: the launch.
     """
     state, (x, ids, routing), (out,) = data
+    if isinstance(state, Mxfp4State):
+        _run_mxfp4(data)
+        return out
     hidden, inner = _sizes(state)
     tokens, topk = unpack_call(data.inputs, data.outputs, hidden)
     experts, target = len(state.w13), load.device_target(x.device)
@@ -207,6 +224,36 @@ def _run(kernel: str, state: State, data: input_t, sizes: tuple[int, ...]) -> No
     sizes = (*sizes, FORMS.index(state.activation)) if many else sizes
     run = artefact.function(f"{kernel}_experts", *[c_void_p] * (4 + len(others)), *[c_int] * len(sizes))
     build.check(run(w13, state.g13.data_ptr(), w2, state.g2.data_ptr(), *others, *sizes), f"{kernel}_experts")
+
+
+def _run_mxfp4(data: input_t) -> None:
+    state, (x, ids, routing), (out,) = data
+    sizes = (*unpack_call(data.inputs, data.outputs, state.hidden), len(state.w13), state.hidden, state.inner)
+    artefact = build.cuda(SOURCE, "sm90")
+    kib = artefact.function("mxfp4_workspace", *[c_int] * 5)(*sizes)
+    scratch = torch.empty(kib, 1024, dtype=torch.uint8, device=x.device)
+    run = artefact.function("mxfp4_experts", *[c_void_p] * 9, *[c_int] * 5)
+    build.check(run(*(t.data_ptr() for t in (*state[:4], x, ids, routing, out, scratch)), *sizes), "mxfp4_experts")
+
+
+def _prepare_mxfp4(weights: Weights) -> Mxfp4State:
+    _, hidden, inner, _ = unpack_weights(weights)
+    w13, w2 = _mxfp4_units(True, weights.w13, weights.s13), _mxfp4_units(False, weights.w2, weights.s2)
+    return Mxfp4State(*w13, *w2, hidden, inner)
+
+
+def _mxfp4_units(interleaved: bool, packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (E, rows, columns / 2) and scales (E, rows, columns / 32) -> units, and fp32 (E,), 2^6 below the largest
+    scales.
+    """
+    experts, rows, columns = packed.shape[0], packed.shape[1], 2 * packed.shape[2]
+    shape = experts, (rows + 255) // 256, (columns + 127) // 128, 8, MXFP4_UNIT
+    units = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+    largest = scales.amax((1, 2))
+    run = build.cuda(SOURCE, "sm90").function("repack_mxfp4", *[c_void_p] * 4, *[c_int] * 4)
+    pointers = (tensor.data_ptr() for tensor in (packed, scales, largest, units))
+    build.check(run(*pointers, experts, rows, columns, interleaved), "repack_mxfp4")
+    return units, torch.exp2(largest.float() - (127 + 6))
 
 
 def _units(interleaved: bool, *parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

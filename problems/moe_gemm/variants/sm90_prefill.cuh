@@ -34,7 +34,8 @@ namespace prefill {
 // ---- consumers: warpgroups
 
 // The thread that stores: wait until its last bulk copy is written, and count that for the item.
-__device__ __forceinline__ void finish_store(const Problem& p, uint32_t stored) {
+template <class P>
+__device__ __forceinline__ void finish_store(const P& p, uint32_t stored) {
     const int item = int(load_shared(stored)) - 1;
     if (item < 0) return;
     tma_store_wait();

@@ -106,8 +106,8 @@ __device__ __forceinline__ void stage_inner(float (&d)[PARTS][SUMS], int count, 
 
 // d of the second product, 64 PARTS features -> parts, by way of staging, half of the tokens at a time. slots: of the
 // item, in shared memory. features: that exist, of this warpgroup's, from `first` on.
-template <int PARTS, int SUMS>
-__device__ __forceinline__ void write_parts(const Problem& p, const float (&d)[PARTS][SUMS], int count, float factor,
+template <class P, int PARTS, int SUMS>
+__device__ __forceinline__ void write_parts(const P& p, const float (&d)[PARTS][SUMS], int count, float factor,
                                             int first, int features, uint32_t slots, uint32_t staging, int barrier) {
     // At once a warp stores 16 PARTS features of AT_ONCE tokens, and 128 threads read as many tokens' features.
     constexpr int AT_ONCE = 16 / PARTS, HALF = SUMS, ROW = 128 * PARTS;  // tokens, tokens, bytes

@@ -8,8 +8,8 @@ namespace prefill {
 // ---- tiles
 
 // Publish the block's next tile, which is the one of that index: items by blocks of rows, of w13, then of w2.
-template <class F>
-__device__ __forceinline__ Tile publish_tile(const Problem& p, uint32_t smem, PipelineState<2> turn, unsigned index,
+template <class F, class P>
+__device__ __forceinline__ Tile publish_tile(const P& p, uint32_t smem, PipelineState<2> turn, unsigned index,
                                              unsigned items) {
     int product = FIRST;
     unsigned blocks = p.product[FIRST].blocks;
@@ -45,7 +45,8 @@ __device__ __forceinline__ void release_tile(uint32_t smem, PipelineState<2>& tu
 // ---- producer: one thread
 
 // Until all of the first product of an item is written.
-__device__ __forceinline__ void await_item(const Problem& p, int item) {
+template <class P>
+__device__ __forceinline__ void await_item(const P& p, int item) {
     const int wanted = p.product[SECOND].chunks;  // each is what one team leaves
 #ifdef KERNEL_DEBUG
     for (int tries = 0; ld_acquire(p.list.ready + item) < wanted; __nanosleep(100))

@@ -55,13 +55,10 @@ def generate_weights(
     zeros       an eighth of the scales, a quarter of x's blocks of 16, two rows of x (one of 3 to 5, none of fewer), a
                 third of the routing weights; of several tokens all the last one's, of several experts the last one's g2
 
-    "fp8": the scales are the powers of two next to these, within 2^SPAN, and have g in them. Differences: "subnormal",
-    2^-14 to 2^-9 of the first block's, whose codes are zeros; "extreme", 2^8 for 448; "zeros", codes, not scales.
+    "fp8": the powers of two next to every second of these scales, times g; for zero, codes are zeros.
     """
     gen = torch.Generator(device).manual_seed(seed)
-    if activation == "fp8":
-        return _mxfp4_weights(experts, hidden, inner, content, gen, device)
-    column, row = _profiles(hidden, inner, content, device)
+    column, row = _profiles(hidden, inner, content, activation, device)
     w13 = _codes((experts, 2 * inner, hidden // 2), content, gen)
     w2 = _codes((experts, hidden, inner // 2), content, gen)
     s13 = torch.empty(experts, 2 * inner, hidden // 16, dtype=torch.float8_e4m3fn, device=device)
@@ -82,65 +79,26 @@ def generate_weights(
         g2 *= LARGE
     if content == "zeros":
         g2[1:][-1:] = 0
+    if activation == "fp8":
+        s13, s2 = (
+            torch.stack([_as_mxfp4(*one) for one in zip(*parts, strict=True)])
+            for parts in ((w13, s13, g13), (w2, s2, g2))
+        )
+        g13, g2 = torch.ones(2, experts, device=device)
     full = nvfp4.E2M1_MAX * nvfp4.E4M3_MAX
     in_scale13 = 4.0 * float(column.max().exp2()) * _size(content) / full * _factors(experts, 1, gen)
     in_scale2 = LIMIT**2 / 2 / full * _factors(experts, 1, gen)
     return Weights(w13, s13, g13, w2, s2, g2, in_scale13, in_scale2, activation)
 
 
-def _mxfp4_weights(experts: int, hidden: int, inner: int, content: str, gen: torch.Generator, device: str) -> Weights:
-    column, row = _profiles(hidden, inner, content, device, MX_BLOCK)
-    spread = SPREAD * (5 if content == "clamped" else 1)
-    code = 5.0 if content == "extreme" else CODE_RMS
-    both = torch.cat([torch.zeros_like(row), row]).repeat_interleave(MX_BLOCK)[:, None]
-    out = code * spread**2 / 3 / (LARGE if content == "extreme" else 1)
-    w13 = _mxfp4(-column - both, inner, code * _size(content) / spread, column, content, gen, 1, experts)
-    w2 = _mxfp4(row.expand(hidden, -1), hidden, out, -row, content, gen, 4 if content == "magnitudes" else 1, experts)
-    if content == "zeros":
-        w2[0][1:][-1:] = 0
-    ones, scales = torch.ones(2, experts, device=device), torch.ones(2, experts, device=device)
-    return Weights(*w13, ones[0], *w2, ones[1], scales[0], scales[1], "fp8")
-
-
-def _mxfp4(
-    exponents: torch.Tensor,
-    counted: int,
-    size: float,
-    undone: torch.Tensor,
-    content: str,
-    gen: torch.Generator,
-    span: int,
-    experts: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (E, n, k / 2), scales uint8 (E, n, k / 32). exponents: fp32 (n, k / 32) of "magnitudes"; undone:
-    those of what is multiplied. The first `counted` rows' sums have a standard deviation of 1 / size times
-    2^U(-span, span).
+def _as_mxfp4(packed: torch.Tensor, scales: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """NVFP4 codes (n, k / 2), e4m3 scales (n, k / 16), fp32 g () -> ue8m0 scales (n, k / 32): of every second one the
+    power of two, times g, within 2^SPAN. Where that is zero, codes become zeros.
     """
-    shape = exponents.shape[0], exponents.shape[1]
-    codes = _codes((experts, shape[0], shape[1] * MX_BLOCK // 2), content, gen)
-    scales = torch.empty(experts, *shape, dtype=torch.uint8, device=codes.device)
-    factors = _factors(experts, span, gen)
-    for e in range(experts):
-        exponent = _mx_exponents(exponents, content, gen)
-        blocks = codes[e].unflatten(1, (-1, MX_BLOCK // 2))
-        if content == "subnormal":
-            exponent[0, 0], blocks[0, 0] = 0, 0
-        elif content == "zeros":
-            blocks *= (torch.rand(*shape, 1, generator=gen, device=codes.device) >= 1 / 8).byte()
-        live = (exponent[1:counted] + undone).exp2().square().mean().mul(shape[1] * MX_BLOCK).sqrt()
-        scales[e] = (127 + exponent + (factors[e] / (live * size)).log2().round()).byte()
-    return codes, scales
-
-
-def _mx_exponents(exponents: torch.Tensor, content: str, gen: torch.Generator) -> torch.Tensor:
-    """fp32 (n, k / 32), integers within SPAN."""
-    if content == "magnitudes":
-        return exponents.clone()
-    low, high = {"subnormal": (-SPAN, -9), "extreme": (-6, 0)}.get(content, (-4, 2))
-    drawn = torch.randint(low, high + 1, exponents.shape, generator=gen, device=exponents.device).float()
-    if content == "extreme":
-        drawn[torch.rand(drawn.shape, generator=gen, device=drawn.device) < 1 / 8] = SPAN - 6
-    return drawn
+    power = scales[:, ::2].float().log2().round()
+    live = (power > -torch.inf) & (g > 0)
+    packed.unflatten(1, (-1, MX_BLOCK // 2)).mul_(live.unsqueeze(2))
+    return (127 + power.clamp(min=power.max() - SPAN) + g.log2().round().clamp(-100, 80)).byte()
 
 
 def generate_input(
@@ -157,10 +115,9 @@ def generate_input(
 ) -> tuple[Inputs, Outputs]:
     """x in blocks as generate_weights says; routing weights U(0.1, 1), "magnitudes" +-2^U(-4, 1), 3e38 for id -1."""
     gen = torch.Generator(device).manual_seed(seed)
-    block = MX_BLOCK if activation == "fp8" else nvfp4.BLOCK
-    column, _ = _profiles(hidden, inner, content, device, block)
+    column, _ = _profiles(hidden, inner, content, activation, device)
     x = torch.randn(tokens, hidden, generator=gen, device=device)
-    x *= column.exp2().repeat_interleave(block) * _size(content)
+    x *= column.exp2().repeat_interleave(16) * _size(content)
     weights = torch.rand(tokens, topk, generator=gen, device=device).mul_(0.9).add_(0.1)
     if content == "magnitudes":
         x *= torch.rand(tokens, 1, generator=gen, device=device).mul_(10).sub_(8).exp2_()
@@ -183,11 +140,10 @@ def rows(data: input_t, index: torch.Tensor) -> input_t:
     return data._replace(inputs=inputs, outputs=outputs)
 
 
-def _profiles(
-    hidden: int, inner: int, content: str, device: str, block: int = nvfp4.BLOCK
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents fp32 (H / block,) of x's blocks and (I / block,) of w2's, which w13 undoes. Only shapes decide."""
-    column, row = torch.arange(hidden // block, device=device), torch.arange(inner // block, device=device)
+def _profiles(hidden: int, inner: int, content: str, activation: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents fp32 (H / 16,) of x's blocks and (I / 16,) of w2's, which w13 undoes. No values decide."""
+    together = MX_BLOCK // 16 if activation == "fp8" else 1
+    column, row = (torch.arange(size // 16, device=device) // together for size in (hidden, inner))
     if content != "magnitudes":
         return torch.zeros_like(column).float(), torch.zeros_like(row).float()
     return (column * 5 % 9 - 4).float(), (row * 3 % 7).float()

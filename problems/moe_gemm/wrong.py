@@ -55,42 +55,24 @@ def custom_kernel(data: input_t) -> output_t:
         total.index_add_(0, rows, part)
     return out.copy_(total)
 """
-# Of cases in MXFP4 and FP8, with the quantiser's steps on separate lines.
-FP8 = """
-import torch
-from task import FP8_GROUP, LIMIT, MX_BLOCK, input_t, output_t, unpack
-
-from problems.common import fp8, nvfp4
-
-TARGETS = ("cpu", "sm90", "sm100")
+RIGHT, BY_STEPS = HEAD + EXPERTS, HEAD + OWN + EXPERTS
+# Of cases in MXFP4 and FP8.
+OF_FP8 = """
+from problems.common import fp8
 
 
 def matrix(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    blocks = nvfp4.decode(packed).unflatten(-1, (-1, MX_BLOCK))
-    return (blocks * fp8.decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)
+    value = nvfp4.decode(packed).unflatten(-1, (-1, 32)) * fp8.decode_ue8m0(scales).unsqueeze(-1)
+    return value.flatten(-2)
 
 
-def quantised(x: torch.Tensor) -> torch.Tensor:
-    codes, scales = fp8.quantise_groups(x, FP8_GROUP)
-    return fp8.dequantise_groups(codes, scales, FP8_GROUP)
-
-
-def custom_kernel(data: input_t) -> output_t:
-    unpack(data)
-    w, (x, ids, routing), (out,) = data
-    total = torch.zeros(x.shape, device=x.device)
-    for e in ids[ids >= 0].unique().tolist():
-        rows, slots = (ids == e).nonzero(as_tuple=True)
-        y = quantised(x[rows].float())
-        w13, w2 = matrix(w.w13[e], w.s13[e]), matrix(w.w2[e], w.s2[e])
-        gate, up = (y @ w13.T).chunk(2, 1)
-        v = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
-        v = v * routing[rows, slots].unsqueeze(1)
-        v = quantised(v.bfloat16().float())
-        total.index_add_(0, rows, v @ w2.T)
-    return out.copy_(total)
+def quantised_as_fp8(x: torch.Tensor) -> torch.Tensor:
+    codes, scales = fp8.quantise_groups(x, 128)
+    return fp8.dequantise_groups(codes, scales, 128)
 """
-RIGHT, BY_STEPS = HEAD + EXPERTS, HEAD + OWN + EXPERTS
+TAKEN, V_TAKEN = "y = quantised_as_fp8(x[rows].float())", "v = quantised_as_fp8(v.bfloat16().float())"
+FP8 = HEAD + OF_FP8 + EXPERTS.replace("nvfp4.dequantise", "matrix").replace("y = x[rows].float()", TAKEN)
+FP8 = FP8.replace("v = v.bfloat16().float()", V_TAKEN)
 NEW = "\n        "  # a line of the loop over the experts
 LOOP, X = "ids[ids >= 0].unique().tolist()", "y = x[rows].float()"
 ROWS = "rows, slots = (ids == e).nonzero(as_tuple=True)"
@@ -341,78 +323,39 @@ WRONG = {
     ),
     "zeros": mistake("Writes zeros.", _2, ZERO),
     "fp8_activations_not_quantised": mistake(
-        "Leaves x in bf16 where the task says fp8.",
-        _FP8,
-        FP8,
-        ("y = quantised(x[rows].float())", "y = x[rows].float()"),
-    ),
-    "fp8_codes_towards_zero": mistake(
-        "Rounds the codes of v towards zero, not to nearest.",
-        _FP8,
-        FP8,
-        (
-            "v = quantised(v.bfloat16().float())",
-            f"near = quantised(v.bfloat16().float()){NEW}v = torch.where(near.abs() > v.abs(), near * 0.92, near)",
-        ),
+        "Leaves x in bf16 where the task says fp8.", _FP8, FP8, (TAKEN, "y = x[rows].float()")
     ),
     "fp8_intermediate_not_quantised": mistake(
-        "Quantises x, but not v.", _FP8, FP8, ("v = quantised(v.bfloat16().float())", "v = v.bfloat16().float()")
-    ),
-    "fp8_scale_of_any_size": mistake(
-        "Takes amax / 448 for a scale, not the least power of two above it.",
-        _FP8,
-        FP8,
-        (
-            "codes, scales = fp8.quantise_groups(x, FP8_GROUP)",
-            "size = x.abs().amax(1, keepdim=True).clamp(min=1e-4) / 448\n"
-            "    codes, scales = fp8.quantise_groups(x / size, FP8_GROUP)",
-        ),
-        ("(codes, scales, FP8_GROUP)", "(codes, scales, FP8_GROUP) * size"),
+        "Quantises x, but not v.", _FP8, FP8, (V_TAKEN, "v = v.bfloat16().float()")
     ),
     "fp8_scale_of_the_group_before": mistake(
         "Reads each group of a token with the scale of the group before.",
         _FP8,
         FP8,
-        ("(codes, scales, FP8_GROUP)", "(codes, scales.roll(1, 1), FP8_GROUP)"),
+        ("(codes, scales, ", "(codes, scales.roll(1, 1), "),
     ),
     "fp8_scale_of_the_token_before": mistake(
         "Reads each token's codes with the scales of the token before.",
         _FP8,
         FP8,
-        ("(codes, scales, FP8_GROUP)", "(codes, scales.roll(1, 0), FP8_GROUP)"),
-    ),
-    "mx_largest_block_saturates": mistake(
-        "Converts weights to e4m3 under the least scale of 128 and not the largest, so that codes saturate.",
-        _SPREAD,
-        FP8,
-        (
-            "(blocks * fp8.decode_ue8m0(scales).unsqueeze(-1))",
-            "(blocks * fp8.decode_ue8m0(scales.clamp(max=scales.min() + 13)).unsqueeze(-1))",
-        ),
+        ("(codes, scales, ", "(codes, scales.roll(1, 0), "),
     ),
     "mx_scale_of_the_block_before": mistake(
         "Gives each block of 32 weights the scale of the block before.",
         _FP8,
         FP8,
-        ("decode_ue8m0(scales)", "decode_ue8m0(scales.roll(1, 1))"),
+        ("ue8m0(scales)", "ue8m0(scales.roll(1, 1))"),
     ),
     "mx_scale_off_by_one": mistake(
-        "Takes 126 for the bias of the scales, 127.", _FP8, FP8, ("decode_ue8m0(scales)", "decode_ue8m0(scales + 1)")
-    ),
-    "mx_scales_for_16": mistake(
-        "Gives each 16 weights the next scale, NVFP4's block.",
-        _FP8,
-        FP8,
-        ("decode_ue8m0(scales)", "decode_ue8m0(scales.repeat_interleave(2, 1)[:, : scales.shape[1]])"),
+        "Takes 126 for the bias of the scales, 127.", _FP8, FP8, ("ue8m0(scales)", "ue8m0(scales + 1)")
     ),
     "mx_subnormals_are_zero": mistake(
         "Converts weights to e4m3 under one scale for a matrix, and flushes its subnormals.",
         _SPREAD,
         FP8,
         (
-            "return (blocks * fp8.decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)",
-            "value = (blocks * fp8.decode_ue8m0(scales).unsqueeze(-1)).flatten(-2)\n"
-            "    return torch.where(value.abs() < 2.0 ** (float(scales.max()) - 127 - 12), 0, value)",
+            "return value.flatten(-2)",
+            "return value.masked_fill(value.abs() < 2.0 ** (int(scales.max()) - 139), 0).flatten(-2)",
         ),
     ),
 }

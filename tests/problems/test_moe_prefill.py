@@ -42,6 +42,16 @@ FP8_CASES = [
     (21, 3, 2, 128, 448, "uniform", "plain", True),
 ]
 
+# Of weights in MXFP4. Items of up to 64 and of up to 112, and several of an expert; last groups of 64; neighbours
+# without tokens; scales over 2^14.
+MXFP4_CASES = [
+    (9, 3, 2, 64, 128, "uniform", "plain"),
+    (31, 7, 2, 192, 320, "zipf", "zeros"),
+    (120, 3, 1, 320, 64, "one", "clamped"),
+    (110, 2, 1, 576, 448, "one", "magnitudes"),
+    (70, 9, 2, 128, 192, "one", "extreme"),
+]
+
 
 def edit(name: str, ptx: str) -> str:
     """Where lanes part the model goes on with those first in the text, and one that still stores would be left behind.
@@ -92,6 +102,15 @@ def check_fp8(case: tuple) -> None:
     assert result.ok and result.rel < 3e-3, result
     if case[7]:
         assert not reference.compare(data, fp8_reference(data, 64), data.outputs.out).ok
+
+
+def check_mxfp4(case: tuple) -> None:
+    data = made((*case, 1), "fp8")
+    want = reference.ref_kernel(data)
+    first = called(data, "prepare").clone()
+    result = reference.compare(data, want, first)
+    assert result.ok and result.rel < 0.01, result  # a GPU cuts sums
+    assert torch.equal(called(data, "prepare").view(torch.int16), first.view(torch.int16))
 
 
 def _let_small_values_count(data: Any) -> None:
@@ -148,13 +167,16 @@ def test_the_kernel_for_few_takes_what_it_can_in_one_part(target, activation, to
 
 NVFP4 = [("check_nvfp4", case) for case in NVFP4_CASES]
 FP8 = [("check_fp8", case) for case in FP8_CASES]
+MXFP4 = [("check_mxfp4", case) for case in MXFP4_CASES]
 SMALL = 52, 3, 2, 64, 192, "one", "clamped"
 BOTH = [("check_nvfp4", (*SMALL, 1)), ("check_fp8", (*SMALL, False))]
 LARGE = 700, 17, 3, 1088, 576, "zipf", "plain"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policies", "checks"), [(("eager",), NVFP4), (("eager",), FP8), (("lazy", "random:1"), BOTH)])
+@pytest.mark.parametrize(
+    ("policies", "checks"), [(("eager",), NVFP4), (("eager",), FP8), (("eager",), MXFP4), (("lazy", "random:1"), BOTH)]
+)
 def test_it_is_right_in_the_model_of_the_gpu(policies, checks):
     calls = [(check, {"case": case}) for check, case in checks]
     in_model.run(__name__, calls, orders=[Order(policy, 0xFF, 2) for policy in policies])
@@ -170,6 +192,12 @@ def test_nvfp4_is_right_on_the_gpu(case):
 @pytest.mark.parametrize("case", [*FP8_CASES, (*LARGE, False)], ids=str)
 def test_fp8_is_right_on_the_gpu(case):
     check_fp8(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*MXFP4_CASES, (300, 3, 1, 4096, 2048, "one", "plain"), LARGE], ids=str)
+def test_mxfp4_is_right_on_the_gpu(case):
+    check_mxfp4(case)
 
 
 def check_rows(case: dict) -> None:

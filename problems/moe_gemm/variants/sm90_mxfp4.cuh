@@ -42,7 +42,7 @@ struct Sources {
 template <class F>
 __device__ __forceinline__ void load_chunk(const Sources& from, int count, uint32_t to, uint32_t full,
                                            uint64_t policy) {
-    const uint32_t scale_bytes = (count + 7) / 8 * 32;
+    const uint32_t scale_bytes = scales_of(count) * 4;
     arrive_and_expect_tx(full, BLOCK_BYTES + count * 128 + scale_bytes);
     tma_load_1d(to + F::SMEM_A, from.units, BLOCK_BYTES, full, policy);
     tma_load_1d(to + F::SMEM_B, from.codes, count * 128, full, l2_evict_normal());
@@ -77,14 +77,6 @@ __device__ __forceinline__ void producer(const Problem& p, uint32_t smem) {
 
 // ---- consumers: warpgroups
 
-// What the epilogue needs of a tile comes while the products run, and takes no registers.
-__device__ __forceinline__ void load_list(const Problem& p, const Tile& tile, uint32_t scale, uint32_t list) {
-    const int thread = threadIdx.x % 128;
-    const void* const of = tile.product == FIRST ? static_cast<const void*>(p.tables.weight) : p.tables.slot;
-    if (thread < tile.count) cp_async4(list + 4 * thread, static_cast<const int*>(of) + tile.first + thread);
-    if (thread == 0) cp_async4(scale, p.product[tile.product].scale + tile.expert);
-}
-
 // v of a tile from staging to memory. One thread.
 template <class F>
 __device__ __forceinline__ void store_v(const Problem& p, const Tile& tile, uint32_t smem) {
@@ -93,7 +85,7 @@ __device__ __forceinline__ void store_v(const Problem& p, const Tile& tile, uint
     const auto scales = const_cast<float*>(product.scales);
     tma_store_1d(codes + (int64_t(tile.block) * p.slots + tile.first) * 128, smem + F::SMEM_D, tile.count * 128);
     tma_store_1d(scales + int64_t(tile.block) * p.scale_slots + scale_slot(tile.expert, tile.first), smem + F::SMEM_V,
-                 (tile.count + 7) / 8 * 32);
+                 scales_of(tile.count) * 4);
 }
 
 // What a warp has of a tile. Worked out anew where it is needed: what lives longer than the products costs them registers.
@@ -108,8 +100,8 @@ struct Share {
         unit = warp * F::PARTS / 2, part = F::PARTS == 2 ? 0 : warp % 2;
     }
     __device__ __forceinline__ uint32_t scale() const { return smem + F::LISTS + group * F::LIST; }
-    __device__ __forceinline__ uint32_t list() const { return scale() + sizeof(Scales); }
-    __device__ __forceinline__ uint32_t stored() const { return scale() + STORED; }
+    __device__ __forceinline__ uint32_t list() const { return scale() + sizeof(prefill::Scales); }
+    __device__ __forceinline__ uint32_t stored() const { return scale() + prefill::STORED; }
     __device__ __forceinline__ bool stores() const { return group == 0 && thread_index() == 128; }
 };
 
@@ -120,12 +112,13 @@ __device__ __forceinline__ void multiply(const Problem& p, float (&d)[F::PARTS][
     const Share<F> mine(base);
     const Tile tile = prefill::read_tile<F>(mine.smem, turn);
     if (tile.product != FIRST && mine.stores()) prefill::finish_store(p, mine.stored());  // this tile may wait for it
-    load_list(p, tile, mine.scale(), mine.list());
+    prefill::load_list<F>(p, tile, mine.scale(), mine.list());
 #pragma unroll
     for (int i = 0; i < F::PARTS * F::SUMS; ++i) d[i / F::SUMS][i % F::SUMS] = 0;
     const uint32_t units = mine.smem + F::SMEM_A + mine.unit * BYTES;
-    mma_tile<F>(d, mine.smem, stage, p.product[tile.product].chunks, units + 1024 * mine.part + 16 * mine.lane,
-                units + SCALES + 4 * mine.lane + 2 * mine.part, mine.smem + F::SMEM_S + mine.lane % 4 * 8, tile.count);
+    const Chunk first{units + 1024 * mine.part + 16 * mine.lane, units + SCALES + 4 * mine.lane + 2 * mine.part,
+                      mine.smem + F::TABLE, mine.smem + F::SMEM_S + mine.lane % 4 * 16, 0};
+    mma_tile<F>(d, mine.smem, stage, p.product[tile.product].chunks, first, tile.count);
 }
 
 // What becomes of its sums.
@@ -183,17 +176,7 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_consta
     extern __shared__ uint8_t raw[];
     // From lane 0, or else it would be computed again for each use.
     const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < F::NUM_STAGES; ++i) {
-            barrier_init(smem + F::FULL_BARRIERS + 8 * i, 1);
-            barrier_init(smem + F::EMPTY_BARRIERS + 8 * i, 4 * F::GROUPS);  // warps that multiply
-        }
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(smem + F::TILE_FULL_BARRIERS + 8 * i, 1);
-            barrier_init(smem + F::TILE_EMPTY_BARRIERS + 8 * i, 4 * F::GROUPS);
-        }
-        barrier_publish();
-    }
+    prefill::init_barriers<F>(smem);
     if (threadIdx.x < TABLES) store_shared1(smem + F::TABLE + threadIdx.x, table_byte(threadIdx.x));
     programmatic::trigger();
     __syncthreads();

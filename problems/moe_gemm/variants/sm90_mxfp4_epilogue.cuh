@@ -78,8 +78,9 @@ __device__ __forceinline__ void stage_v(float (&d)[F::PARTS][F::SUMS], int count
     if (thread_index() / 32 == 4)
 #pragma unroll
         for (int k = 0; k < F::LARGEST_WORDS; ++k) {
-            store_shared(scales + 4 * (64 * k + 8 * g + 2 * c), __float_as_uint(scale_of(block[k] << 16)));
-            store_shared(scales + 4 * (64 * k + 8 * g + 2 * c + 1), __float_as_uint(scale_of(block[k])));
+            const uint32_t to = scales + 4 * scale_at(64 * k + 8 * g + 2 * c);
+            store_shared(to, __float_as_uint(scale_of(block[k] << 16)));
+            store_shared(to + 4, __float_as_uint(scale_of(block[k])));
         }
 }
 

@@ -1,8 +1,6 @@
 // sm90_mxfp4's forms: their tiles, what lies in shared memory, what there is to do.
 #pragma once
 
-#include <cstddef>
-
 #include "ptx.cuh"
 #include "sm90_mxfp4_units.cuh"
 #include "sm90_prefill_form.cuh"
@@ -14,13 +12,6 @@ using namespace ptx;
 using prefill::bf16, prefill::END, prefill::FIRST, prefill::PipelineState, prefill::SECOND, prefill::Tile;
 
 constexpr int HALF = 64;  // slots whose sums of a chunk a warp has at once
-
-// What a warpgroup needs of a tile besides its units. stored, of who stores: as prefill::Scales has it.
-struct Scales {
-    float scale;
-    int stored, unused[2];
-};
-constexpr uint32_t STORED = offsetof(Scales, stored);
 
 // GROUPS warpgroups multiply, a warp 16 PARTS rows of the tile's 256, for items of at most BLOCK_N slots. All of them have
 // a group of 128 channels of v. Registers are a thread's, of those that load, of those that multiply, and at the launch.
@@ -43,8 +34,8 @@ struct Form {
     static constexpr uint32_t SMEM_B = 0, SMEM_A = BLOCK_N * 128, SMEM_S = SMEM_A + BLOCK_BYTES,
                               STAGE_BYTES = (SMEM_S + BLOCK_N * 4 + 1023) / 1024 * 1024;
     static constexpr uint32_t SMEM_D = NUM_STAGES * STAGE_BYTES, D_BYTES = BLOCK_N * 64 * PARTS;
-    static constexpr uint32_t SMEM_V = SMEM_D + GROUPS * D_BYTES, LISTS = SMEM_V + BLOCK_N * 4,
-                              LIST = sizeof(Scales) + BLOCK_N * 4;
+    static constexpr uint32_t SMEM_V = SMEM_D + GROUPS * D_BYTES, LISTS = SMEM_V + (BLOCK_N + 63) / 64 * 256,
+                              LIST = sizeof(prefill::Scales) + BLOCK_N * 4;
     // Largest magnitudes of v, of each warp: a word a pair of slots.
     static constexpr uint32_t LARGEST = LISTS + GROUPS * LIST, LARGEST_WORDS = (EIGHTS + 7) / 8,
                               LARGEST_BYTES = LARGEST_WORDS * 128;
@@ -58,9 +49,9 @@ struct Form {
     static_assert(SMEM_A % 1024 == 0 && D_BYTES % 1024 == 0, "a swizzle repeats every 1024 bytes");
     static_assert(BYTES + 1024 <= 227 * 1024, "with room to align the start");
 };
-// The legal tiles. Few: 16 warps of 16 rows by up to 64 slots; Many: 8 of 32 by up to 128.
+// The legal tiles. Few: 16 warps of 16 rows by up to 64 slots; Many: 8 of 32 by up to 112.
 using Few = Form<4, 64, 7, 104, 96>;
-using Many = Form<2, 128, 5, 232, 168>;
+using Many = Form<2, 112, 6, 232, 168>;
 
 struct Product {
     const uint8_t* units;  // [experts][blocks][chunks] blocks of units
@@ -79,10 +70,13 @@ struct Problem {
     int slots, scale_slots, hidden;
 };
 
-// Where scales of the slots of an item begin: a multiple of 8, since bulk copies want 16 bytes. Items of an expert begin
-// eights of slots apart, and those of the next one behind all of its.
-__device__ __forceinline__ int scale_slot(int expert, int first) { return (first + 8 * expert) & ~7; }
-__host__ __device__ inline int scale_slots(int slots, int experts) { return (slots + 8 * experts + 15) / 8 * 8; }
+// Where scales of the slots of an item begin, with room for twice as many: a multiple of 16, since bulk copies want 16
+// bytes. Items of an expert begin eights of slots apart, and those of the next one behind all of its. An item has whole
+// sixteens, each in the order of their readers: slot 8 b + 2 c + d of one is at 4 c + 2 b + d.
+__device__ __forceinline__ int scale_slot(int expert, int first) { return 2 * ((first + 8 * expert) & ~7); }
+__device__ __forceinline__ int scales_of(int count) { return (count + 15) / 16 * 16; }
+__device__ __forceinline__ int scale_at(int slot) { return slot & ~15 | slot % 8 / 2 * 4 | slot / 8 % 2 * 2 | slot % 2; }
+__host__ __device__ inline int scale_slots(int slots, int experts) { return 2 * ((slots + 8 * experts + 15) / 8 * 8); }
 
 // From what decode::least_normal gives of a group, in the high half of a word: its scale 2^s, and 2^-s.
 __device__ __forceinline__ float scale_of(uint32_t least) { return __uint_as_float((least & 0x7F800000u) + (6u << 23)); }

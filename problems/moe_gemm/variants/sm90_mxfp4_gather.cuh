@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(GATHER_THREADS)
             const uint4 made = quantise_piece(v[i], eight, scale);
             const int64_t chunk = first + i;
             reinterpret_cast<uint4*>(codes)[(chunk * slots + item.y + row) * 8 + (piece ^ row % 8)] = made;
-            if (piece == 0) scales[chunk * all_scales + scale_slot(item.x, item.y) + row] = scale;
+            if (piece == 0) scales[chunk * all_scales + scale_slot(item.x, item.y) + scale_at(row)] = scale;
         }
     }
 }

@@ -1,5 +1,5 @@
-// sm90_mxfp4's products: a warp decodes its rows of a chunk into registers, multiplies by the chunk's slots, 64 at a
-// time, and adds what comes out, times the slots' scales, to its sums: tensor cores keep 14 bits of theirs.
+// sm90_mxfp4's products: a warp decodes its rows of a chunk into registers, multiplies by the chunk's slots, and adds what
+// comes out, times the slots' scales, to its sums: tensor cores keep 14 bits of theirs.
 #pragma once
 
 #include "sm90_mxfp4_form.cuh"
@@ -8,77 +8,103 @@
 
 namespace mxfp4 {
 
-// What a lane has of a unit: a block of each of two rows, for each part; word[2 q + r]. The parts' scales are bytes.
-template <int PARTS>
-struct Words {
-    uint4 word[2 * PARTS];
-    uint32_t scales;
+// Where a lane's share of a chunk lies in shared memory: words of its first part, four bytes of scales, by which there is
+// a table of e4m3, and what its slots' scales are. rows: of activations, as a descriptor has them.
+struct Chunk {
+    uint32_t words, scales, tables, slot_scales, rows;
 };
 
-template <int PARTS>
-__device__ __forceinline__ Words<PARTS> load_unit(uint32_t words, uint32_t scales) {
-    Words<PARTS> unit;
+// a[step]: fragments of part q of the unit, in four steps of 32 columns.
+__device__ __forceinline__ void decode_part(const Chunk& chunk, uint32_t scales, int q, uint32_t (&a)[4][4]) {
 #pragma unroll
-    for (int part = 0; part < 2 * PARTS; ++part) unit.word[part] = load_shared16(words + 512 * part);
-    unit.scales = PARTS == 2 ? load_shared(scales) : load_shared2(scales);
-    return unit;
-}
-
-// a[q][step]: fragments of the unit's four steps of 32 columns. tables: of e4m3, in shared memory.
-template <int PARTS>
-__device__ __forceinline__ void decode(const Words<PARTS>& unit, uint32_t tables, uint32_t (&a)[PARTS][4][4]) {
+    for (int r = 0; r < 2; ++r) {
+        const uint4 v = load_shared16(chunk.words + 512 * (2 * q + r));
+        const uint2 table = load_shared8(chunk.tables + __byte_perm(scales, 0, 0x4440 | 2 * q + r));
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int part = 0; part < 2 * PARTS; ++part) {
-        const uint2 table = load_shared8(tables + __byte_perm(unit.scales, 0, 0x4440 | part));
-        const uint32_t words[4] = {unit.word[part].x, unit.word[part].y, unit.word[part].z, unit.word[part].w};
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-            decode(words[step], table, a[part / 2][step][part % 2], a[part / 2][step][part % 2 + 2]);
+        for (int step = 0; step < 4; ++step) decode(words[step], table, a[step][r], a[step][r + 2]);
     }
 }
 
-// d[q] += part q of this warp's, times N rows, from the sum FIRST_SUM on. scales: of this lane's slots.
-template <int FIRST_SUM, int N, int PARTS, int SUMS>
-__device__ __forceinline__ void add_rows(float (&d)[PARTS][SUMS], const uint32_t (&a)[PARTS][4][4], uint32_t rows,
-                                         uint32_t scales) {
-    float t[PARTS][N / 2];
+// Start t = a part, times N rows.
+template <int N>
+__device__ __forceinline__ void start(float (&t)[N / 2], const uint32_t (&a)[4][4], uint32_t rows) {
     warpgroup_arrive();
+    wgmma_e4m3<N, false>(t, a[0], smem_desc_of(rows));
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int q = 0; q < PARTS; ++q)
-            if (step == 0)
-                wgmma_e4m3_first<N>(t[q], a[q][step], smem_desc_of(rows));
-            else
-                wgmma_e4m3<N>(t[q], a[q][step], smem_desc_of(rows + 2 * step));  // 32 columns are 32 bytes
+    for (int step = 1; step < 4; ++step)
+        wgmma_e4m3<N, true>(t, a[step], smem_desc_of(rows + 2 * step));  // 32 columns are 32 bytes
     warpgroup_commit_batch();
-    warpgroup_wait<0>();
+}
+
+// d from FIRST_SUM on += t times scales of N slots, once all but the last LEFT products are there. scales: this lane's of
+// each sixteen: of slots 2 c, 2 c + 1, and 8 on.
+template <int FIRST_SUM, int LEFT, int N, int SUMS>
+__device__ __forceinline__ void add(float (&d)[SUMS], float (&t)[N / 2], uint32_t scales) {
+    warpgroup_wait<LEFT>();
+    warpgroup_fence_operand(t);
 #pragma unroll
-    for (int q = 0; q < PARTS; ++q) warpgroup_fence_operand(t[q]);
+    for (int i = 0; i < N / 8; i += 2) {
+        const uint4 scale = load_shared16(scales + 32 * i);
 #pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-        const float2 scale = load_shared_pair(scales + 32 * i);
-#pragma unroll
-        for (int q = 0; q < PARTS; ++q)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                d[q][FIRST_SUM + 4 * i + j] += t[q][4 * i + j] * (j % 2 ? scale.y : scale.x);
+        for (int j = 0; j < 8 && 4 * i + j < N / 2; ++j) {
+            const uint32_t of = j < 4 ? (j % 2 ? scale.y : scale.x) : (j % 2 ? scale.w : scale.z);
+            d[FIRST_SUM + 4 * i + j] += t[4 * i + j] * __uint_as_float(of);
+        }
     }
 }
 
-// For 8 (eights + 1) rows of up to SIZE, as prefill::mma_chunk finds them. The additions are in each case: where cases
-// meet behind the products, ptxas finds no registers for those.
-template <int FIRST_SUM, int SIZE, int SPAN, int LEAST, int PARTS, int SUMS>
-__device__ __forceinline__ void add_chunk(float (&d)[PARTS][SUMS], const uint32_t (&a)[PARTS][4][4], uint32_t rows,
+// d += a chunk's products with N slots. a: fragments of part 0. With two parts the other is decoded, and sums are added,
+// while products run.
+template <int N, int PARTS, int SUMS>
+__device__ __forceinline__ void add_products(float (&d)[PARTS][SUMS], const Chunk& chunk, const uint32_t (&a)[4][4],
+                                             uint32_t scales) {
+    constexpr int LOWER = N < HALF ? N : HALF, UPPER = N - LOWER;
+    float lower[LOWER / 2];
+    start<LOWER>(lower, a, chunk.rows);
+    if constexpr (PARTS == 1) {
+        add<0, 0, LOWER>(d[0], lower, chunk.slot_scales);
+    } else {
+        uint32_t b[4][4];
+        if constexpr (UPPER == 0) {
+            float next[LOWER / 2];
+            decode_part(chunk, scales, 1, b);
+            start<LOWER>(next, b, chunk.rows);
+            add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
+            add<0, 0, LOWER>(d[1], next, chunk.slot_scales);
+        } else {
+            constexpr int AT = HALF / 2;  // of their sums
+            const uint32_t rows = chunk.rows + HALF * 128 / 16, slot_scales = chunk.slot_scales + HALF * 4;
+            float upper[UPPER / 2];
+            start<UPPER>(upper, a, rows);
+            decode_part(chunk, scales, 1, b);
+            add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
+            start<LOWER>(lower, b, chunk.rows);
+            add<AT, 1, UPPER>(d[0], upper, slot_scales);
+            start<UPPER>(upper, b, rows);
+            add<0, 1, LOWER>(d[1], lower, chunk.slot_scales);
+            add<AT, 0, UPPER>(d[1], upper, slot_scales);
+        }
+#pragma unroll
+        for (int step = 0; step < 4; ++step) hold(b[step]);
+    }
+#pragma unroll
+    for (int step = 0; step < 4; ++step) hold(a[step]);
+}
+
+// For 8 (eights + 1) slots, as prefill::mma_chunk finds them. The sums are in each case: where cases meet behind products,
+// ptxas finds no registers for these.
+template <int SPAN, int LEAST, int PARTS, int SUMS>
+__device__ __forceinline__ void add_chunk(float (&d)[PARTS][SUMS], const Chunk& chunk, const uint32_t (&a)[4][4],
                                           uint32_t scales, unsigned eights) {
     if constexpr (SPAN == 1)
-        add_rows<FIRST_SUM, 8 * (LEAST + 1)>(d, a, rows, scales);
-    else if constexpr (8 * LEAST + 4 * SPAN >= SIZE)  // there is no upper half
-        add_chunk<FIRST_SUM, SIZE, SPAN / 2, LEAST>(d, a, rows, scales, eights);
+        add_products<8 * (LEAST + 1)>(d, chunk, a, scales);
+    else if constexpr (8 * LEAST + 4 * SPAN >= 2 * SUMS)  // there is no upper half
+        add_chunk<SPAN / 2, LEAST>(d, chunk, a, scales, eights);
     else if (eights & SPAN / 2)
-        add_chunk<FIRST_SUM, SIZE, SPAN / 2, LEAST + SPAN / 2>(d, a, rows, scales, eights);
+        add_chunk<SPAN / 2, LEAST + SPAN / 2>(d, chunk, a, scales, eights);
     else
-        add_chunk<FIRST_SUM, SIZE, SPAN / 2, LEAST>(d, a, rows, scales, eights);
+        add_chunk<SPAN / 2, LEAST>(d, chunk, a, scales, eights);
 }
 
 // A branch would part the warp's lanes at the loop's end.
@@ -89,28 +115,21 @@ __device__ __forceinline__ void arrive_if(uint32_t really, uint32_t barrier) {
         : "memory");
 }
 
-// d[q] += part q of this warp's, times `count` rows, over all chunks of a tile. words, scales: the lane's of the first
-// stage, and where its slots' scales begin there.
+// d[q] += part q of this warp's, times `count` slots, over all chunks of a tile. first: of the first stage, without rows.
 template <class F>
 __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t smem,
-                                         PipelineState<F::NUM_STAGES>& stage, int chunks, uint32_t words,
-                                         uint32_t scales, uint32_t slot_scales, int count) {
-    uint32_t a[F::PARTS][4][4];
+                                         PipelineState<F::NUM_STAGES>& stage, int chunks, const Chunk& first, int count) {
     const uint32_t frees = threadIdx.x % 32 == 0;
 #pragma unroll 1
     for (int left = chunks; left > 0; --left, stage.advance()) {
         const uint32_t at = stage.index() * F::STAGE_BYTES;
-        const uint32_t rows = prefill::same(smem_desc_low(smem + F::SMEM_B) + at / 16);
+        const Chunk chunk{first.words + at, first.scales + at, first.tables, first.slot_scales + at,
+                          prefill::same(smem_desc_low(smem + F::SMEM_B) + at / 16)};
         wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
-        decode(load_unit<F::PARTS>(words + at, scales + at), smem + F::TABLE, a);
-        add_chunk<0, HALF, HALF / 8, 0>(d, a, rows, slot_scales + at, unsigned(min(count, HALF) - 1) / 8);
-        if constexpr (F::BLOCK_N > HALF)
-            if (count > HALF)
-                add_chunk<HALF / 2, F::BLOCK_N - HALF, HALF / 8, 0>(d, a, rows + HALF * 128 / 16,
-                                                                    slot_scales + at + HALF * 4,
-                                                                    unsigned(count - HALF - 1) / 8);
-#pragma unroll
-        for (int i = 0; i < 4 * F::PARTS; ++i) hold(a[i / 4][i % 4]);
+        const uint32_t scales = F::PARTS == 2 ? load_shared(chunk.scales) : load_shared2(chunk.scales);
+        uint32_t a[4][4];
+        decode_part(chunk, scales, 0, a);
+        add_chunk<F::EIGHTS <= 8 ? 8 : 16, 0>(d, chunk, a, scales, unsigned(count - 1) / 8);
         __syncwarp();
         arrive_if(frees, smem + F::EMPTY_BARRIERS + 8 * stage.index());
     }

@@ -45,14 +45,15 @@ __device__ __forceinline__ void finish_store(const P& p, uint32_t stored) {
 }
 
 // What the epilogue needs of a tile comes while the products run, and takes no registers.
-template <class F>
-__device__ __forceinline__ void load_list(const Problem& p, const Tile& tile, uint32_t scale, uint32_t list) {
+template <class F, class P>
+__device__ __forceinline__ void load_list(const P& p, const Tile& tile, uint32_t scale, uint32_t list) {
     const int thread = threadIdx.x % 128;
     const void* const of = tile.product == FIRST ? static_cast<const void*>(p.tables.weight) : p.tables.slot;
     if (thread < tile.count) cp_async4(list + 4 * thread, static_cast<const int*>(of) + tile.first + thread);
     if (thread == 0) cp_async4(scale, p.product[tile.product].scale + tile.expert);
-    if (F::ACTIVATION == NVFP4 && thread < 2)
-        cp_async4(scale + IN_SCALES + 4 * thread, p.product[thread ? SECOND : tile.product].in_scale + tile.expert);
+    if constexpr (F::ACTIVATION == NVFP4)
+        if (thread < 2)
+            cp_async4(scale + IN_SCALES + 4 * thread, p.product[thread ? SECOND : tile.product].in_scale + tile.expert);
 }
 
 template <class F>
@@ -121,12 +122,9 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
 
 // ---- kernels
 
+// Of a block that starts: the barriers of its stages and tiles.
 template <class F>
-__global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_constant__ Problem p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only Hopper has wgmma
-    extern __shared__ uint8_t raw[];
-    // From lane 0, or else it would be computed again for each use.
-    const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
+__device__ __forceinline__ void init_barriers(uint32_t smem) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < F::NUM_STAGES; ++i) {
             barrier_init(smem + F::FULL_BARRIERS + 8 * i, 1);
@@ -138,6 +136,15 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_consta
         }
         barrier_publish();
     }
+}
+
+template <class F>
+__global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_constant__ Problem p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only Hopper has wgmma
+    extern __shared__ uint8_t raw[];
+    // From lane 0, or else it would be computed again for each use.
+    const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
+    init_barriers<F>(smem);
     programmatic::trigger();
     __syncthreads();
     programmatic::wait();

@@ -55,14 +55,16 @@ struct Workspace {
     bf16 *x, *inner, *parts;  // of Problem
     Tables tables;
     size_t bytes;
-    Workspace(void* base, int tokens, int topk, int experts, int hidden, int inner_size) : bytes(0) {
+    uint8_t* base;
+    uint8_t* take(size_t size) {
+        const size_t at = bytes;
+        bytes += (size + 255) / 256 * 256;
+        return base + at;
+    }
+    Workspace(void* memory, int tokens, int topk, int experts, int hidden, int inner_size, int most = Many<>::BLOCK_N)
+        : bytes(0), base(static_cast<uint8_t*>(memory)) {
         const size_t slots = size_t(tokens) * topk;
-        const size_t items = most_items(slots, experts, Many<>::BLOCK_N);
-        const auto take = [&](size_t size) {
-            const size_t at = bytes;
-            bytes += (size + 255) / 256 * 256;
-            return static_cast<uint8_t*>(base) + at;
-        };
+        const size_t items = most_items(slots, experts, most);
         x = reinterpret_cast<bf16*>(take(2 * slots * hidden));
         inner = reinterpret_cast<bf16*>(take(2 * slots * inner_size));
         parts = reinterpret_cast<bf16*>(take(2 * slots * hidden));
@@ -91,6 +93,21 @@ inline int launch_experts(Problem& problem, const List& list, int processors) {
     problem.list = list;
     for (Product& product : problem.product) product.blocks = (product.rows + F::UNITS - 1) / F::UNITS;
     return programmatic::launch(experts<F>, processors, F::NUM_THREADS, bytes, problem);
+}
+
+inline cudaError_t launch_route(const int* ids, const float* weights, const Tables& tables, int slots, int topk,
+                                int experts, int few, int many) {
+    const size_t bytes = route_shared_bytes(experts);
+    if (const cudaError_t error = cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
+        return error;
+    route<<<ROUTE_BLOCKS, ROUTE_THREADS, bytes>>>(ids, weights, tables, slots, topk, experts, few, many);
+    return cudaGetLastError();
+}
+
+inline cudaError_t launch_combine(const bf16* parts, const int* ids, bf16* out, int64_t pieces, int topk, int experts,
+                                  int hidden) {
+    return programmatic::launch(combine, unsigned((pieces + COMBINE_THREADS - 1) / COMBINE_THREADS), COMBINE_THREADS, 0,
+                                parts, ids, out, pieces, topk, experts, hidden);
 }
 
 // T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64),
@@ -128,13 +145,9 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
         !tma::encode_map(encode, w2, &problem.product[SECOND].units))
         return cudaErrorInvalidValue;
 
-    const size_t route_bytes = route_shared_bytes(experts);
-    if (const cudaError_t error =
-            cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(route_bytes)))
+    if (const cudaError_t error = launch_route(ids, topk_weights, space.tables, int(slots), topk, experts, Few::BLOCK_N,
+                                               Many::BLOCK_N))
         return error;
-    route<<<ROUTE_BLOCKS, ROUTE_THREADS, route_bytes>>>(ids, topk_weights, space.tables, int(slots), topk, experts,
-                                                        Few::BLOCK_N, Many::BLOCK_N);
-    if (const cudaError_t error = cudaGetLastError()) return error;
     const auto items = unsigned(most_items(slots, experts, Many::BLOCK_N));
     const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
     if (const cudaError_t error =
@@ -145,8 +158,7 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
     // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.
     if (const int error = launch_experts<Many>(problem, space.tables.many, processors)) return error;
     if (const int error = launch_experts<Few>(problem, space.tables.few, processors)) return error;
-    return programmatic::launch(combine, unsigned((pieces + COMBINE_THREADS - 1) / COMBINE_THREADS), COMBINE_THREADS, 0,
-                                static_cast<const bf16*>(space.parts), ids, out, pieces, topk, experts, hidden);
+    return launch_combine(space.parts, ids, out, pieces, topk, experts, hidden);
 }
 
 }  // namespace prefill

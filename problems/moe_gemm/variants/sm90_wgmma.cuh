@@ -69,41 +69,28 @@ WGMMA_PRODUCT(112, WGMMA_D112, "%56", "%57", "%58", "%59", "%60", WGMMA_F112)
 WGMMA_PRODUCT(120, WGMMA_D120, "%60", "%61", "%62", "%63", "%64", WGMMA_F120)
 WGMMA_PRODUCT(128, WGMMA_D128, "%64", "%65", "%66", "%67", "%68", WGMMA_F128)
 
-// d (64, N) = a (64, 32) b (N, 32)^T in e4m3, or += , for 8 to 64 columns; as wgmma, but that lane l has of a columns 4 c
-// to 4 c + 3 in a[0] and a[1], columns 4 c + 16 and on in a[2] and a[3].
-template <int N>
-__device__ __forceinline__ void wgmma_e4m3_first(float* d, const uint32_t (&a)[4], uint64_t b);
-template <int N>
+// d (64, N) = a (64, 32) b (N, 32)^T in e4m3, or with ADDS +=, for 8 to 64 columns; as wgmma, but that lane l has of a
+// columns 4 c to 4 c + 3 in a[0] and a[1], columns 4 c + 16 and on in a[2] and a[3].
+template <int N, bool ADDS>
 __device__ __forceinline__ void wgmma_e4m3(float* d, const uint32_t (&a)[4], uint64_t b);
 
-#define WGMMA_TO(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
-#define WGMMA_T8 WGMMA_TO(0)
-#define WGMMA_T16 WGMMA_T8, WGMMA_TO(4)
-#define WGMMA_T24 WGMMA_T16, WGMMA_TO(8)
-#define WGMMA_T32 WGMMA_T24, WGMMA_TO(12)
-#define WGMMA_T40 WGMMA_T32, WGMMA_TO(16)
-#define WGMMA_T48 WGMMA_T40, WGMMA_TO(20)
-#define WGMMA_T56 WGMMA_T48, WGMMA_TO(24)
-#define WGMMA_T64 WGMMA_T56, WGMMA_TO(28)
-#define WGMMA_E4M3(NAME, ADDS, N, D, A0, A1, A2, A3, B, ...)                                                    \
+#define WGMMA_E4M3_ONE(N, ADDS, A0, A1, A2, A3, B)                                                              \
     template <>                                                                                                 \
-    __device__ __forceinline__ void NAME<N>(float* d, const uint32_t (&a)[4], uint64_t b) {                     \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, " ADDS ";\nwgmma.mma_async.sync.aligned.m64n" #N     \
-                     "k32.f32.e4m3.e4m3 {" D "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1;\n}\n"        \
-                     : __VA_ARGS__                                                                              \
+    __device__ __forceinline__ void wgmma_e4m3<N, ADDS>(float* d, const uint32_t (&a)[4], uint64_t b) {         \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, " #ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N    \
+                     "k32.f32.e4m3.e4m3 {" WGMMA_D##N "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1;\n}\n" \
+                     : WGMMA_F##N                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
     }
-#define WGMMA_E4M3_BOTH(N, ...)                                          \
-    WGMMA_E4M3(wgmma_e4m3_first, "1", N, WGMMA_D##N, __VA_ARGS__, WGMMA_T##N) \
-    WGMMA_E4M3(wgmma_e4m3, "0", N, WGMMA_D##N, __VA_ARGS__, WGMMA_F##N)
-WGMMA_E4M3_BOTH(8, "%4", "%5", "%6", "%7", "%8")
-WGMMA_E4M3_BOTH(16, "%8", "%9", "%10", "%11", "%12")
-WGMMA_E4M3_BOTH(24, "%12", "%13", "%14", "%15", "%16")
-WGMMA_E4M3_BOTH(32, "%16", "%17", "%18", "%19", "%20")
-WGMMA_E4M3_BOTH(40, "%20", "%21", "%22", "%23", "%24")
-WGMMA_E4M3_BOTH(48, "%24", "%25", "%26", "%27", "%28")
-WGMMA_E4M3_BOTH(56, "%28", "%29", "%30", "%31", "%32")
-WGMMA_E4M3_BOTH(64, "%32", "%33", "%34", "%35", "%36")
+#define WGMMA_E4M3(N, ...) WGMMA_E4M3_ONE(N, 0, __VA_ARGS__) WGMMA_E4M3_ONE(N, 1, __VA_ARGS__)
+WGMMA_E4M3(8, "%4", "%5", "%6", "%7", "%8")
+WGMMA_E4M3(16, "%8", "%9", "%10", "%11", "%12")
+WGMMA_E4M3(24, "%12", "%13", "%14", "%15", "%16")
+WGMMA_E4M3(32, "%16", "%17", "%18", "%19", "%20")
+WGMMA_E4M3(40, "%20", "%21", "%22", "%23", "%24")
+WGMMA_E4M3(48, "%24", "%25", "%26", "%27", "%28")
+WGMMA_E4M3(56, "%28", "%29", "%30", "%31", "%32")
+WGMMA_E4M3(64, "%32", "%33", "%34", "%35", "%36")
 
 // Keeps a fragment where it is up to here: wgmma reads it long after it is issued.
 __device__ __forceinline__ void hold(const uint32_t (&a)[4]) {

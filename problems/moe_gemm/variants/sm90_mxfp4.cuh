@@ -9,8 +9,9 @@
 // group, so that a chunk's sums are multiplied with its slots' scales and added in fp32. All warps of a block have a tile
 // of 256 rows together: after the first product that is a whole group of 128 channels of v.
 //
-// Registers are the limit: with 128 slots, a thread has 128 sums, 64 of a chunk, which wgmma makes for half of the slots
-// at a time, and 32 with the chunk's weights. What is asked for a chunk takes the place of the chunk's sums.
+// Registers are the limit: with 112 slots, a thread has 112 sums, 56 of a chunk's products of one of its two parts, and 32
+// with the chunk's weights. Two warps a scheduler would not hide their latency, so that each has products under way while
+// it decodes and adds (sm90_mxfp4_multiply.cuh).
 #pragma once
 
 #include "launch.cuh"

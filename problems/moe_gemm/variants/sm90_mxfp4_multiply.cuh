@@ -107,19 +107,10 @@ __device__ __forceinline__ void add_chunk(float (&d)[PARTS][SUMS], const Chunk& 
         add_chunk<SPAN / 2, LEAST>(d, chunk, a, scales, eights);
 }
 
-// A branch would part the warp's lanes at the loop's end.
-__device__ __forceinline__ void arrive_if(uint32_t really, uint32_t barrier) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%1];\n}\n" ::"r"(really),
-        "r"(barrier)
-        : "memory");
-}
-
 // d[q] += part q of this warp's, times `count` slots, over all chunks of a tile. first: of the first stage, without rows.
 template <class F>
 __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t smem,
                                          PipelineState<F::NUM_STAGES>& stage, int chunks, const Chunk& first, int count) {
-    const uint32_t frees = threadIdx.x % 32 == 0;
 #pragma unroll 1
     for (int left = chunks; left > 0; --left, stage.advance()) {
         const uint32_t at = stage.index() * F::STAGE_BYTES;
@@ -130,8 +121,7 @@ __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t
         uint32_t a[4][4];
         decode_part(chunk, scales, 0, a);
         add_chunk<F::EIGHTS <= 8 ? 8 : 16, 0>(d, chunk, a, scales, unsigned(count - 1) / 8);
-        __syncwarp();
-        arrive_if(frees, smem + F::EMPTY_BARRIERS + 8 * stage.index());
+        warp_arrive(smem + F::EMPTY_BARRIERS + 8 * stage.index());
     }
 }
 

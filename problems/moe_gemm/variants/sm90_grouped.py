@@ -118,6 +118,8 @@ def prepare_with_shared(weights: Weights, shared: Weights) -> tuple[State, State
     """
     unpack_weights(weights)
     unpack_weights(shared)
+    if weights.activation == "fp8":
+        raise ValueError("weights must have activation bf16 or nvfp4, got fp8")
     if len(shared.w13) != 1 or shared.w13.shape[1:] != weights.w13.shape[1:] or shared.activation != weights.activation:
         raise ValueError(
             f"shared must have one expert as the {len(weights.w13)} others, w13 (1, {weights.w13.shape[1]}, "

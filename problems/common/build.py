@@ -2,6 +2,7 @@
 
 Builds are content-addressed: the key covers the source, every local header it includes, the flags and the compiler.
 A build holds a lock that the kernel drops with the process, so a killed build never blocks a later one.
+The wheel of packaging/ brings shared objects with it: those are loaded, and a compiler is needed for others only.
 Plain nvcc takes a second or two; no header of torch is involved. Compiling for a GPU needs no GPU.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 COMMON = Path(__file__).resolve().parent
+PREBUILT = COMMON.parent.parent / "prebuilt"  # shared objects of an installed wheel; a checkout has none
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 # A launch without a stream goes to the thread's own default one: the legacy one cannot be recorded.
 CUDA_FLAGS = (
@@ -83,11 +85,15 @@ def cuda(source: str | Path, target: str, flags: tuple[str, ...] = ()) -> Artefa
 
     Cached in the process and on disk. ValueError: unknown target. BuildError: no nvcc, or it refused the source.
     """
+    return _build(_resolved(source, os.getcwd()), target, "nvcc", (*cuda_flags(target), *flags))
+
+
+def cuda_flags(target: str) -> tuple[str, ...]:
+    """Flags of nvcc for `target`. ValueError: unknown target."""
     if target not in ARCH:
         raise ValueError(f"target must be one of {sorted(ARCH)}, got {target!r}")
     arch = ARCH[target].removeprefix("sm_")
-    gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    return _build(_resolved(source, os.getcwd()), target, "nvcc", (*CUDA_FLAGS, gencode, *flags))
+    return *CUDA_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"
 
 
 def cpp(source: str | Path, flags: tuple[str, ...] = ()) -> Artefact:
@@ -108,8 +114,14 @@ def check(code: int, what: str) -> None:
 
 
 def directory() -> Path:
-    """Where builds live: $KERNEL_BUILD_DIR, else .build in the repository."""
-    return Path(os.environ.get("KERNEL_BUILD_DIR") or COMMON.parent.parent / ".build")
+    """Where builds live: $KERNEL_BUILD_DIR, else .build in the repository, of a wheel ~/.cache/dsv4-kernels."""
+    default = Path.home() / ".cache" / "dsv4-kernels" if PREBUILT.is_dir() else COMMON.parent.parent / ".build"
+    return Path(os.environ.get("KERNEL_BUILD_DIR") or default)
+
+
+def prebuilt(source: Path, target: str, flags: tuple[str, ...]) -> Path:
+    """Where a wheel has the shared object of `source`; no compiler is in its name, for there may be none."""
+    return PREBUILT / f"{source.stem}-{target}-{_digest(source, flags)}.so"
 
 
 def closure(*sources: Path) -> list[Path]:
@@ -203,12 +215,10 @@ def _resolved(source: str | Path, folder: str) -> Path:
 
 @functools.cache
 def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> Artefact:
-    # Where problems/common lies is no part of the key: the judge builds in private copies, and what it holds counts.
+    if PREBUILT.is_dir() and (made := prebuilt(source, target, flags)).is_file():
+        return Artefact(made, target, "")
     command = [compiler, f"-I{COMMON}", *flags, str(source)]
-    digest = hashlib.sha256(repr((_version(compiler), flags)).encode())
-    for path in closure(source):
-        digest.update(path.name.encode() + b"\0" + read(path))
-    folder = directory() / f"{source.stem}-{target}-{digest.hexdigest()[:20]}"
+    folder = directory() / f"{source.stem}-{target}-{_digest(source, (_version(compiler), flags))}"
     library, log = folder / f"{source.stem}.so", folder / "log.txt"
     if library.is_file():
         return Artefact(library, target, log.read_text())
@@ -232,6 +242,14 @@ def _build(source: Path, target: str, compiler: str, flags: tuple[str, ...]) -> 
             os.replace(f"{scratch}/{log.name}", log)
             os.replace(f"{scratch}/{library.name}", library)  # last: its presence says that the build is whole
     return Artefact(library, target, result.stdout)
+
+
+def _digest(source: Path, how: tuple) -> str:
+    # Where problems/common lies is no part of it: the judge builds in private copies, and what it holds counts.
+    digest = hashlib.sha256(repr(how).encode())
+    for path in closure(source):
+        digest.update(path.name.encode() + b"\0" + read(path))
+    return digest.hexdigest()[:20]
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from typing import Any
 from problems.common import build
 
 PROBLEMS = Path(__file__).resolve().parent.parent
+ROOT = __name__.removesuffix(".common.load")  # "problems"; in the wheel of packaging/, dsv4_kernels.problems
 TARGETS = {9: "sm90", 10: "sm100"}  # by major compute capability
 _BARE = ("task", "utils", "reference")  # names that mean "this folder's"
 PYTHON_LIMIT = 2**20  # bytes of a Python file that is read; its tree takes a thousand times that
@@ -231,7 +232,7 @@ def device_target(device: Any) -> str:
 
 def _name(folder: Path, file: Path) -> str:
     inside = folder.parent == PROBLEMS
-    root = f"problems.{folder.name}" if inside else f"problems._{folder.name}_{_digest(folder)}"
+    root = f"{ROOT}.{folder.name}" if inside else f"{ROOT}._{folder.name}_{_digest(folder)}"
     if file.is_relative_to(folder):
         return ".".join((root, *file.relative_to(folder).with_suffix("").parts))
     return f"{root}._{file.stem}_{_digest(file)}"

@@ -332,3 +332,16 @@ def test_resources_are_read_from_the_report_of_ptxas(stores, loads):
         build.Kernel("_Z1av", 24, 0, 0, 1024),
         build.Kernel("_Z1bv", 168, 32, stores + loads, 0),
     ]
+
+
+def test_a_wheels_shared_object_needs_no_compiler_until_its_source_changes(place, monkeypatch):
+    made = build.cpp(place / "source.cpp")
+    monkeypatch.setattr(build, "PREBUILT", place)
+    shutil.copy(made.path, build.prebuilt(place / "source.cpp", "cpu", build.CPP_FLAGS))
+    forget()
+    monkeypatch.setenv("PATH", str(place / "none"))
+    assert build.cpp(place / "source.cpp").function("value")() == 1
+    (place / "value.h").write_text("#define VALUE 2\n")
+    forget()
+    with pytest.raises(build.BuildError, match=r"g\+\+ is not on PATH"):
+        build.cpp(place / "source.cpp")

@@ -19,6 +19,7 @@ PARTS = {
     "problems, without the model": (("problems",), 31000),
     "problems/dsv4_forward": (("problems/dsv4_forward",), 16000),
     "ptx_model": (("ptx_model",), 11500),
+    "packaging": (("packaging",), 1500),
     "tests of harness, leaderboard": (("tests/harness", "tests/leaderboard", "tests/support"), 13734),
     "tests of attacks": (("tests/attacks",), 5500),
     "other tests": (("tests",), 15266),

@@ -3,12 +3,15 @@
 An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing: by the winner
 for the device of the first tensor. ValueError as task.unpack says, or where the device has no winner. Weights that a
 winner may lay out anew are held beforehand, and named: then the operator's first argument is the name.
+On a GPU it works in torch's current stream and can be recorded in a CUDA graph.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from string import ascii_lowercase
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -16,13 +19,36 @@ from problems.common import load
 
 
 @functools.cache
-def _winner(problem: str, device: torch.device) -> ModuleType:
+def winner(problem: str, device: torch.device) -> ModuleType:
     """The variant that submission.py would choose. ValueError: none for the device."""
     return load.variant(problem, load.winner(load.PROBLEMS / problem, load.device_target(device)))
 
 
+LEGACY, PER_THREAD = 0, 2  # streams of CUDA: which no graph records; the default one of the winners' launchers
+
+
+@contextmanager
+def queue_of_winners(device: torch.device) -> Iterator[None]:
+    """Within: torch's current stream is the one that the winners launch to, behind all that is in the current one now.
+    What is in the current one afterwards comes behind them; in a CUDA graph both are edges, and cost nothing.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        current, own = torch.cuda.current_stream(), torch.cuda.ExternalStream(PER_THREAD)
+        if current.cuda_stream in (LEGACY, PER_THREAD):  # CUDA itself keeps the order of these two
+            yield
+            return
+        own.wait_stream(current)
+        with torch.cuda.stream(own):
+            yield
+        current.wait_stream(own)
+
+
 @functools.cache
-def _task(problem: str) -> ModuleType:
+def task(problem: str) -> ModuleType:
+    """A problem's task.py, which says what its tensors are."""
     return load.module(load.PROBLEMS / problem, "task")
 
 
@@ -37,14 +63,15 @@ def _operator(
     arguments = ["str name"] * held + [f"Tensor {name}" for name in inputs]
     arguments += [f"Tensor({letter}!) {name}" for letter, name in letters]
 
-    def call(*given: object) -> None:
+    def call(*given: Any) -> None:
         plain, mine = data(*given)
         if held:  # elsewhere the winner does this
-            _task(problem).unpack(plain)
-        _winner(problem, given[-1].device).custom_kernel(mine or plain)
+            task(problem).unpack(plain)
+        with queue_of_winners(given[-1].device):
+            winner(problem, given[-1].device).custom_kernel(mine or plain)
 
-    def fake(*given: object) -> None:
-        _task(problem).unpack(data(*given)[0])
+    def fake(*given: Any) -> None:
+        task(problem).unpack(data(*given)[0])
 
     schema = f"({', '.join(arguments)}) -> ()"
     made = torch.library.custom_op(f"dsv4::{problem}", call, mutates_args=written, schema=schema)
@@ -54,7 +81,7 @@ def _operator(
 
 def _plain(problem: str, outputs: int) -> torch.library.CustomOpDef:
     """The operator of a problem without weights, whose data are tensors."""
-    made = _task(problem).Data
+    made = task(problem).Data
     return _operator(problem, made._fields, outputs, lambda *tensors: (made(*tensors), None))
 
 
@@ -62,7 +89,7 @@ def _gemv_data(*tensors: torch.Tensor) -> tuple[tuple, None]:
     """nvfp4_gemv's task.Data of uint8 tensors, but for the outputs: torch's checks of an operator copy and compare its
     inputs, which it cannot for fp4 and fp8.
     """
-    data = _task("nvfp4_gemv").Data
+    data = task("nvfp4_gemv").Data
     *inputs, c = tensors
     for name, tensor in zip(data._fields, inputs, strict=False):
         if tensor.dtype != torch.uint8:
@@ -79,42 +106,43 @@ _held: dict[tuple[str, str], tuple[tuple, object]] = {}
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
 def _hold(problem: str, name: str, weights: tuple | None, device: torch.device | None) -> None:
     _held.pop((problem, name), None)
-    if weights is not None:
-        _task(problem).unpack_weights(weights)
-        winner = _winner(problem, device)
-        _held[problem, name] = weights, winner.prepare(weights) if hasattr(winner, "prepare") else weights
+    if weights is not None and device is not None:
+        task(problem).unpack_weights(weights)
+        variant = winner(problem, device)
+        with queue_of_winners(device):
+            _held[problem, name] = weights, variant.prepare(weights) if hasattr(variant, "prepare") else weights
 
 
-def hold_moe_gemm(name: str, weights: tuple | None) -> None:
+def hold_moe_gemm(name: str, weights: Any) -> None:
     """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm with `name`, and
     hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
     """
     _hold("moe_gemm", name, weights, None if weights is None else weights.w13.device)
 
 
-def hold_linear_decode(name: str, weights: tuple | None) -> None:
+def hold_linear_decode(name: str, weights: Any) -> None:
     """The same for task.Weights of linear_decode, and calls of linear_decode."""
     _hold("linear_decode", name, weights, None if weights is None else weights.links[0][0].codes.device)
 
 
 def _weighted(problem: str) -> torch.library.CustomOpDef:
     """The operator of a problem with weights. ValueError too: a name that is not held."""
-    task = _task(problem)
-    names = (*task.Inputs._fields, *task.Outputs._fields)
+    of = task(problem)
+    names = (*of.Inputs._fields, *of.Outputs._fields)
 
     def data(name: str, *tensors: torch.Tensor) -> tuple[tuple, tuple]:
         if (problem, name) not in _held:
-            known = sorted(held for of, held in _held if of == problem)
+            known = sorted(held for owner, held in _held if owner == problem)
             raise ValueError(f"name must be one of {known}, which are held, got {name!r}")
         weights, prepared = _held[problem, name]
-        count = len(task.Inputs._fields)
-        made = task.Data(weights, task.Inputs(*tensors[:count]), task.Outputs(*tensors[count:]))
+        count = len(of.Inputs._fields)
+        made = of.Data(weights, of.Inputs(*tensors[:count]), of.Outputs(*tensors[count:]))
         return made, made._replace(weights=prepared)
 
-    return _operator(problem, names, len(task.Outputs._fields), data, held=True)
+    return _operator(problem, names, len(of.Outputs._fields), data, held=True)
 
 
-nvfp4_gemv = _operator("nvfp4_gemv", _task("nvfp4_gemv").Data._fields, 1, _gemv_data)
+nvfp4_gemv = _operator("nvfp4_gemv", task("nvfp4_gemv").Data._fields, 1, _gemv_data)
 fmha_decode, fmha_prefill = _plain("fmha_decode", 2), _plain("fmha_prefill", 2)
 mhc_site, indexer = _plain("mhc_site", 4), _plain("indexer", 1)
 moe_gemm, linear_decode = _weighted("moe_gemm"), _weighted("linear_decode")

@@ -1,0 +1,28 @@
+"""Kernels for DeepSeek-V4 inference on Hopper and Blackwell: torch.ops.dsv4.*, and others' signatures in compat.
+
+In the wheel `dsv4_kernels.problems` is a copy of what they need of the kit that judges them; in a checkout, problems/.
+"""
+
+from dsv4_kernels.operators import (
+    fmha_decode,
+    fmha_prefill,
+    hold_linear_decode,
+    hold_moe_gemm,
+    indexer,
+    linear_decode,
+    mhc_site,
+    moe_gemm,
+    nvfp4_gemv,
+)
+
+__all__ = [
+    "fmha_decode",
+    "fmha_prefill",
+    "hold_linear_decode",
+    "hold_moe_gemm",
+    "indexer",
+    "linear_decode",
+    "mhc_site",
+    "moe_gemm",
+    "nvfp4_gemv",
+]

@@ -54,21 +54,20 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name, mor
 def test_operators_are_right_on_a_gpu_compiled_in_any_stream_and_in_a_graph(call, name):
     data, arguments = call(name, "cuda")
     operator, written = getattr(torch.ops.dsv4, name), cases.outputs(name, data)
-    if name == "nvfp4_gemv":
-        torch.library.opcheck(operators.nvfp4_gemv, tuple(arguments))
 
-    def is_right() -> None:
+    def check() -> None:
         torch.cuda.synchronize()
         answer = tuple(written) if len(written) > 1 else written[0]
         assert cases.reference(name).check_implementation(data, answer) == (True, "")
         cases.poison(written)
-        torch.cuda.synchronize()
 
+    torch.library.opcheck(getattr(operators, name), tuple(arguments), test_utils=["test_schema", "test_faketensor"])
     torch.compile(lambda *given: operator(*given), fullgraph=True)(*arguments)
-    is_right()
-    spin, graph = torch.empty(2**28, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # which is busy when the call comes, and writes behind it
-        spin.fill_(1).cumsum_(0)
+    check()
+    long = torch.ones(2**28, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # it is busy, and poisons behind the call too
+        long.cumsum_(0)
         cases.poison(written)
         operator(*arguments)
         kept = [output.clone() for output in written]
@@ -76,11 +75,12 @@ def test_operators_are_right_on_a_gpu_compiled_in_any_stream_and_in_a_graph(call
     torch.cuda.synchronize()
     for output, copy in zip(written, kept, strict=True):
         output.copy_(copy)
-    is_right()
+    check()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         operator(*arguments)
     graph.replay()
-    is_right()
+    check()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """sm90_join: FP8 wgmma in blocks all over the GPU; the last block of a row finds its best runs, then entries."""
 
 from ctypes import c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -80,16 +80,32 @@ def custom_kernel(data: input_t) -> output_t:
     ValueError as unpack and shared_out say; RuntimeError: the launch.
     """
     sizes = unpack(data)
+    _launch(data, sizes, launch_for(sizes))
+    return data.out
+
+
+def scores(data: input_t) -> torch.Tensor:
+    """Do so, and return the scores, fp32 (B S, words of a row): those of the entries in order, then anything.
+
+    Of entries that a query does not see, and of queries that see at most k, the scores are anything. Errors as of
+    custom_kernel.
+    """
+    sizes = unpack(data)
+    launch = replace(launch_for(sizes), held=False, warpgroups=4)
+    return _launch(data, sizes, launch).view(torch.float32).view(-1, launch.words())
+
+
+def _launch(data: input_t, sizes: Sizes, launch: Launch) -> torch.Tensor:
+    """-> the workspace, int32."""
     made = build.cuda(SOURCE, "sm90")
     shift = sizes.per_page.bit_length() - 1
-    launch = launch_for(sizes)
     rows = sizes.batch * sizes.queries
-    scores = torch.empty(rows * launch.words(), dtype=torch.int32, device=data.q.device)
+    workspace = torch.empty(rows * launch.words(), dtype=torch.int32, device=data.q.device)
     numbers = Numbers(
         sizes.queries, sizes.heads, sizes.topk, sizes.blocks, shift, rows, data.keys.shape[1], sizes.kind == "fp8"
     )
     choice = Choice(launch.parts, launch.entries, launch.held, launch.warpgroups, launch.runs)
     pointers = Pointers(*[tensor.data_ptr() for tensor in data])
     run = made.function("launch", Pointers, Numbers, Choice, c_void_p, c_int)
-    build.check(run(pointers, numbers, choice, scores.data_ptr(), early.allowed()), "launch")
-    return data.out
+    build.check(run(pointers, numbers, choice, workspace.data_ptr(), early.allowed()), "launch")
+    return workspace

@@ -19,7 +19,7 @@ from tests.support import ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(ROOT / name / "README.md" for name in ("leaderboard", "ptx_model")),
+    *(ROOT / name / "README.md" for name in ("leaderboard", "packaging", "ptx_model")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("problems/*/README.md")),
 ]

@@ -53,7 +53,7 @@ PARTS = {
     "kernels": Part(
         (
             f"{TEST} tests/problems/test_gpu.py tests/problems/test_wrong.py",
-            f"{TEST} tests/problems/test_variants.py tests/common",
+            f"{TEST} tests/problems/test_variants.py tests/common tests/packaging",
             f"{TEST} tests/problems/test_indexer.py tests/problems/test_every_problem.py",
             f"{TEST} tests/problems/test_fmha_decode_variants.py tests/problems/test_moe_prefill.py",
         ),

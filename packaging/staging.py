@@ -1,0 +1,172 @@
+"""Put the problems' winners into the wheel: their Python, their sources, and shared objects for GPUs.
+
+setuptools runs this file for `python -m build packaging`. What is installed is a copy of problems/ under dsv4_kernels,
+with the winners only. It needs nvcc, no torch and no GPU.
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE if (HERE / "problems").is_dir() else HERE.parent  # a source archive holds problems/ itself
+sys.path.insert(0, str(ROOT))
+from problems.common import build, load  # noqa: E402  neither imports torch
+
+PLATFORM = "manylinux_2_28_x86_64"
+# The newest versions of symbols that this platform has: of glibc 2.28, and of the C++ library of GCC 8.
+NEWEST = {"GLIBC_2.": 28, "GLIBCXX_3.4.": 24}
+TEST_CASES = "allpairspy"  # only test cases need it
+
+
+class Stage(build_py):
+    """Copy dsv4_kernels, then the winners into it."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            raise SystemExit("dsv4-kernels must be built as a wheel: python -m build packaging")
+        package = Path(self.build_lib, "dsv4_kernels")
+        shutil.rmtree(package, ignore_errors=True)  # of an earlier build
+        super().run()
+        copy_winners(package)
+        shutil.copy(ROOT / "LICENSE", package)
+        for file in package.rglob("*.py"):
+            file.write_text(renamed(without(file.read_text(), TEST_CASES)))
+        add_shared_objects(package)
+
+
+class Wheel(bdist_wheel):
+    """One wheel for every Python and torch: launchers are extern "C", and ctypes calls them."""
+
+    def finalize_options(self) -> None:
+        self.distribution.has_ext_modules = lambda: True  # so that it is installed where shared objects go
+        super().finalize_options()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", PLATFORM
+
+
+class Sources(sdist):
+    """A source archive with what the wheel is made of."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        copy_winners(Path(base_dir))
+        for file in (HERE / "staging.py", ROOT / "LICENSE"):
+            shutil.copy(file, base_dir)
+
+
+def winning() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return by problem the winners of each target. What is composed of other problems' winners is left out."""
+    folders = sorted(file.parent for file in (ROOT / "problems").glob("*/submission.py"))
+    return {
+        folder.name: load.winners(folder)
+        for folder in folders
+        if not load.constants(folder / "submission.py", "COMPOSES")
+    }
+
+
+def copy_winners(to: Path) -> None:
+    """Copy problems/, with the winners only, into the folder `to`."""
+    files = [ROOT / "problems/__init__.py", *(ROOT / "problems/common").iterdir()]
+    for problem, targets in winning().items():
+        folder = ROOT / "problems" / problem
+        files += [folder / "task.py", folder / "submission.py"]
+        for name in {name for names in targets.values() for name in names}:
+            written = [folder / f"variants/{name}{suffix}" for suffix in (".py", ".cpp", ".cu")]
+            files += [file for source in written if source.is_file() for file in build.closure(source)]
+    for file in filter(Path.is_file, files):
+        place = to / file.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
+
+
+def renamed(source: str) -> str:
+    """A module whose imports of problems are those of the wheel, where problems is no package by itself."""
+    return re.sub(r"^(\s*(?:from|import) )problems\b", r"\1dsv4_kernels.problems", source, flags=re.MULTILINE)
+
+
+def without(source: str, package: str) -> str:
+    """A module without the statements that need `package` or what these define. Other lines keep their numbers."""
+    lines, gone = source.splitlines(keepends=True), set()
+    for node in ast.parse(source).body:
+        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            gone |= {alias.asname or alias.name for alias in node.names}
+        elif not names & gone:
+            continue
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            gone.add(node.name)
+        count = (node.end_lineno or node.lineno) - node.lineno + 1
+        lines[node.lineno - 1 : node.end_lineno] = ["\n"] * count
+    return "".join(lines)
+
+
+def add_shared_objects(package: Path) -> None:
+    """Compile the CUDA winners of each GPU target, and put them where build.cuda looks for them in an installed wheel.
+
+    build.BuildError: no nvcc, or it refused a source. RuntimeError: an object needs a newer system than PLATFORM.
+    """
+    (package / build.PREBUILT.name).mkdir()
+    linked = ["--no-as-needed", *map(str, old_libraries(build.directory() / "old-libraries"))]
+    options = tuple(option for part in linked for option in ("-Xlinker", part))
+    for problem, targets in winning().items():
+        for target in build.ARCH:
+            for name in targets[target]:
+                source = ROOT / "problems" / problem / "variants" / f"{name}.cu"
+                if source.is_file():
+                    made = build.cuda(source, target, options).path
+                    check_versions(made)
+                    name_there = build.prebuilt(source, target, build.cuda_flags(target)).name
+                    shutil.copy(made, package / build.PREBUILT.name / name_there)
+
+
+def old_libraries(folder: Path) -> list[Path]:
+    """Make libraries to link with, by which glibc's symbols get their last version before PLATFORM's end.
+
+    glibc 2.34 gave threads and dlopen, which CUDA's static runtime calls, new versions without changing them. They are
+    still there by their old ones; the linker takes the newest that it sees, so it has to see the old ones first. These
+    libraries are empty, and named as those that had the symbols; every later glibc has libraries of these names.
+    """
+    libc = subprocess.check_output(["g++", "-print-file-name=libc.so.6"], text=True).strip()
+    listed = subprocess.check_output(["nm", "-D", "--defined-only", libc], text=True)
+    versions: dict[str, list[int | str]] = {}
+    newer = set()
+    for name, default, version in re.findall(r" [TWi] (\w+)(@@?)GLIBC_([\d.]+)$", listed, re.MULTILINE):
+        if int(version.split(".")[1]) > NEWEST["GLIBC_2."]:
+            if default == "@@":
+                newer.add(name)
+        else:
+            versions[name] = version
+    libraries: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(newer & set(versions)):
+        library = "libdl.so.2" if name.startswith("dl") else "librt.so.1" if "shm_" in name else "libpthread.so.0"
+        if name.startswith(("dl", "shm_", "pthread_", "sem_")):
+            libraries.setdefault(library, {}).setdefault(versions[name], []).append(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for library, by_version in libraries.items():
+        source, script = folder / f"{library}.s", folder / f"{library}.map"
+        names = [name for part in by_version.values() for name in part]
+        source.write_text("".join(f".globl {name}\n.type {name},@function\n{name}:\n" for name in names))
+        script.write_text("".join(f"GLIBC_{v} {{ {'; '.join(part)}; }};\n" for v, part in by_version.items()))
+        options = ["-shared", "-nostdlib", f"-Wl,-soname,{library}", f"-Wl,--version-script={script}"]
+        subprocess.run(["g++", *options, str(source), "-o", str(folder / library)], check=True)
+    return [folder / library for library in sorted(libraries)]
+
+
+def check_versions(library: Path) -> None:
+    """RuntimeError: the shared object names a version of a symbol that PLATFORM does not have."""
+    content = library.read_bytes()
+    for prefix, newest in NEWEST.items():
+        found = [int(number) for number in re.findall(re.escape(prefix).encode() + rb"(\d+)", content)]
+        if max(found, default=0) > newest:
+            raise RuntimeError(
+                f"{library} needs {prefix}{max(found)}, and {PLATFORM} has {prefix}{newest}: build on an older system"
+            )

@@ -7,6 +7,9 @@ They ask where tensors lie, which torch.compile does not trace: there, call torc
 """
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +24,22 @@ BASE = 256  # bytes; tensors begin at multiples of it
 PAGE = 64  # keys of a page of DeepGEMM's, and entries of one that flash_mla_sparse_fwd makes
 LEAST, MOST = 3, 134  # scale bytes that the kernels take
 KEY = index_pages.page_bytes(1, "fp8")  # bytes
+
+
+# Their names of the winners' tensors, for errors.
+NAMES = {
+    "window": "k_cache",
+    "window_index": "indices",
+    "window_length": "topk_length",
+    "compressed": "extra_k_cache",
+    "compressed_index": "extra_indices_in_kvcache",
+    "compressed_length": "extra_topk_length",
+    "sink": "attn_sink",
+    "keys": "kv_cache",
+    "table": "block_table",
+    "visible": "context_lens",
+}
+NAMES_OF_ROWS = {**NAMES, "compressed_index": "indices", "compressed_length": "topk_length"}
 
 
 class SchedMeta:
@@ -85,18 +104,19 @@ def flash_mla_with_kvcache(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
-    operators.fmha_decode(
-        _based(q),
-        window,
-        _based(indices),
-        _lengths(topk_length, batch, indices),
-        extra,
-        _based(extra_indices),
-        _lengths(extra_topk_length, batch, extra_indices),
-        _sink(attn_sink, heads, q.device),
-        out,
-        lse,
-    )
+    with _named(NAMES):
+        operators.fmha_decode(
+            _based(q),
+            window,
+            _based(indices),
+            _lengths(topk_length, batch, indices),
+            extra,
+            _based(extra_indices),
+            _lengths(extra_topk_length, batch, extra_indices),
+            _sink(attn_sink, heads, q.device),
+            out,
+            lse,
+        )
     return out, lse.transpose(1, 2)
 
 
@@ -140,19 +160,12 @@ def flash_mla_sparse_fwd(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    operators.fmha_prefill(
-        _based(q),
-        numbers[:2],
-        numbers[2:].clone(),
-        pages,
-        torch.full((1, WINDOW - 1 + tokens), -1, dtype=torch.int32, device=q.device),  # every row is in the other list
-        pages,
-        rows,
-        length,
-        _sink(attn_sink, heads, q.device),
-        out,
-        lse,
-    )
+    none = torch.full((1, WINDOW - 1 + tokens), -1, dtype=torch.int32, device=q.device)  # all are in the other list
+    sink = _sink(attn_sink, heads, q.device)
+    with _named(NAMES_OF_ROWS):
+        operators.fmha_prefill(
+            _based(q), numbers[:2], numbers[2:].clone(), pages, none, pages, rows, length, sink, out, lse
+        )
     return out, None, lse
 
 
@@ -187,16 +200,16 @@ def fp8_paged_mqa_logits(
     if queries == 1 and context_lens.dim() == 1:
         context_lens = context_lens.unsqueeze(1)
     _demand("context_lens", f"({batch}, {queries})", context_lens.shape == (batch, queries), _form(context_lens))
-    fits = kv_cache.dtype == torch.uint8 and kv_cache.shape[1:] == (PAGE, 1, KEY) and kv_cache.is_contiguous()
-    _demand("kv_cache", "uint8 (pages, 64, 1, 132), contiguous", fits, _form(kv_cache))
+    fits = kv_cache.dtype == torch.uint8 and kv_cache.shape[1:] == (PAGE, 1, KEY) and _is_based(kv_cache)
+    _demand("kv_cache", f"uint8 (pages, 64, 1, 132), contiguous, from a multiple of {BASE} on", fits, _form(kv_cache))
     blocks = -(-max_context_len // PAGE)
     fits = block_table.dim() == 2 and block_table.shape[1] >= blocks > 0
     _demand("block_table", f"(B, {blocks} or more) for max_context_len {max_context_len}", fits, _form(block_table))
     keys = kv_cache.view(len(kv_cache), PAGE * KEY)
     table = _based(block_table[:, :blocks])
-    scores = indexer_scores(
-        q.to(torch.bfloat16), _based(weights.view(batch, queries, heads)), keys, table, _based(context_lens)
-    )
+    weights = _based(weights.view(batch, queries, heads))
+    with _named(NAMES):
+        scores = indexer_scores(q.to(torch.bfloat16), weights, keys, table, _based(context_lens))
     logits = scores[:, :max_context_len]
     if clean_logits:
         logits.masked_fill_(torch.arange(max_context_len, device=q.device) >= context_lens.view(-1, 1), -math.inf)
@@ -252,6 +265,15 @@ def _scores(data: Any, entries: int, per_page: int) -> torch.Tensor:
     return out
 
 
+@contextmanager
+def _named(names: dict[str, str]) -> Iterator[None]:
+    """Within: a ValueError about a tensor has the name that the caller knows."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"^\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
+
+
 def _demand(name: str, wanted: object, fits: bool, got: object) -> None:
     if not fits:
         raise ValueError(f"{name} must be {wanted}, got {got}")
@@ -266,10 +288,14 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
 
 
+def _is_based(tensor: torch.Tensor) -> bool:
+    """Whether it is contiguous and begins at a multiple of BASE bytes, as what torch allocates does."""
+    return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % BASE == 0
+
+
 def _based(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that is contiguous and begins at a multiple of BASE bytes."""
-    apart = tensor.storage_offset() * tensor.element_size() % BASE
-    return tensor.clone(memory_format=torch.contiguous_format) if apart or not tensor.is_contiguous() else tensor
+    """The tensor, or a copy that is based."""
+    return tensor if _is_based(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _lengths(given: torch.Tensor | None, rows: int, index: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,132 @@
+"""Compare dsv4_kernels.compat with FlashMLA and DeepGEMM on a GPU: python packaging/compare.py
+
+A line for each call: how far apart the results are, in the 2-norm, and the median time of both, with caches as the last
+call left them, replayed from CUDA graphs where both can be recorded. Needs the packages flash_mla and deep_gemm.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:1] = [str(ROOT)]
+sys.path.append(str(ROOT / "packaging"))  # last: an installed wheel is compared, if there is one
+
+from dsv4_kernels import compat  # noqa: E402
+from problems.common import load  # noqa: E402
+
+REPLAYS = 100
+Call = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def main() -> None:
+    """Print the table."""
+    import deep_gemm
+    import flash_mla
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {compat.__file__}")
+    for batch, heads, named in ((1, 64, 512), (32, 64, 512), (128, 64, 512), (32, 128, 1024), (32, 16, 512)):
+        call, padded = decode(batch, heads, named)
+        schedule = {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
+        row(
+            f"flash_mla_with_kvcache, B={batch} H={heads} n=128+{named}",
+            lambda call=call: compat.flash_mla_with_kvcache(**call)[:1],
+            lambda padded=padded, schedule=schedule, heads=heads: (
+                flash_mla.flash_mla_with_kvcache(**padded | schedule)[0][:, :, :heads],
+            ),
+        )
+    for tokens, heads in ((512, 64), (4096, 64)):
+        call = sparse(tokens, heads)
+        row(
+            f"flash_mla_sparse_fwd, T={tokens} H={heads} n=640 (not recorded)",
+            lambda call=call: compat.flash_mla_sparse_fwd(**call)[:1],
+            lambda call=call: flash_mla.flash_mla_sparse_fwd(**call)[:1],
+            recorded=False,
+        )
+    count = torch.cuda.get_device_properties("cuda").multi_processor_count
+    for batch, entries in ((1, 8192), (1, 32768), (32, 32768)):
+        call = logits(batch, entries)
+        call["schedule_meta"] = deep_gemm.get_paged_mqa_logits_metadata(call["context_lens"], 64, count)
+        row(
+            f"fp8_paged_mqa_logits, B={batch} n={entries}",
+            lambda call=call: (compat.fp8_paged_mqa_logits(**call),),
+            lambda call=call: (torch.from_dlpack(deep_gemm.fp8_paged_mqa_logits(*call.values())),),
+        )
+
+
+def row(name: str, ours: Call, theirs: Call, recorded: bool = True) -> None:
+    (a,), (b,) = ours(), theirs()
+    apart = float((a.double() - b.double()).norm() / b.double().norm())
+    times = [median_us(call, recorded) for call in (ours, theirs)]
+    print(f"{name:50} apart {apart:.1e}   ours {times[0]:8.1f} us   theirs {times[1]:8.1f} us", flush=True)
+
+
+def median_us(call: Call, recorded: bool) -> float:
+    """Of REPLAYS calls, between two events each."""
+    if recorded:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        call = graph.replay
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
+    for first, last in pairs:
+        first.record()
+        call()
+        last.record()
+    torch.cuda.synchronize()
+    return 1000 * statistics.median(first.elapsed_time(last) for first, last in pairs[REPLAYS // 10 :])
+
+
+def inputs(problem: str, **case: object) -> tuple:
+    """Data of a case on the GPU."""
+    return load.module(load.PROBLEMS / problem, "reference").generate_input(
+        **case, content="plain", seed=1, device="cuda"
+    )
+
+
+def decode(batch: int, heads: int, named: int) -> tuple[dict, dict]:
+    """A call, and the same with heads padded to 64, which FlashMLA wants."""
+    pages = {"page_window": 64, "page_compressed": 64, "pool": 4096, "order": "random"}
+    data = inputs("fmha_decode", batch=batch, queries=1, heads=heads, window=128, compressed=named, **pages)
+    views = [p.as_strided((len(p), 64, 1, 584), (37440, 584, 584, 1)) for p in (data.window, data.compressed)]
+    call = {"q": data.q, "k_cache": views[0], "block_table": None, "cache_seqlens": None, "head_dim_v": 512}
+    call |= {"tile_scheduler_metadata": None, "is_fp8_kvcache": True, "indices": data.window_index}
+    call |= {"attn_sink": data.sink, "extra_k_cache": views[1], "extra_indices_in_kvcache": data.compressed_index}
+    call |= {"topk_length": data.window_length, "extra_topk_length": data.compressed_length}
+    more = max(64 - heads, 0)
+    pad = torch.nn.functional.pad
+    return call, call | {"q": pad(data.q, (0, 0, 0, more)), "attn_sink": pad(data.sink, (0, more))}
+
+
+def sparse(tokens: int, heads: int, rows: int = 16384, named: int = 640) -> dict:
+    """A call with values that FP8 caches hold."""
+    kv = torch.randn(rows, 1, 512, device="cuda")
+    kv[:, :, :448] = kv[:, :, :448].to(torch.float8_e4m3fn).float()
+    index = torch.randint(rows, (tokens, 1, named), dtype=torch.int32, device="cuda")
+    call = {"q": torch.randn(tokens, heads, 512, device="cuda").bfloat16(), "kv": kv.bfloat16(), "indices": index}
+    return call | {"sm_scale": 512**-0.5, "attn_sink": torch.randn(heads, device="cuda")}
+
+
+def logits(batch: int, entries: int) -> dict:
+    """A call, in the order of DeepGEMM's arguments."""
+    form = {"queries": 1, "heads": 64, "topk": 1, "kind": "fp8", "per_page": 64}
+    data = inputs("indexer", batch=batch, entries=entries, **form)
+    call = {"q": data.q.to(torch.float8_e4m3fn), "kv_cache": data.keys.view(-1, 64, 1, 132)}
+    call |= {"weights": data.weights.view(batch, 64), "context_lens": data.visible}
+    return call | {
+        "block_table": data.table[:, : entries // 64].contiguous(),
+        "schedule_meta": None,
+        "max_context_len": entries,
+        "clean_logits": False,
+    }
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("compare.py: needs an NVIDIA GPU that torch can use")
+    main()

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from problems.common import load
+from problems.dsv4_forward import launches
 from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights.config import FORMATS
-from tests.dsv4 import launches
 from tests.support.marks import first
 
 README = Path(load.PROBLEMS) / "dsv4_forward" / "README.md"

@@ -1,6 +1,6 @@
 """Count what one decode step launches on a GPU, without one: operations of torch, and calls of kernels' launchers.
 
-.venv/bin/python -m tests.dsv4.launches          # the table of problems/dsv4_forward/README.md
+.venv/bin/python -m problems.dsv4_forward.launches          # the table of problems/dsv4_forward/README.md
 """
 
 from collections import Counter
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,15 +80,17 @@ def pretended(target: str) -> Iterator[Seen]:
     def built(source: str | Path, *arguments: object) -> SimpleNamespace:
         return SimpleNamespace(function=lambda name, *types: seen.launcher(f"{Path(source).stem}.{name}"))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "cuda", built)
-        patch.setattr(load, "device_target", lambda device: target)
-        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        found = SimpleNamespace(multi_processor_count=132, major=9, minor=0, shared_memory_per_block_optin=232448)
-        patch.setattr(load.module(load.PROBLEMS / "moe_gemm", "in_model"), "validate", lambda *arguments: None)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
-        with seen:
-            yield seen
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0, shared_memory_per_block_optin=232448)
+    moe = load.module(load.PROBLEMS / "moe_gemm", "in_model")
+    with (
+        mock.patch.object(build, "cuda", built),
+        mock.patch.object(load, "device_target", lambda device: target),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        mock.patch.object(moe, "validate", lambda *arguments: None),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+        seen,
+    ):
+        yield seen
 
 
 class Places:
@@ -111,9 +113,9 @@ def steps(fmt: str, batches: tuple[int, ...], kernels: str = "winners") -> tuple
     """
     made = tree.quick(config.find("tiny-k"), fmt, seed=1, device="cpu")
     found = []
-    with torch.no_grad(), pretended("sm90") as seen, pytest.MonkeyPatch.context() as patch:
-        # Whether ids are of the vocabulary is looked up on a CPU only.
-        patch.setattr("problems.dsv4_forward.cache.state.check_tensor", lambda *arguments: None)
+    # Whether ids are of the vocabulary is looked up on a CPU only.
+    unchecked = mock.patch("problems.dsv4_forward.cache.state.check_tensor", lambda *arguments: None)
+    with torch.no_grad(), pretended("sm90") as seen, unchecked:
         probe = Places(seen, made.config.ratios)
         model = Model(made, ops.choose(kernels, "sm90", made).ops, probe=probe)
         for batch in batches:

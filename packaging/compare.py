@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT)]
-sys.path.append(str(ROOT / "packaging"))  # last: an installed wheel is compared, if there is one
+if __name__ == "__main__":
+    sys.path[:1] = [str(ROOT)]
+    sys.path.append(str(ROOT / "packaging"))  # last: an installed wheel is compared, if there is one
 
-from dsv4_kernels import compat  # noqa: E402
+from dsv4_kernels import compat, operators  # noqa: E402
 from problems.common import load  # noqa: E402
 
 REPLAYS = 100
@@ -59,9 +60,13 @@ def main() -> None:
 
 def row(name: str, ours: Call, theirs: Call, recorded: bool = True) -> None:
     (a,), (b,) = ours(), theirs()
-    apart = float((a.double() - b.double()).norm() / b.double().norm())
     times = [median_us(call, recorded) for call in (ours, theirs)]
-    print(f"{name:50} apart {apart:.1e}   ours {times[0]:8.1f} us   theirs {times[1]:8.1f} us", flush=True)
+    print(f"{name:50} apart {apart(a, b):.1e}   ours {times[0]:8.1f} us   theirs {times[1]:8.1f} us", flush=True)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The relative distance of two tensors."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def median_us(call: Call, recorded: bool) -> float:
@@ -93,14 +98,22 @@ def decode(batch: int, heads: int, named: int) -> tuple[dict, dict]:
     """A call, and the same with heads padded to 64, which FlashMLA wants."""
     pages = {"page_window": 64, "page_compressed": 64, "pool": 4096, "order": "random"}
     data = inputs("fmha_decode", batch=batch, queries=1, heads=heads, window=128, compressed=named, **pages)
-    views = [p.as_strided((len(p), 64, 1, 584), (37440, 584, 584, 1)) for p in (data.window, data.compressed)]
+    call, more = decode_call(data), max(64 - heads, 0)
+    pad = torch.nn.functional.pad
+    return call, call | {"q": pad(data.q, (0, 0, 0, more)), "attn_sink": pad(data.sink, (0, more))}
+
+
+def decode_call(data: tuple) -> dict:
+    """What flash_mla_with_kvcache takes of fmha_decode's data."""
+    sizes = operators.task("fmha_decode").unpack(data)
+    views = []
+    for pages, count in ((data.window, sizes.page_window), (data.compressed, sizes.page_compressed)):
+        strides = (pages.shape[1], 584, 584, 1)
+        views.append(pages.view(torch.float8_e4m3fn).as_strided((len(pages), count, 1, 584), strides))
     call = {"q": data.q, "k_cache": views[0], "block_table": None, "cache_seqlens": None, "head_dim_v": 512}
     call |= {"tile_scheduler_metadata": None, "is_fp8_kvcache": True, "indices": data.window_index}
     call |= {"attn_sink": data.sink, "extra_k_cache": views[1], "extra_indices_in_kvcache": data.compressed_index}
-    call |= {"topk_length": data.window_length, "extra_topk_length": data.compressed_length}
-    more = max(64 - heads, 0)
-    pad = torch.nn.functional.pad
-    return call, call | {"q": pad(data.q, (0, 0, 0, more)), "attn_sink": pad(data.sink, (0, more))}
+    return call | {"topk_length": data.window_length, "extra_topk_length": data.compressed_length}
 
 
 def sparse(tokens: int, heads: int, rows: int = 16384, named: int = 640) -> dict:
@@ -116,14 +129,14 @@ def logits(batch: int, entries: int) -> dict:
     """A call, in the order of DeepGEMM's arguments."""
     form = {"queries": 1, "heads": 64, "topk": 1, "kind": "fp8", "per_page": 64}
     data = inputs("indexer", batch=batch, entries=entries, **form)
+    return logits_call(data._replace(table=data.table[:, : entries // 64].contiguous()), entries)
+
+
+def logits_call(data: tuple, entries: int) -> dict:
+    """What fp8_paged_mqa_logits takes of indexer's data with FP8 keys in pages of 64, in its order."""
     call = {"q": data.q.to(torch.float8_e4m3fn), "kv_cache": data.keys.view(-1, 64, 1, 132)}
-    call |= {"weights": data.weights.view(batch, 64), "context_lens": data.visible}
-    return call | {
-        "block_table": data.table[:, : entries // 64].contiguous(),
-        "schedule_meta": None,
-        "max_context_len": entries,
-        "clean_logits": False,
-    }
+    call |= {"weights": data.weights.view(-1, 64), "context_lens": data.visible, "block_table": data.table}
+    return call | {"schedule_meta": None, "max_context_len": entries, "clean_logits": False}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import sys
 from types import ModuleType
 
+import compare  # packaging/compare.py
 import pytest
 import torch
 
@@ -12,31 +13,10 @@ from tests.problems import cases
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def view(pages, per_page):
-    """FlashMLA's view of pages."""
-    return pages.view(torch.float8_e4m3fn).as_strided((len(pages), per_page, 1, 584), (pages.shape[1], 584, 584, 1))
-
-
 def decode_call(device, **changes):
     """Data of fmha_decode, and what flash_mla_with_kvcache takes of them."""
     data = cases.made("fmha_decode", device, **{"batch": 5, "page_window": 4, "content": "ragged", **changes})
-    sizes = cases.task("fmha_decode").unpack(data)
-    arguments = {
-        "q": data.q,
-        "k_cache": view(data.window, sizes.page_window),
-        "block_table": None,
-        "cache_seqlens": None,
-        "head_dim_v": 512,
-        "tile_scheduler_metadata": compat.get_mla_metadata()[0],
-        "is_fp8_kvcache": True,
-        "indices": data.window_index,
-        "attn_sink": data.sink,
-        "extra_k_cache": view(data.compressed, sizes.page_compressed),
-        "extra_indices_in_kvcache": data.compressed_index,
-        "topk_length": data.window_length,
-        "extra_topk_length": data.compressed_length,
-    }
-    return data, arguments
+    return data, compare.decode_call(data) | {"tile_scheduler_metadata": compat.get_mla_metadata()[0]}
 
 
 def sparse_call(device, **changes):
@@ -54,16 +34,9 @@ def logits_call(device, queries=2, lengths=((200, 1), (0, 70), (191, 190))):
     """Data of indexer of FP8 keys in pages of 64, and what fp8_paged_mqa_logits takes of them."""
     changes = {"batch": len(lengths), "queries": queries, "heads": 64, "entries": 200, "kind": "fp8", "per_page": 64}
     data = cases.made("indexer", device, **changes, content="plain")
-    q = data.q.to(torch.float8_e4m3fn)
     visible = torch.tensor(lengths, dtype=torch.int32, device=device)
-    keys = data.keys.view(-1, 64, 1, 132)
-    call = {"q": q, "kv_cache": keys, "weights": data.weights.view(-1, 64), "context_lens": visible}
-    return data, call | {"block_table": data.table, "schedule_meta": None, "max_context_len": 200}
-
-
-def apart(a, b):
-    """The relative distance of two tensors."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    data = data._replace(visible=visible, q=data.q.to(torch.float8_e4m3fn).bfloat16())
+    return data, compare.logits_call(data, 200)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -79,25 +52,23 @@ def test_flash_mla_with_kvcache_is_the_problems_attention(heads, device):
     assert cases.reference("fmha_decode").check_implementation(alone, (out, lse.transpose(1, 2))) == (True, "")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("indices", lambda _: None, "dense attention"),
-        ("is_fp8_kvcache", lambda _: False, "bf16 caches"),
-        ("causal", lambda _: True, "causal must be False"),
-        ("softmax_scale", lambda _: 0.1, r"softmax_scale must be 512\^-0.5"),
-        ("q", lambda t: torch.cat([t, t[..., :64]], 3), r"q must be \(B, S, H, 512\), got .*576"),
-        ("k_cache", lambda t: torch.zeros(2, 64, 1, 656, dtype=torch.uint8), "k_cache must be of bytes"),
-        ("k_cache", lambda t: torch.zeros(3, 64, 1, 584, dtype=torch.uint8), "k_cache must have strides.*37440"),
-        ("k_cache", lambda t: torch.zeros(1, 64, 1, 584, dtype=torch.uint8), "padding of its last page"),
-        ("extra_indices_in_kvcache", lambda _: None, "extra_k_cache must be given where"),
-        ("attn_sink", lambda t: t[:1], "^attn_sink must be"),
-    ],
-)
-def test_flash_mla_with_kvcache_refuses(name, change, said):
-    arguments = {"causal": False, "softmax_scale": None} | decode_call("cpu")[1]
-    with pytest.raises(ValueError, match=said):
-        compat.flash_mla_with_kvcache(**arguments | {name: change(arguments[name])})
+def test_flash_mla_with_kvcache_refuses():
+    arguments = decode_call("cpu")[1]
+    for name, value, said in (
+        ("indices", None, "dense attention"),
+        ("is_fp8_kvcache", False, "bf16 caches"),
+        ("causal", True, "causal must be False"),
+        ("softmax_scale", 0.1, r"softmax_scale must be 512\^-0.5"),
+        ("q", arguments["q"].repeat(1, 1, 1, 2)[..., :576], r"q must be \(B, S, H, 512\), got .*576"),
+        *(
+            ("k_cache", torch.zeros(pages, 64, 1, size, dtype=torch.uint8), f"^k_cache must {said}")
+            for pages, size, said in ((2, 656, "be of bytes"), (3, 584, "have strides.*37440"), (1, 584, ".*last page"))
+        ),
+        ("extra_indices_in_kvcache", None, "extra_k_cache must be given where"),
+        ("attn_sink", arguments["attn_sink"][:1], "^attn_sink must be"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compat.flash_mla_with_kvcache(**arguments | {name: value})
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,22 +84,16 @@ def test_flash_mla_sparse_fwd_attends_to_rows_of_fp8_values(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_fp8_paged_mqa_logits_are_the_indexers_scores(device):
     data, call = logits_call(device)
-    entry = torch.arange(200, device=device)
-    keys = cases.task("indexer").read_keys(data.keys, data.table[:, entry // 64].long() * 64 + entry % 64).double()
-    dots = torch.einsum("bshd,bnd->bshn", call["q"].double(), keys).relu_()
-    want = torch.einsum("bsh,bshn->bsn", data.weights.double(), dots).flatten(0, 1)
-    seen = entry < call["context_lens"].view(-1, 1)
+    reference = cases.reference("indexer")
+    want = reference.answer(data, reference.ref_kernel(data)).score
+    seen = want.isfinite()
     logits = compat.fp8_paged_mqa_logits(**call)
-    assert apart(logits[seen], want[seen]) < 3e-4
-    cleaned = compat.fp8_paged_mqa_logits(**call, clean_logits=True)
+    assert compare.apart(logits[seen], want[seen]) < 3e-4
+    cleaned = compat.fp8_paged_mqa_logits(**call | {"clean_logits": True})
     assert torch.equal(cleaned, logits.masked_fill(~seen, -torch.inf))
     arguments = (*data[:4], call["context_lens"])
     torch.library.opcheck(compat.indexer_scores, arguments, test_utils=["test_schema", "test_faketensor"])
-    for name, value in {
-        "indices": data.table,
-        "context_lens": call["context_lens"][0],
-        "max_context_len": 3000,
-    }.items():
+    for name, value in (("indices", data.table), ("context_lens", call["context_lens"][0]), ("max_context_len", 3000)):
         with pytest.raises(ValueError, match=r"(indices|context_lens|block_table) must be"):
             compat.fp8_paged_mqa_logits(**call | {name: value})
 
@@ -136,34 +101,30 @@ def test_fp8_paged_mqa_logits_are_the_indexers_scores(device):
 @pytest.mark.gpu
 def test_public_kernels_compute_the_same():
     flash_mla, deep_gemm = pytest.importorskip("flash_mla"), pytest.importorskip("deep_gemm")
-    long = {"window": 128, "compressed": 512, "pool": 600, "page_window": 64, "page_compressed": 64}
-    _, call = decode_call("cuda", queries=1, heads=64, content="plain", **long)
-    out, lse = compat.flash_mla_with_kvcache(**call)
-    theirs = flash_mla.flash_mla_with_kvcache(**call | {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]})
-    assert apart(out, theirs[0]) < 2e-3 and apart(lse, theirs[1]) < 1e-5
-    _, call = sparse_call("cuda", heads=64, content="plain", **long)
-    out, _, lse = compat.flash_mla_sparse_fwd(**call)
-    theirs = flash_mla.flash_mla_sparse_fwd(**call)
-    assert apart(out, theirs[0]) < 2e-3 and apart(lse, theirs[2]) < 1e-5
+    long = {"window": 128, "compressed": 512, "pool": 600, "page_window": 64, "page_compressed": 64, "heads": 64}
+    call = decode_call("cuda", queries=1, content="plain", **long)[1]
+    call["tile_scheduler_metadata"] = flash_mla.get_mla_metadata()[0]
+    sparse = sparse_call("cuda", content="plain", **long)[1]
+    for name, given in (("flash_mla_with_kvcache", call), ("flash_mla_sparse_fwd", sparse)):
+        (out, *_, lse), (want, *_, sums) = (getattr(package, name)(**given) for package in (compat, flash_mla))
+        assert compare.apart(out, want) < 2e-3 and compare.apart(lse, sums) < 1e-5
     _, call = logits_call("cuda", 1, ((200,), (1,), (70,)))
     count = torch.cuda.get_device_properties("cuda").multi_processor_count
     call["schedule_meta"] = deep_gemm.get_paged_mqa_logits_metadata(call["context_lens"], 64, count)
     used = torch.arange(call["block_table"].shape[1], device="cuda") * 64 < call["context_lens"]  # all are read
-    call |= {"block_table": torch.where(used, call["block_table"], 0), "max_context_len": 256, "clean_logits": False}
+    call |= {"block_table": torch.where(used, call["block_table"], 0), "max_context_len": 256}
     theirs = torch.from_dlpack(deep_gemm.fp8_paged_mqa_logits(*call.values()))
     seen = torch.arange(256, device="cuda") < call["context_lens"]
-    assert apart(compat.fp8_paged_mqa_logits(**call)[seen], theirs[seen]) < 3e-4
+    assert compare.apart(compat.fp8_paged_mqa_logits(**call)[seen], theirs[seen]) < 3e-4
 
 
 @pytest.fixture
 def flashmla(monkeypatch):
     """A stub of vLLM's module, whose function answers "theirs"."""
-    parts = vllm.MODULE.split(".")
-    for i in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
-    module = sys.modules[vllm.MODULE]
-    exec(f"def {vllm.NAME}({', '.join(f'{name}=None' for name in vllm.KNOWN[0])}): return 'theirs'", vars(module))
     vllm._warn_once.cache_clear()
+    module = ModuleType(vllm.MODULE)
+    monkeypatch.setitem(sys.modules, vllm.MODULE, module)
+    exec(f"def {vllm.NAME}({', '.join(f'{name}=None' for name in vllm.KNOWN[0])}): return 'theirs'", vars(module))
     return module
 
 
@@ -175,14 +136,13 @@ def test_vllms_function_is_replaced_and_keeps_what_is_not_served(flashmla, caplo
     assert cases.reference("fmha_decode").check_implementation(data, (out, lse.transpose(1, 2))) == (True, "")
     assert not caplog.records
     assert [flashmla.flash_mla_with_kvcache(**arguments | {"indices": None}) for _ in range(2)] == ["theirs"] * 2
-    (record,) = caplog.records
-    assert "dense attention is not served" in record.getMessage()
+    assert ["dense attention is not served" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_vllms_function_stays_if_it_is_another(flashmla, caplog, monkeypatch):
     other = flashmla.flash_mla_with_kvcache = lambda q, cache: "theirs"
     vllm.register()
+    assert flashmla.flash_mla_with_kvcache is other
     monkeypatch.setitem(sys.modules, vllm.MODULE, None)
     vllm.register()
-    assert flashmla.flash_mla_with_kvcache is other
     assert ["FlashMLA stays" in record.getMessage() for record in caplog.records] == [True, True]

@@ -21,7 +21,7 @@ def model():
     return tree.random(SMALL, "nvfp4", seed=3)
 
 
-@pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
 @pytest.mark.parametrize(("name", "tokens"), [(min(CONFIGS), 1), *((name, 37) for name in sorted(CONFIGS))])
 def test_experts_are_the_references(name, tokens, activation):
     """As many experts as each model has, as many a token; and tokens that no tile divides."""
@@ -216,7 +216,7 @@ class Together:
         return GROUPED.custom_kernel(type(data)(weights, inputs, outputs))
 
 
-@pytest.mark.parametrize("activation", TASK.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
 def test_a_kernel_may_have_routed_experts_and_the_shared_one(activation):
     x, ids, gates, w13, w2, limit = call(4, 8, 2, 64, 128, activation)
     _, _, _, *shared, _ = call(9, 1, 1, 64, 128, activation)

@@ -35,6 +35,24 @@ def dot(x: list[float], y: list[float]) -> float:
     return math.fsum(a * b for a, b in zip(x, y, strict=True))
 
 
+def cut(terms: torch.Tensor) -> torch.Tensor:
+    """fp64, without the bits that FP8 tensor cores of Hopper do not add of terms along the last axis."""
+    unit = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - 14.0)
+    return (terms / unit).trunc() * unit
+
+
+def check_attended(out: torch.Tensor, lse: torch.Tensor, q: list[float], entries: list, sink: float) -> None:
+    """Of one head: out (512,) and lse are what attention to these entries gives."""
+    scores = [dot(q, entry) / math.sqrt(512) for entry in entries]
+    total = math.fsum(map(math.exp, scores))
+    assert math.isclose(float(lse), math.log(total) if scores else math.inf, rel_tol=1e-12, abs_tol=1e-12)
+    weights = [math.exp(score) / (total + math.exp(sink)) for score in scores]
+    for d in (0, 63, 64, 300, 447, 448, 511):
+        want = dot(weights, [entry[d] for entry in entries])
+        assert math.isclose(float(out[d]), want, rel_tol=1e-11, abs_tol=1e-13), d
+    assert entries or not out.any()
+
+
 def kv_entry(page: bytes, per_page: int, slot: int, nope: int = 448, rope: int = 64) -> list[float]:
     """One entry of a page as problems/common/kv_pages.py lays it out, from its offsets."""
     payload = nope + 2 * rope

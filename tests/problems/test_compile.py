@@ -56,7 +56,6 @@ LONG = {
 # Compiled in this process, and not by a runner as the others are: tests of these problems call what was compiled.
 HERE = ("linear_decode", "mhc_site")
 
-
 JOBS = [
     pytest.param(*job, marks=pytest.mark.slow if job in LONG else ())
     for name in folders.problem_names()

@@ -20,18 +20,10 @@ MEASURED = {
 }
 # Axes that may have another length.
 FREE = {
-    ("fmha_decode", "window", 0),
-    ("fmha_decode", "window_index", 2),
-    ("fmha_decode", "compressed", 0),
-    ("fmha_decode", "compressed_index", 2),
-    ("fmha_prefill", "window", 0),
-    ("fmha_prefill", "window_index", 1),
-    ("fmha_prefill", "compressed", 0),
-    ("fmha_prefill", "compressed_index", 1),
-    ("indexer", "keys", 0),
-    ("indexer", "table", 1),
-    ("indexer", "out", 2),
-    ("nvfp4_gemv", "a", "axes"),  # refused by Python, without the name
+    "fmha_decode": {("window", 0), ("window_index", 2), ("compressed", 0), ("compressed_index", 2)},
+    "fmha_prefill": {("window", 0), ("window_index", 1), ("compressed", 0), ("compressed_index", 1)},
+    "indexer": {("keys", 0), ("table", 1), ("out", 2)},
+    "nvfp4_gemv": {("a", "axes")},  # refused by Python, without the name
 }
 
 
@@ -55,7 +47,7 @@ def test_unpack_names_the_tensor_that_is_wrong(name):
     for place, tensor in cases.leaves(data):
         field = place.rpartition(".")[2]
         for what, wrong in in_other_forms(tensor).items():
-            if (name, field, what) not in FREE:
+            if (field, what) not in FREE.get(name, ()):
                 said = " must " if field in MEASURED[name] else rf"\b{field}\b"
                 with pytest.raises(ValueError, match=said):
                     cases.task(name).unpack(cases.changed(data, place, lambda _, wrong=wrong: wrong))

@@ -10,7 +10,7 @@ import torch
 from problems.common import kv_pages
 from tests.problems import cases
 from tests.problems.cases import named
-from tests.problems.exact import kv_entry
+from tests.problems.exact import check_attended, kv_entry
 
 NAME = "fmha_decode"
 task, reference = cases.task(NAME), cases.reference(NAME)
@@ -56,18 +56,7 @@ def test_reference_is_the_sum_over_the_bytes_in_memory(content):
             ids = [i for i in index[b, s].tolist()[: int(length[b])] if i != -1]
             found += [kv_entry(bytes(pages[i // per_page].tolist()), per_page, i % per_page) for i in ids]
         for h in range(3):
-            query = data.q[b, s, h].tolist()
-            scores = [sum(x * y for x, y in zip(query, c, strict=True)) / math.sqrt(512) for c in found]
-            if not scores:
-                assert lse[b, s, h] == math.inf and not out[b, s, h].any()
-                continue
-            total = sum(map(math.exp, scores))
-            assert math.isclose(float(lse[b, s, h]), math.log(total), rel_tol=1e-12, abs_tol=1e-12)
-            total += math.exp(float(data.sink[h]))
-            weights = [math.exp(score) / total for score in scores]
-            for d in (0, 63, 64, 300, 447, 448, 511):
-                want = sum(p * c[d] for p, c in zip(weights, found, strict=True))
-                assert math.isclose(float(out[b, s, h, d]), want, rel_tol=1e-11, abs_tol=1e-13), (b, s, h, d)
+            check_attended(out[b, s, h], lse[b, s, h], data.q[b, s, h].tolist(), found, float(data.sink[h]))
 
 
 @pytest.mark.parametrize("case", task.TESTS, ids=named)

@@ -9,6 +9,7 @@ import torch
 
 from problems.common import index_pages, load, nvfp4
 from tests.problems import cases
+from tests.problems.exact import cut
 
 NAME = "indexer"
 task, reference = cases.task(NAME), cases.reference(NAME)
@@ -129,12 +130,6 @@ def test_the_margin_admits_what_errors_explain_and_no_more():
             assert not explained
 
 
-def cut(terms: torch.Tensor) -> torch.Tensor:
-    """fp64, without the bits that FP8 tensor cores do not add of terms along the last axis."""
-    unit = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - 14.0)
-    return (terms / unit).trunc() * unit
-
-
 def cut_dots(q: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """reference._dots as FP8 tensor cores add: 32 products and the sum so far in a step."""
     total = torch.zeros(*q.shape[:3], key.shape[1], 1, dtype=torch.float64)
@@ -194,11 +189,7 @@ def baseline(monkeypatch, tmp_path):
     """The baseline on packages that are not there. `.specs`: of FlashInfer's top k, those that were built."""
 
     class Spec:
-        jit_library_path = tmp_path / "built.so"
-
-        def __init__(self):
-            self.extra_cuda_cflags = None
-
+        jit_library_path, extra_cuda_cflags = tmp_path / "built.so", None
         aot_path = property(lambda _: env.FLASHINFER_AOT_DIR / "topk.so")
         is_aot = property(lambda self: self.aot_path.exists())
 

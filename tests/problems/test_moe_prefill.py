@@ -182,22 +182,14 @@ def test_it_is_right_in_the_model_of_the_gpu(policies, checks):
     in_model.run(__name__, calls, orders=[Order(policy, 0xFF, 2) for policy in policies])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [*NVFP4_CASES, (*LARGE, 1)], ids=str)
-def test_nvfp4_is_right_on_the_gpu(case):
-    check_nvfp4(case)
+ON_GPU = [("check_nvfp4", (*LARGE, 1)), ("check_fp8", (*LARGE, False)), ("check_mxfp4", LARGE)]
+ON_GPU += [*NVFP4, *FP8, *MXFP4, ("check_mxfp4", (300, 3, 1, 4096, 2048, "one", "plain"))]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*FP8_CASES, (*LARGE, False)], ids=str)
-def test_fp8_is_right_on_the_gpu(case):
-    check_fp8(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [*MXFP4_CASES, (300, 3, 1, 4096, 2048, "one", "plain"), LARGE], ids=str)
-def test_mxfp4_is_right_on_the_gpu(case):
-    check_mxfp4(case)
+@pytest.mark.parametrize(("check", "case"), ON_GPU, ids=str)
+def test_it_is_right_on_the_gpu(check, case):
+    globals()[check](case)
 
 
 def check_rows(case: dict) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from problems.common import load
-from problems.common.load import PROBLEMS
+from tests.problems import cases
 from tests.support import ROOT, forked
 
 pytest.importorskip("cutlass")
 
-FOLDER = PROBLEMS / "moe_gemm"
+FOLDER = load.PROBLEMS / "moe_gemm"
 # In a process of its own, since the model takes CUDA's place in the whole process. Ids of -1, of neighbours too, and
 # one that is neither that nor an expert: what its token gets is free; nothing is written out of bounds, and the others
 # are right. What no kernel has written is NaN.
@@ -102,15 +102,8 @@ def test_descriptors_are_those_of_cute_dsl(tmp_path):
 
 
 def weights(hidden: int, inner: int, activation: str = "nvfp4"):
-    task, gen = load.module(FOLDER, "task"), torch.Generator().manual_seed(3)
-
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 127, shape, dtype=torch.uint8, generator=gen)
-
-    sizes = (2 * inner, hidden), (hidden, inner)
-    (w13, s13), (w2, s2) = ((some(2, n, k // 2), some(2, n, k // 16).view(torch.float8_e4m3fn)) for n, k in sizes)
-    g13, g2, *in_scales = (torch.rand(2, generator=gen) for _ in range(4))
-    return task.Weights(w13, s13, g13, w2, s2, g2, *in_scales, activation)
+    case = {"experts": 2, "topk": 1, "hidden": hidden, "inner": inner, "activation": activation}
+    return cases.made("moe_gemm", **case).weights
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(192, 64), (64, 192), (320, 128)])

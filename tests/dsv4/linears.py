@@ -55,6 +55,11 @@ def published(n: int, k: int, seed: int = 0, lead: tuple[int, ...] = (), name: s
     return Linear("nvfp4", codes, scale, scale_2, input_scale, name=name)
 
 
+def moved(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """A copy that starts so many values behind where torch's memory does."""
+    return torch.empty(tensor.numel() + by, dtype=tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
+
+
 def calls(*matrices: Linear, variant: str = "cpu_portable") -> object:
     made = by_first(GEMV.prepare(w) for w in matrices)
     return GEMV.Calls(load.variant("nvfp4_gemv", variant), made)

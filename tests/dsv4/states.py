@@ -41,17 +41,9 @@ def opened(state: State, *lengths: int) -> list[int]:
 
 def host(state: State) -> object:
     """All that the host knows, comparable."""
-    return (
-        list(state.lengths),
-        [list(blocks) for blocks in state.owned],
-        list(state.written),
-        list(state.anchor),
-        list(state._open),
-        list(state._stamps),
-        list(state.pool.references),
-        state.pool.free,
-        state.pool.prefixes,
-    )
+    lists = [list(getattr(state, name)) for name in ("lengths", "written", "anchor", "_open", "_stamps")]
+    blocks = [list(owned) for owned in (*state.owned, state.pool.references)]
+    return lists, blocks, state.pool.free, state.pool.prefixes
 
 
 def check_counts(state: State) -> None:

@@ -90,19 +90,11 @@ def last(given: dict) -> dict:
 
 
 def test_wrong_arguments_are_named(on_a_cpu):
-    made = kernel.__new__(kernel)
-    x, ids = torch.zeros(3, 2, 128), torch.zeros(3).long()
-    entry = compressor(4, 128, [3, 2, 1], [1, 1, 1], FP32)
-    entry |= {"pages": Pages(torch.zeros(2, 4, 128), 4, "plain", 128), "index": ids[:1]}
-    turn = {"cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8)}
-    given = {
-        "queries": {"x": x, "weight": None, "eps": 1e-6, **turn, "out": x},
-        "key": {"x": x[:, 0].contiguous(), "weight": torch.zeros(128), "eps": 1e-6, **turn, "index": ids},
-        "compressed": [entry],
-        "index": {"x": x, **turn, "quantise": True, "out": x},
-    }
-    given["key"]["pages"] = entry["pages"]
-    wide = {"cos": torch.zeros(3, 65), "sin": torch.zeros(3, 65)}
+    made, given = kernel.__new__(kernel), call(3, 128, FP32)
+    x, ids, wide = given["queries"]["x"], given["key"]["index"], dict.fromkeys(("cos", "sin"), torch.zeros(3, 65))
+    turn = {name: given["key"][name] for name in ("cos", "sin")}
+    entry = compressor(4, 128, [3, 2, 1], [1, 1, 1], FP32) | {"pages": given["key"]["pages"], "index": ids[:1]}
+    given |= {"compressed": [entry], "index": {"x": x, **turn, "quantise": True, "out": x}}
     for part, change, wanted in (
         ("queries", {"x": x.half()}, "x must be fp32 or bf16"),
         ("queries", {"out": x.bfloat16()}, "out must be torch.float32"),
@@ -110,7 +102,7 @@ def test_wrong_arguments_are_named(on_a_cpu):
         ("key", {"index": ids.int()}, "index must be torch.int64"),
         ("key", {"x": torch.zeros(128, 3).t()}, "key must be .* strides"),
         ("index", {"out": x[:, :1].contiguous()}, "index out must be"),
-        ("index", {"sin": torch.zeros(2, 8)}, "sin must be"),
+        ("index", {"sin": torch.zeros(2, 32)}, "sin must be"),
         ("index", wide, "at most 64 pairs, got 65"),
         ("compressed", {"emit": ids[:1].int()}, "emit must be torch.int64"),
         ("compressed", {"tail": entry["tail"][:, :7].contiguous()}, "the ring must hold the 8 tokens"),

@@ -144,7 +144,6 @@ def test_the_command_passes_the_winners(capsys, monkeypatch):
     ("words", "said"),
     [
         (["--steps", "-1"], "check: --steps must be 1 or more, got -1 (see .venv/bin/python -m problems.dsv4"),
-        (["--steps"], "--steps: expected one argument (see"),
         (["extra"], "unexpected argument extra ("),
         (["--device", "tpu"], "check: --device must be cpu, cuda or"),
         (["--config", "huge"], "check: --config must"),
@@ -204,25 +203,13 @@ def test_a_kernel_that_raises_is_a_fault_in_one_line(text, said, tmp_path, capsy
     assert len(faults) == 1 and said in faults[0] and "0 of 1 configurations right" in printed
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: no")]
-)
-def test_too_large_a_model_is_refused(error, monkeypatch, capsys):
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError('of CUDA')", "RuntimeError('DefaultCPUAllocator: no')"])
+def test_too_large_a_model_is_refused(error, tmp_path, monkeypatch, capsys):
     """As an argument, wherever memory gives out, in a kernel too."""
-
-    def full(*_args: object, **_named: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(check.tree, "random", full)
-        assert check.main(options("bf16")) == 2
-    choose = ops.choose
-
-    def chosen(*given: object) -> ops.Chosen:
-        found = choose(*given)
-        return dataclasses.replace(found, ops=dataclasses.replace(found.ops, rms_norm=full))
-
-    monkeypatch.setattr(ops, "choose", chosen)
+    file = tmp_path / "mine.py"
+    file.write_text(f"import torch\ndef rms_norm(**named):\n    raise {error}\n")
+    assert check.main(options("bf16", "--kernels", f"rms_norm={file}")) == 2
+    monkeypatch.setattr(check.tree, "random", lambda *given, **named: exec(f"raise {error}"))
     assert check.main(options("bf16")) == 2
     said = capsys.readouterr().err
     assert said.count("check: no memory for tiny in bf16 on cpu: give a smaller --config") == 2

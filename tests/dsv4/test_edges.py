@@ -188,7 +188,6 @@ MUTANTS = {
     ),
 }
 
-
 QUICK = ("norm without eps", "mhc without hc_eps, exponentials without a maximum", "no FP8 floor")
 
 

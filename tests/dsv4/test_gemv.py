@@ -9,7 +9,7 @@ import torch
 from problems.common import load, nvfp4
 from problems.dsv4_forward.weights import tree
 from problems.dsv4_forward.weights.linear import Linear
-from tests.dsv4.linears import GEMV, SMALL, calls, exact, inputs, left, product, published
+from tests.dsv4.linears import GEMV, SMALL, calls, exact, inputs, left, moved, product, published
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_weights_move_as_far_as_is_exact():
         (lambda w: dataclasses.replace(w, quantise_input=False), "not quantised"),
         (lambda w: published(9, 80), "k must be a multiple of 64, is 80"),
         (lambda w: dataclasses.replace(w, weight=torch.cat([w.weight] * 2, 1)[:, : w.k // 2]), "not contiguous"),
-        (lambda w: dataclasses.replace(w, weight=off_by_one(w.weight)), "multiple of 16 bytes"),
+        (lambda w: dataclasses.replace(w, weight=moved(w.weight, 1)), "multiple of 16 bytes"),
         (lambda w: wide_range(published(40, 640)), "2^0 from the weights, exactly, and 2^9 from the activations"),
     ],
 )
@@ -47,11 +47,6 @@ def wide_range(w: Linear) -> Linear:
     scale = torch.full(w.scale.shape, 448.0)
     scale[::3, 5] = 2.0**-9
     return dataclasses.replace(w, scale=scale.to(torch.float8_e4m3fn))
-
-
-def off_by_one(tensor: torch.Tensor) -> torch.Tensor:
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    return room.copy_(tensor)
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0x80, 0xFF])

@@ -331,34 +331,32 @@ def refused(capsys, *words: object) -> str:
     return err.strip().splitlines()[-1]
 
 
-def test_what_is_wrong_with_a_text_is_said(folder, copy, tmp_path, capsys):
-    path = copy()
-    words = ("--checkpoint", path, "--text", "x")
-    assert "must hold a token or more, got ''" in refused(capsys, "--checkpoint", path, "--text", "")
-    assert "must be Unicode text" in refused(capsys, "--checkpoint", path, "--text", "\udcff")
-    long = refused(capsys, "--checkpoint", path, "--text", "x", "--text", "z" * 49)
+def test_what_is_wrong_with_a_text_is_said(folder, capsys):
+    words = ["--checkpoint", folder, "--text"]
+    assert "must hold a token or more, got ''" in refused(capsys, *words, "")
+    assert "must be Unicode text" in refused(capsys, *words, "\udcff")
+    long = refused(capsys, *words, "x", "--text", "z" * 49)
     assert "--text 2 must be within the context of 48 tokens, got 49" in long
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 512]}')
-    assert "eos_token_id must be tokens below 512, one or a list, got [1, 512]" in refused(capsys, *words)
-    (path / "generation_config.json").unlink()
-    (path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    assert "bos_token_id must be a token, got None" in refused(capsys, *words)
-    (path / "tokenizer_config.json").unlink()
-    (path / "tokenizer.json").write_text("{")
-    assert "tokenizer.json cannot be read as a tokenizer" in refused(capsys, *words)
-    (path / "tokenizer.json").unlink()
-    assert "tokenizer.json is not there: name a tokenizer.json with --tokenizer" in refused(capsys, *words)
-    assert "is not there" in refused(capsys, *words, "--tokenizer", tmp_path / "none.json")
-    (path / "tokenizer.json").mkdir()
-    said = "tokenizer.json is a directory, not a file: name a tokenizer.json with --tokenizer"
-    assert said in refused(capsys, *words) and said in refused(capsys, *words, "--tokenizer", path / "tokenizer.json")
-    (path / "tokenizer.json").rmdir()
-    shutil.copy(folder / "tokenizer.json", path)
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        (path / name).mkdir()
-        said = refused(capsys, *words)
-        assert "cannot be read" in said and "directory" in said and name in said
-        (path / name).rmdir()
+    assert "none.json is not there" in refused(capsys, *words, "x", "--tokenizer", folder / "none.json")
+    assert "is a directory, not a file" in refused(capsys, *words, "x", "--tokenizer", folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("generation_config", '{"eos_token_id": [1, 512]}', "eos_token_id must be tokens below 512, one or a list"),
+        ("tokenizer_config", '{"add_bos_token": true}', "bos_token_id must be a token, got None"),
+        ("tokenizer", "{", "tokenizer.json cannot be read as a tokenizer"),
+        ("tokenizer", None, "tokenizer.json is not there: name a tokenizer.json with --tokenizer"),
+        ("tokenizer", "a directory", "tokenizer.json is a directory, not a file: name a tokenizer.json"),
+        *((name, "a directory", f"{name}.json: cannot be read") for name in ("generation_config", "tokenizer_config")),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(copy, capsys, name, content, said):
+    file = copy() / f"{name}.json"
+    file.unlink(missing_ok=True)
+    file.mkdir() if content == "a directory" else file.write_text(content) if content else None
+    assert said in refused(capsys, "--checkpoint", file.parent, "--text", "x")
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
@@ -377,10 +375,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder, copy, capsys):
     [
         (["--text", "x"], "--text needs a --checkpoint"),
         (["--prompt", "1,x"], "--prompt must be token ids"),
-        (["--tokens"], "--tokens: expected one argument (see"),
-        (["--tokens", "x"], "generate.py: "),
         (["--oops"], "generate.py: "),
-        (["--format", "x"], "generate.py: "),
         (["--checkpoint", "x", "--config", "tiny"], "--config is for random weights: leave it out, or --checkpoint"),
         (["--top-k", "5"], "they need a --temperature above 0"),
         (["--prompt", "-1"], "must be integers from 0 to 511, got -1"),
@@ -425,18 +420,6 @@ def test_standard_error_that_takes_nothing_ends_nothing(stderr):
     with open(stderr if stderr.startswith("/") else write, "w") as to:
         one = script(["-c", PREPARED + said], stderr=None if closed else to, **more, **closed)
         assert (one.communicate()[0], one.returncode) == ("\\xfc\n", 0)
-
-
-@pytest.mark.slow
-def test_a_text_is_printed_whatever_the_streams_take(folder, model, known):
-    """An encoding without its characters, and a standard error on a full disk."""
-    words = ["--checkpoint", str(folder), "--text", TEXTS[1], "--tokens", "12", "--device", "cpu"]
-    more = {"env": {"PYTHONIOENCODING": "ascii"}, "stdout": subprocess.PIPE}
-    with open("/dev/full", "w") as full:
-        one = script([generate.__file__, *words, "--kernels", "reference"], stderr=full, **more)
-        text = known.decode(greedy(model, known.encode(TEXTS[1]), 12))
-        assert (one.communicate()[0], one.returncode) == (text.encode("ascii", "backslashreplace").decode() + "\n", 0)
-    assert not text.isascii()
 
 
 def test_an_interrupt_while_it_imports_is_quiet(tmp_path):

@@ -154,12 +154,12 @@ def test_every_form_of_right_ids_gives_the_same(model):
 def test_a_pass_over_nothing_is_refused(model):
     state = State(TINY, "fp32", sequences=2, blocks=1)
     sequence, _ = state.open()
-    for tokens, match in (
-        ({sequence: []}, f"one or more, got none for {sequence}"),
-        ({0.0: [1]}, "open sequence, got 0"),
+    for act, match in (
+        (lambda: feed(model, state, {sequence: []}), f"one or more, got none for {sequence}"),
+        (lambda: feed(model, state, {0.0: [1]}), "open sequence, got 0"),
+        (lambda: state.reserve({sequence: -3}), "counts must be 0 or more, got -3"),
     ):
-        unchanged(state, ValueError, match, lambda tokens=tokens: feed(model, state, tokens))
-    unchanged(state, ValueError, "counts must be 0 or more, got -3", lambda: state.reserve({sequence: -3}))
+        unchanged(state, ValueError, match, act)
 
 
 def test_states_and_batches_of_others_are_refused(model):

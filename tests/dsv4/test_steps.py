@@ -22,14 +22,12 @@ from tests.support.marks import first
 TASK = load.module(load.PROBLEMS / "dsv4_forward", "task")
 CONTEXT = 130  # tokens of each sequence before the steps
 ROOM = 4  # steps that a prepared case has room for, for each that it is made for
-# On a GPU, the formats whose rows depend on how many others there are.
-DEPENDENT = {"fp32": "fp32 products are cuBLAS's"}
 
 
 def each_format(strict: bool) -> list:
-    """FORMATS; the dependent ones fail, or may fail if not strict."""
-    marks = {fmt: [pytest.mark.xfail(reason=reason, strict=strict)] for fmt, reason in DEPENDENT.items()}
-    return [pytest.param(fmt, marks=marks.get(fmt, [])) for fmt in FORMATS]
+    """FORMATS; fp32, whose rows depend on a GPU on how many others there are, fails, or may fail if not strict."""
+    fails = pytest.mark.xfail(reason="fp32 products are cuBLAS's", strict=strict)
+    return [pytest.param(fmt, marks=[fails] * (fmt == "fp32")) for fmt in FORMATS]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -93,10 +93,9 @@ def test_lengths_that_do_not_fit_are_refused():
             random_state.fill(State(TINY, "fp32", sequences=2, blocks=4), lengths, 1)
 
 
-def linear_bytes(kind: str, n: int, k: int) -> int:
-    if kind == "fp8":
-        return n * k + math.ceil(n / 128) * math.ceil(k / 128)
-    return {"fp32": 4 * n * k, "bf16": 2 * n * k, "nvfp4": n * k // 2 + n * k // 16 + 8}[kind]
+def nvfp4(n: int, k: int) -> int:
+    """Bytes of a matrix."""
+    return n * k // 2 + n * k // 16 + 8
 
 
 def test_bytes_of_a_decode_step_by_hand():
@@ -105,14 +104,12 @@ def test_bytes_of_a_decode_step_by_hand():
     want = 0
     hit = 1 - (1 - 2 / 8) ** 2  # of the experts
     for layer, ratio in enumerate((0, 128, 4, 128, 4, 0)):
-        want += linear_bytes("nvfp4", 128, 256) + linear_bytes("nvfp4", 4 * 128, 128)  # wq_a, wq_b
-        want += linear_bytes("nvfp4", 128, 256) + 2 * linear_bytes("nvfp4", 128, 256)  # wkv, wo_a
-        want += linear_bytes("nvfp4", 256, 256)  # wo_b
+        want += nvfp4(128, 256) + nvfp4(4 * 128, 128)  # wq_a, wq_b
+        want += nvfp4(128, 256) + 2 * nvfp4(128, 256) + nvfp4(256, 256)  # wkv, wo_a, wo_b
         want += 2 * (256 + 256 + 128 + 128) + 4 * 4  # norms, sinks
         want += 2 * 4 * (24 * 1024 + 24 + 3)  # mHC
         want += 2 * 8 * 256 + (2 * 2 * 8 if layer < 2 else 4 * 8)  # router; rows of its table, or bias
-        want += 8 * hit * (linear_bytes("nvfp4", 256, 256) + linear_bytes("nvfp4", 256, 128))
-        want += linear_bytes("nvfp4", 256, 256) + linear_bytes("nvfp4", 256, 128)  # shared
+        want += (8 * hit + 1) * (nvfp4(256, 256) + nvfp4(256, 128))  # routed experts, the shared one
         entry_bytes = 64 + 2 * 64 + 8
         want += 2 * (127 + 1) * entry_bytes  # window
         if ratio == 128:
@@ -120,7 +117,7 @@ def test_bytes_of_a_decode_step_by_hand():
             want += 2 * 2 * entry_bytes + 2 * 128 * 2 * 4  # two entries each, a new row each
         if ratio == 4:
             want += 2 * 2 * 256 * 256 + 4 * 4 * 256 + 2 * 128  # compressor
-            want += linear_bytes("nvfp4", 32 * 128, 128) + 2 * 32 * 256
+            want += nvfp4(32 * 128, 128) + 2 * 32 * 256
             want += 2 * 2 * 256 * 256 + 4 * 4 * 256 + 2 * 128  # the indexer's
             want += 2 * 16 * entry_bytes + (75 + 74) * 68 + 2 * 2 * (128 + 128) * 2 * 4
             want += entry_bytes + 68 + 7 * (128 + 128) * 2 * 4  # token 299 ends entry 74 of the second, of 7 old rows

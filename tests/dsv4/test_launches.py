@@ -1,7 +1,5 @@
 """What a decode step launches: nothing of torch but what is listed, and as many kernels as README.md says."""
 
-from pathlib import Path
-
 import pytest
 
 from problems.common import load
@@ -10,13 +8,11 @@ from problems.dsv4_forward.torch_ops import experts
 from problems.dsv4_forward.weights.config import FORMATS
 from tests.support.marks import first
 
-README = Path(load.PROBLEMS) / "dsv4_forward" / "README.md"
-
 
 def test_the_table_of_launches_is_that_of_the_code():
     """Among others that no layer runs an operation of torch for one sequence in nvfp4."""
     lines = launches.table()
-    said = README.read_text()
+    said = (load.PROBLEMS / "dsv4_forward" / "README.md").read_text()
     assert all(line in said for line in lines), "\\n".join(["the table should be", *lines])
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     left = [row[-1] for row in cells if row[1] == "1" and row[0] in launches.PLACES.values()]

@@ -80,12 +80,20 @@ def copy_winners(to: Path) -> None:
         folder = ROOT / "problems" / problem
         files += [folder / "task.py", folder / "submission.py"]
         for name in {name for names in targets.values() for name in names}:
-            written = [folder / f"variants/{name}{suffix}" for suffix in (".py", ".cpp", ".cu")]
-            files += [file for source in written if source.is_file() for file in build.closure(source)]
+            written = (folder / f"variants/{name}.py", *sources(folder, name))
+            files += [file for source in written for file in build.closure(source)]
     for file in filter(Path.is_file, files):
         place = to / file.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, place)
+
+
+def sources(problem: Path, name: str) -> list[Path]:
+    """A variant's C++ and CUDA: the files of its name, and those that its Python names."""
+    script = problem / f"variants/{name}.py"
+    named = re.findall(r'"(\w+\.(?:cpp|cu))"', script.read_text())
+    files = [script.with_suffix(".cpp"), script.with_suffix(".cu"), *map(script.with_name, named)]
+    return [file for file in files if file.is_file()]
 
 
 def renamed(source: str) -> str:
@@ -104,6 +112,8 @@ def without(source: str, package: str) -> str:
             continue
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             gone.add(node.name)
+        elif isinstance(node, ast.Assign):
+            gone |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         count = (node.end_lineno or node.lineno) - node.lineno + 1
         lines[node.lineno - 1 : node.end_lineno] = ["\n"] * count
     return "".join(lines)
@@ -120,8 +130,9 @@ def add_shared_objects(package: Path) -> None:
     for problem, targets in winning().items():
         for target in build.ARCH:
             for name in targets[target]:
-                source = ROOT / "problems" / problem / "variants" / f"{name}.cu"
-                if source.is_file():
+                for source in sources(ROOT / "problems" / problem, name):
+                    if source.suffix != ".cu":
+                        continue
                     made = build.cuda(source, target, options).path
                     check_versions(made)
                     name_there = build.prebuilt(source, target, build.cuda_flags(target)).name

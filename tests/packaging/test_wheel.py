@@ -24,8 +24,8 @@ for problem in (file.parent.name for file in load.PROBLEMS.glob("*/task.py")):
     for target in build.ARCH:
         name = load.winners(load.PROBLEMS / problem)[target][0]
         if (load.PROBLEMS / problem / f"variants/{name}.cu").is_file():
-            (made,) = load.variant(problem, name).compile_for(target)
-            assert made.path.parent == build.PREBUILT and ctypes.CDLL(str(made.path)), (problem, target)
+            for made in load.variant(problem, name).compile_for(target):
+                assert made.path.parent == build.PREBUILT and ctypes.CDLL(str(made.path)), (problem, target)
 q, pages = torch.randn(1, 1, 2, 512).bfloat16(), torch.zeros(1, 1152, dtype=torch.uint8)
 index, one = torch.zeros(1, 1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 out, lse = torch.empty_like(q), torch.empty(1, 1, 2)

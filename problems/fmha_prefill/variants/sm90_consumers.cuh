@@ -228,52 +228,85 @@ struct Values {
         hold(a);
     }
 
-    // 1 / the denominator. sum: of P, of this lane's columns. The sink's share may be infinite: it drowns all.
+    // 1 / the denominator. sum: of P, of this lane's columns. The sink's share may be infinite: it drowns all. Without a
+    // branch: two of these are worked out together.
     static __device__ __forceinline__ float inverse(float sum, float top, float sink) {
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        return top > -INFINITY ? 1.f / (sum + exp2_fast(sink * LOG2E - top)) : 0.f;
+        float inverse;  // keeps subnormal numbers
+        asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(sum + exp2_fast(sink * LOG2E - top)));
+        return top > -INFINITY ? inverse : 0.f;
     }
 
-    // A pair of bf16, rotated by minus an angle, rounded again.
-    static __device__ __forceinline__ uint32_t turned_back(uint32_t pair, float c, float s) {
-        const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xFFFF0000);
-        return pack_bf16x2(a * c + b * s, b * c - a * s);
+    // The last 64 dims, scaled and rounded, rotated by minus an angle.
+    __device__ __forceinline__ void turn_back(float (&o)[32], float2 factor, int token) const {
+        const float *const cosine = p.cosine + int64_t(token) * (ROPE / 2) + lane % 4;
+        const float *const sine = p.sine + int64_t(token) * (ROPE / 2) + lane % 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float c = __ldg(cosine + 4 * i), s = __ldg(sine + 4 * i);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float &x = o[4 * i + 2 * h], &y = o[4 * i + 2 * h + 1];
+                const uint32_t pair = pack_bf16x2(x * (h ? factor.y : factor.x), y * (h ? factor.y : factor.x));
+                const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xFFFF0000);
+                x = a * c + b * s, y = b * c - a * s;
+            }
+        }
     }
 
-    // 64 columns at a time by way of this warp's place in shared memory.
-    __device__ __forceinline__ void write(const float (&o)[PARTS][32], float2 sum, float2 sink,
-                                          const Item<F>& item) const {
+    static __device__ __forceinline__ void store_global16(uint64_t to, uint4 v) {
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+    }
+
+    // 64 columns at a time by way of this warp's place in shared memory. Few instructions, and four loads of them under
+    // way before the first store: this is code that runs once an item, while this warpgroup multiplies nothing.
+    __device__ __forceinline__ void write(float (&o)[PARTS][32], float2 sum, float2 sink, const Item<F>& item) const {
         const float2 top = two_rows(shared.top);
         const float2 factor = make_float2(inverse(sum.x, top.x, sink.x), inverse(sum.y, top.y, sink.y));
+        const int matrix_row = lane % 16, chunk = lane % 8, first = item.head + 16 * warp + lane / 8;
         const uint32_t staging = smem_address(shared.out[4 * half + warp]);
-        const int matrix_row = lane % 16, chunk = lane % 8, first = item.head + 16 * warp;
-        const int64_t row = item.token * p.token_stride + first * p.head_stride;
-        __nv_bfloat16* const to = p.out + row + half * (HEAD_DIM / 2) + 8 * chunk;
-        const bool turns = p.cosine && half == 1;
+        uint32_t put[4];  // chunks i + lane / 16 of a row
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            put[i] = staging + matrix_row * 128 + ((2 * i + lane / 16) ^ matrix_row % 8) * 16;
+        const uint32_t even = staging + lane / 8 * 128 + (chunk ^ lane / 8) * 16;  // rows lane / 8 and 8 on
+        const uint32_t odd = staging + lane / 8 * 128 + (chunk ^ lane / 8 ^ 4) * 16 + 4 * 128;
+        uint64_t to[4];  // of rows lane / 8, 4 on and so on
+        to[0] = __cvta_generic_to_global(p.out + item.token * p.token_stride + first * p.head_stride +
+                                         half * (HEAD_DIM / 2) + 8 * chunk);
+        int exist = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i) to[i] = to[i - 1] + 8 * p.head_stride;  // bytes
+            asm volatile("" : "+l"(to[i]));  // worked out once
+            exist |= (first + 4 * i < p.heads) << i;
+        }
+        float2 last = factor;
+        if (p.cosine && half == 1) turn_back(o[PARTS - 1], factor, item.token), last = make_float2(1.f, 1.f);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const auto pair = [&](int i, float by) {
-                const uint32_t both = pack_bf16x2(o[part][i] * by, o[part][i + 1] * by);
-                if (!turns || part < PARTS - 1) return both;
-                const int at = item.token * (ROPE / 2) + i / 4 * 4 + lane % 4;
-                return turned_back(both, __ldg(p.cosine + at), __ldg(p.sine + at));
-            };
+            const float2 by = part < PARTS - 1 ? factor : last;
+            uint32_t pairs[16];
 #pragma unroll
-            for (int i = 0; i < 8; i += 2)
-                stmatrix_x4(staging + matrix_row * 128 + ((i + lane / 16) ^ matrix_row % 8) * 16,
-                            pair(4 * i, factor.x), pair(4 * i + 2, factor.y), pair(4 * i + 4, factor.x),
-                            pair(4 * i + 6, factor.y));
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int of = 4 * i + lane / 8;
-                const uint4 v = load_shared16(staging + of * 128 + (chunk ^ of % 8) * 16);
-                if (first + of < p.heads)
-                    *reinterpret_cast<uint4*>(to + of * p.head_stride + 64 * part) = v;
+            for (int i = 0; i < 16; ++i) {
+                const float f = i % 2 ? by.y : by.x;
+                pairs[i] = pack_bf16x2(o[part][2 * i] * f, o[part][2 * i + 1] * f);
             }
+            if (part) __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                stmatrix_x4(put[i], pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
             __syncwarp();
+            uint4 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = load_shared16((i % 2 ? odd : even) + i / 2 * 1024);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (exist >> i & 1) store_global16(to[i] + 128 * part, v[i]);
         }
+        __syncwarp();
     }
 
     __device__ __forceinline__ void run() const {

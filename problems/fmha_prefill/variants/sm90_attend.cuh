@@ -12,7 +12,7 @@ using namespace ptx;
 
 constexpr int TILES = HEAD_DIM / 64;  // sub-tiles of 64 dims: rows of 128 bytes, swizzled as wgmma wants it
 constexpr int PARTS = 4;              // of a tile, each with separate barriers
-constexpr int Q_PARTS = 2;            // of the queries
+constexpr int Q_PARTS = PARTS;        // of the queries, the same dims, each loaded by one warp
 
 // Sub-tiles 0 and 1 of a part: one of each half of the dims, as the two warpgroups of values have them.
 __device__ __forceinline__ constexpr int subtile(int part, int i) { return i * PARTS + part; }
@@ -44,7 +44,7 @@ struct alignas(1024) SharedStorage {
     uint8_t out[8][F::OUT_BYTES];     // of warps that sum values
     float alpha[F::BLOCK_M], top[F::BLOCK_M];  // of rows: what O is to be multiplied by; at the end the maximum
     uint32_t masks[F::NUM_STAGES][4];             // bit i: row 16 j + i of the tile counts
-    uint64_t full[F::NUM_STAGES][PARTS], empty[F::NUM_STAGES][PARTS], q_full[Q_PARTS];
+    uint64_t full[F::NUM_STAGES][PARTS], empty[F::NUM_STAGES][PARTS], q_full[Q_PARTS], q_empty[Q_PARTS];
     uint64_t p_full, p_empty, scored;
 };
 
@@ -80,9 +80,13 @@ struct Item {
         return {round, within + 1, token - 1, head};
     }
     __device__ __forceinline__ bool exists() const { return token >= 0; }
-    // Tiles, 0 if it does not exist.
-    __device__ __forceinline__ int count(const Problem& p) const {
-        return exists() ? F::tiles(min(max(__ldg(p.lists.length + token), 0), p.lists.nc)) : 0;
+    // Asks for its list's length, and what that makes tiles. Apart, so that nobody waits in between; and by one lane: a
+    // value that all lanes alike load goes into a uniform register as soon as it is asked for, which waits.
+    __device__ __forceinline__ int length(const Problem& p) const {
+        return exists() && threadIdx.x % 32 == 0 ? __ldg(p.lists.length + token) : 0;
+    }
+    static __device__ __forceinline__ int count(const Problem& p, int length) {
+        return F::tiles(min(__reduce_max_sync(~0u, length), p.lists.nc));
     }
 };
 
@@ -146,13 +150,27 @@ struct Producer {
         cp_async_mbarrier_arrive(smem_address(&shared.full[stage][part]));
     }
 
-    // Into L2, so that they come as soon as there is room.
+    // This warp's part of the item's queries into L2, so that they come as soon as there is room. By one lane.
     __device__ __forceinline__ void prefetch_queries(const Item<F>& item) const {
         const int y = p.heads_outer ? item.token : item.head, z = p.heads_outer ? item.head : item.token;
-#pragma unroll 1
-        for (int x = 0; x < HEAD_DIM; x += 64)
-            asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&p.q), "r"(x),
-                         "r"(y), "r"(z));
+#pragma unroll
+        for (int i = 0; i < TILES / Q_PARTS; ++i)
+            asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&p.q),
+                         "r"(64 * subtile(warp, i)), "r"(y), "r"(z));
+    }
+    // And into shared memory, as soon as the scores of the item before are done with these dims. Heads that do not
+    // exist come as zeros.
+    __device__ __forceinline__ void load_queries(const Item<F>& item, uint32_t item_turn) const {
+        const int y = p.heads_outer ? item.token : item.head, z = p.heads_outer ? item.head : item.token;
+        const uint32_t full = smem_address(&shared.q_full[warp]);
+        const uint64_t policy = l2_evict_first();
+        wait(smem_address(&shared.q_empty[warp]), item_turn & 1 ^ 1);
+        arrive_and_expect_tx(full, TILES / Q_PARTS * F::Q_TILE);
+#pragma unroll
+        for (int i = 0; i < TILES / Q_PARTS; ++i) {
+            const int t = subtile(warp, i);
+            tma_load_3d(smem_address(shared.q) + t * F::Q_TILE, &p.q, 64 * t, y, z, full, policy);
+        }
     }
 
     // Which row of a tile has to be loaded, where the stage holds the others.
@@ -175,26 +193,43 @@ struct Producer {
         return tile < count ? tile : 0;
     }
 
+    // What the item's token sees: asked for, a value by each of four lanes, and told. No value is negative.
+    __device__ __forceinline__ int ask(const Item<F>& item) const {
+        static_assert(sizeof(Seen) == 16);
+        return item.exists() && lane < 4 ? reinterpret_cast<const int*>(p.seen + item.token)[lane] : 0;
+    }
+    __device__ __forceinline__ Seen told(int asked) const {
+        const auto of = [&](int i) { return __reduce_max_sync(~0u, lane == i ? asked : 0); };
+        return {of(0), of(1), of(2), of(3)};
+    }
+
     __device__ __forceinline__ void run() const {
         Held held[F::NUM_STAGES];
         Item<F> item = Item<F>::first(p);
         Seen seen = p.seen[item.token];
-        uint32_t turn = 0;  // tiles so far
+        uint32_t turn = 0, item_turn = 0;  // tiles and items so far
         int count = F::tiles(seen.length), tile = start(item, 0, count, count);
         int next = index(seen, tile);  // asked for a tile ahead
 #pragma unroll 1
-        while (item.exists()) {
+        for (; item.exists(); ++item_turn) {
             const Item<F> following = item.next(p);
-            const Seen after = following.exists() ? p.seen[following.token] : seen;
-            const int next_count = F::tiles(after.length), next_start = start(following, tile, count, next_count);
+            int asked = ask(following), next_count = 0;
+            const int begin = tile;
+            Seen after = seen;
 #pragma unroll 1
             for (int i = 0; i < count; ++i, ++turn) {
                 const int stage = turn % F::NUM_STAGES, phase = turn / F::NUM_STAGES % 2, mine = next;
                 const int only = stage ? missing(held[1], seen, tile) : missing(held[0], seen, tile);
                 const Pieces loads = pieces(mine >= 0 ? row(seen, tile, mine) : -1, only);
                 if (++tile == count) tile = 0;
-                if (i + 1 == count) tile = next_start;
+                if (i + 1 == count) {
+                    keep_in_register(asked);
+                    if (following.exists()) after = told(asked);
+                    next_count = F::tiles(after.length), tile = start(following, begin, count, next_count);
+                }
                 next = i + 1 < count ? index(seen, tile) : index(after, tile);
+                if (i == 0 && lane == 0) load_queries(item, item_turn);
+                __syncwarp();
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
                     wait(smem_address(&shared.empty[stage][part]), phase ^ 1);
@@ -205,7 +240,7 @@ struct Producer {
                     store_shared(smem_address(&shared.masks[stage][warp]), counts);
                     arrive(smem_address(&shared.full[stage][PARTS - 1]));
                 }
-                if (i == 0 && warp == 0 && lane == 0 && following.exists()) prefetch_queries(following);
+                if (i == 0 && lane == 0 && following.exists()) prefetch_queries(following);
             }
             item = following, seen = after, count = next_count;
         }

@@ -6,7 +6,7 @@
 
 namespace fmha {
 
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
 // P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
 constexpr float RESCALE_THRESHOLD = 8.f;
@@ -62,28 +62,14 @@ struct Scores {
     SharedStorage<F>& shared;
     int warp, lane, row;  // row: the upper of this lane's two
 
-    // A part of the item's queries, by one thread. Heads that do not exist come as zeros.
-    __device__ __forceinline__ void load_queries(const Item<F>& item, int q_part) const {
-        const int y = p.heads_outer ? item.token : item.head, z = p.heads_outer ? item.head : item.token;
-        const uint32_t full = smem_address(&shared.q_full[q_part]);
-        const uint64_t policy = l2_evict_first();
-        arrive_and_expect_tx(full, TILES / Q_PARTS * F::Q_TILE);
-#pragma unroll
-        for (int i = 0; i < TILES / Q_PARTS; ++i) {
-            const int t = subtile(q_part * (PARTS / Q_PARTS) + i / 2, i % 2);
-            tma_load_3d(smem_address(shared.q) + t * F::Q_TILE, &p.q, 64 * t, y, z, full, policy);
-        }
-    }
-
-    // s = Q K^T. As soon as a part of the queries has served the item's last tile, the next item's is asked for.
+    // s = Q K^T. Each part of the queries' dims is given back as soon as it has served the item's last tile.
     __device__ __forceinline__ void multiply(float (&s)[F::BLOCK_N / 2], uint32_t stage, uint32_t phase, bool first,
-                                             uint32_t item_turn, bool last, const Item<F>& following) const {
+                                             uint32_t item_turn, bool last) const {
         const uint64_t query = make_smem_desc(smem_address(shared.q));
         const uint64_t key = make_smem_desc(smem_address(shared.k[stage]));
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            constexpr int EACH = PARTS / Q_PARTS;
-            if (first && part % EACH == 0) wait(smem_address(&shared.q_full[part / EACH]), item_turn & 1);
+            if (first) wait(smem_address(&shared.q_full[part]), item_turn & 1);
             wait(smem_address(&shared.full[stage][part]), phase);
             fence_proxy_async_shared();  // for the writers, who would wait for what they asked for since
             warpgroup_arrive();
@@ -92,17 +78,17 @@ struct Scores {
                 const int t = subtile(part, i / 4), k = i % 4;
                 wgmma(s, query + t * (F::Q_TILE / 16) + 2 * k, key + t * (F::TILE / 16) + 2 * k, part + i > 0);
             }
-            if (part % EACH == EACH - 1) warpgroup_commit_batch();
+            warpgroup_commit_batch();
         }
-        const auto replace = [&](int q_part) {
-            named_barrier_sync<128>(1);  // all four warps have done with it
-            if (threadIdx.x % 128 == 0 && following.exists()) load_queries(following, q_part);
-        };
-        if (last) warpgroup_wait<1>(), replace(0);
+        if (last) {
+            warpgroup_wait<3>(), warp_arrive(smem_address(&shared.q_empty[0]));
+            warpgroup_wait<2>(), warp_arrive(smem_address(&shared.q_empty[1]));
+            warpgroup_wait<1>(), warp_arrive(smem_address(&shared.q_empty[2]));
+        }
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         warp_arrive(smem_address(&shared.scored));
-        if (last) replace(1);
+        if (last) warp_arrive(smem_address(&shared.q_empty[3]));
     }
 
     __device__ __forceinline__ void mask(float (&s)[F::BLOCK_N / 2], uint32_t stage) const {
@@ -118,7 +104,7 @@ struct Scores {
         }
     }
 
-    // lse, and for those that sum values the maximum.
+    // lse. The sum is at least 1, of the largest p, where there is an entry.
     __device__ __forceinline__ void finish(const Softmax& softmax, const Item<F>& item) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -126,29 +112,28 @@ struct Scores {
             sum += __shfl_xor_sync(~0u, sum, 2);
             const float top = softmax.top[h];
             const int head = item.head + row + 8 * h;
-            if (lane % 4 == 0) store_shared(smem_address(&shared.top[row + 8 * h]), __float_as_uint(top));
+            float log2;
+            asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(sum));
             if (lane % 4 == 0 && head < p.heads)
-                p.lse[int64_t(item.token) * p.heads + head] = top > -INFINITY ? (top + log2f(sum)) / LOG2E : INFINITY;
+                p.lse[int64_t(item.token) * p.heads + head] = top > -INFINITY ? (top + log2) * LN2 : INFINITY;
         }
     }
 
     __device__ __forceinline__ void run() const {
         uint32_t turn = 0, item_turn = 0;  // tiles and items so far
         Item<F> item = Item<F>::first(p);
-        int count = item.count(p);
-        for (int part = 0; part < Q_PARTS; ++part)
-            if (threadIdx.x % 128 == 0) load_queries(item, part);
+        int count = item.count(p, item.length(p));
 #pragma unroll 1
         for (; item.exists(); ++item_turn) {
             const Item<F> following = item.next(p);
-            const int next_count = following.count(p);
+            int next_length = following.length(p);
             Softmax softmax;
 #pragma unroll 1
             for (int i = 0; i < count; ++i, ++turn) {
                 const bool last = i + 1 == count;
                 const uint32_t stage = turn % F::NUM_STAGES, phase = turn / F::NUM_STAGES % 2;
                 float s[F::BLOCK_N / 2];
-                multiply(s, stage, phase, i == 0, item_turn, last, following);
+                multiply(s, stage, phase, i == 0, item_turn, last);
                 mask(s, stage);
                 uint32_t pairs[2][F::BLOCK_N / 8];
                 const float2 alpha = softmax.update(s, pairs);
@@ -162,10 +147,15 @@ struct Scores {
                     store_shared(smem_address(&shared.alpha[row]), __float_as_uint(alpha.x));
                     store_shared(smem_address(&shared.alpha[row + 8]), __float_as_uint(alpha.y));
                 }
-                if (last) finish(softmax, item);
+                if (last && lane % 4 == 0) {  // for those that sum values
+                    store_shared(smem_address(&shared.top[row]), __float_as_uint(softmax.top[0]));
+                    store_shared(smem_address(&shared.top[row + 8]), __float_as_uint(softmax.top[1]));
+                }
                 warp_arrive(smem_address(&shared.p_full));
             }
-            item = following, count = next_count;
+            finish(softmax, item);
+            keep_in_register(next_length);
+            item = following, count = item.count(p, next_length);
         }
     }
 };
@@ -314,16 +304,18 @@ struct Values {
         float2 sum = {};
         uint32_t turn = 0;
         Item<F> item = Item<F>::first(p);
-        int count = item.count(p);
+        int count = item.count(p, item.length(p));
 #pragma unroll 1
         while (item.exists()) {
             const Item<F> following = item.next(p);
-            const int next_count = following.count(p), head = item.head + row, most = p.heads - 1;
+            int next_length = following.length(p);
+            const int head = item.head + row, most = p.heads - 1;
             const float2 sink = make_float2(__ldg(p.sink + min(head, most)), __ldg(p.sink + min(head + 8, most)));
 #pragma unroll 1
             for (int i = 0; i < count; ++i, ++turn) add_tile(o, sum, turn, i == 0, i + 1 == count);
             write(o, sum, sink, item);
-            item = following, count = next_count;
+            keep_in_register(next_length);
+            item = following, count = item.count(p, next_length);
         }
     }
 };

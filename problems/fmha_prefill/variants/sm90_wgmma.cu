@@ -29,7 +29,10 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) attend(const __grid_constan
                 barrier_init(smem_address(&shared.full[i][part]), part == PARTS - 1 ? 128 + 4 : 128);
                 barrier_init(smem_address(&shared.empty[i][part]), 8);  // warps that sum values
             }
-        for (int part = 0; part < Q_PARTS; ++part) barrier_init(smem_address(&shared.q_full[part]), 1);
+        for (int part = 0; part < Q_PARTS; ++part) {
+            barrier_init(smem_address(&shared.q_full[part]), 1);
+            barrier_init(smem_address(&shared.q_empty[part]), 4);
+        }
         barrier_init(smem_address(&shared.p_full), 4);  // warps that score
         barrier_init(smem_address(&shared.scored), 4);
         barrier_init(smem_address(&shared.p_empty), 8);

@@ -63,8 +63,9 @@ struct Scores {
     int warp, lane, row;  // row: the upper of this lane's two
 
     // s = Q K^T. Each part of the queries' dims is given back as soon as it has served the item's last tile.
-    __device__ __forceinline__ void multiply(float (&s)[F::BLOCK_N / 2], uint32_t stage, uint32_t phase, bool first,
-                                             uint32_t item_turn, bool last) const {
+    // -> the tile's masks.
+    __device__ __forceinline__ uint4 multiply(float (&s)[F::BLOCK_N / 2], uint32_t stage, uint32_t phase, bool first,
+                                              uint32_t item_turn, bool last) const {
         const uint64_t query = make_smem_desc(smem_address(shared.q));
         const uint64_t key = make_smem_desc(smem_address(shared.k[stage]));
 #pragma unroll
@@ -80,6 +81,7 @@ struct Scores {
             }
             warpgroup_commit_batch();
         }
+        const uint4 masks = load_shared16(smem_address(shared.masks[stage]));
         if (last) {
             warpgroup_wait<3>(), warp_arrive(smem_address(&shared.q_empty[0]));
             warpgroup_wait<2>(), warp_arrive(smem_address(&shared.q_empty[1]));
@@ -89,10 +91,10 @@ struct Scores {
         warpgroup_fence_operand(s);
         warp_arrive(smem_address(&shared.scored));
         if (last) warp_arrive(smem_address(&shared.q_empty[3]));
+        return masks;
     }
 
-    __device__ __forceinline__ void mask(float (&s)[F::BLOCK_N / 2], uint32_t stage) const {
-        const uint4 masks = load_shared16(smem_address(shared.masks[stage]));
+    __device__ __forceinline__ void mask(float (&s)[F::BLOCK_N / 2], const uint4& masks) const {
         const uint32_t word[4] = {masks.x, masks.y, masks.z, masks.w};
         if ((masks.x & masks.y & masks.z & masks.w) == 0xFFFF) return;
 #pragma unroll
@@ -133,8 +135,7 @@ struct Scores {
                 const bool last = i + 1 == count;
                 const uint32_t stage = turn % F::NUM_STAGES, phase = turn / F::NUM_STAGES % 2;
                 float s[F::BLOCK_N / 2];
-                multiply(s, stage, phase, i == 0, item_turn, last);
-                mask(s, stage);
+                mask(s, multiply(s, stage, phase, i == 0, item_turn, last));
                 uint32_t pairs[2][F::BLOCK_N / 8];
                 const float2 alpha = softmax.update(s, pairs);
                 wait(smem_address(&shared.p_empty), turn & 1 ^ 1);
@@ -185,8 +186,7 @@ struct Values {
 #pragma unroll
         for (int k = 0; k < F::BLOCK_N / 16; ++k) a[k] = load_shared16(smem_address(&shared.p[warp][k][lane]));
         const float2 alpha = two_rows(shared.alpha);
-        warp_arrive(smem_address(&shared.p_empty));
-        fence_proxy_async_shared();
+        warp_arrive(smem_address(&shared.p_empty));  // the tile's fence was that of the scores, ahead of p_full
         sum = first ? float2{} : make_float2(sum.x * alpha.x, sum.y * alpha.y);
         if (!first && __any_sync(~0u, alpha.x != 1.f || alpha.y != 1.f)) {
 #pragma unroll

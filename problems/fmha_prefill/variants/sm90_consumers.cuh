@@ -16,43 +16,56 @@ struct Softmax {
     float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to RESCALE_THRESHOLD too small; -inf: no entry yet
     float sum[2] = {0, 0};  // of p, for lse
 
-    // s: scores, to probabilities, two in a word: pairs[row][8 columns]. -> what O is to be multiplied by.
+    // Moves the running maximum of rows that have grown. -> what O is to be multiplied by.
     template <int COLUMNS>
-    __device__ __forceinline__ float2 update(const float (&s)[COLUMNS], uint32_t (&pairs)[2][COLUMNS / 4]) {
-        float largest[2], alpha[2] = {1.f, 1.f};
+    __device__ __forceinline__ float2 raise(const float (&s)[COLUMNS]) {
+        float alpha[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            largest[h] = s[2 * h];
+            float largest = s[2 * h];
 #pragma unroll
             for (int i = 0; i < COLUMNS / 4; ++i)
-                largest[h] = fmaxf(largest[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
-            largest[h] *= TO_LOG2;
-        }
-        if (__any_sync(~0u, largest[0] > top[0] + RESCALE_THRESHOLD || largest[1] > top[1] + RESCALE_THRESHOLD)) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {  // for the first tile with entries, and seldom again
-                largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
-                largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
-                const bool moves = largest[h] > top[h] + RESCALE_THRESHOLD;
-                alpha[h] = moves ? exp2_fast(top[h] - largest[h]) : 1.f;
-                top[h] = moves ? largest[h] : top[h];
-                sum[h] *= alpha[h];
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float zero = top[h] == -INFINITY ? 0.f : top[h];
-            float exact = 0;
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 4; ++i) {
-                const float a = exp2_fast(fmaf(s[4 * i + 2 * h], TO_LOG2, -zero));
-                const float b = exp2_fast(fmaf(s[4 * i + 2 * h + 1], TO_LOG2, -zero));
-                pairs[h][i] = pack_bf16x2(a, b);
-                exact += a + b;
-            }
-            sum[h] += exact;
+                largest = fmaxf(largest, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
+            largest *= TO_LOG2;
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            const bool moves = largest > top[h] + RESCALE_THRESHOLD;
+            alpha[h] = moves ? exp2_fast(top[h] - largest) : 1.f;
+            top[h] = moves ? largest : top[h];
+            sum[h] *= alpha[h];
         }
         return make_float2(alpha[0], alpha[1]);
+    }
+
+    // s: scores, to probabilities, two in a word: pairs[row][8 columns]. -> what O is to be multiplied by. But for an
+    // item's first tile the maximum is hardly ever to be moved, so that is seen by the sums, and done again then.
+    template <int COLUMNS>
+    __device__ __forceinline__ float2 update(const float (&s)[COLUMNS], uint32_t (&pairs)[2][COLUMNS / 4], bool first) {
+        float2 alpha = make_float2(1.f, 1.f);
+        float exact[2];
+        bool sure = first;
+#pragma unroll 1
+        while (true) {
+            if (sure) alpha = raise(s);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float zero = top[h] == -INFINITY ? 0.f : top[h];
+                exact[h] = 0;
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 4; ++i) {
+                    const float a = exp2_fast(fmaf(s[4 * i + 2 * h], TO_LOG2, -zero));
+                    const float b = exp2_fast(fmaf(s[4 * i + 2 * h + 1], TO_LOG2, -zero));
+                    pairs[h][i] = pack_bf16x2(a, b);
+                    exact[h] += a + b;
+                }
+            }
+            constexpr float MOST = 256.f;  // 2 to the RESCALE_THRESHOLD
+            const bool large = exact[0] > MOST || exact[1] > MOST || fminf(top[0], top[1]) == -INFINITY;
+            if (sure || !__any_sync(~0u, large)) break;
+            sure = true;
+        }
+        sum[0] += exact[0], sum[1] += exact[1];
+        return alpha;
     }
 };
 
@@ -137,7 +150,7 @@ struct Scores {
                 float s[F::BLOCK_N / 2];
                 mask(s, multiply(s, stage, phase, i == 0, item_turn, last));
                 uint32_t pairs[2][F::BLOCK_N / 8];
-                const float2 alpha = softmax.update(s, pairs);
+                const float2 alpha = softmax.update(s, pairs, i == 0);
                 wait(smem_address(&shared.p_empty), turn & 1 ^ 1);
 #pragma unroll
                 for (int k = 0; k < F::BLOCK_N / 16; ++k)

@@ -218,9 +218,11 @@ struct Values {
                 wgmma_rows(o[part], a[k], values + (k * (16 * 128) + part * F::TILE) / 16, !first || k > 0);
             warpgroup_commit_batch();
             if (part % 2 == 0) continue;  // two parts are under way together
+            if (part == 1 && p.heads > 0) {  // a block of its own, or it would stand between the first products
 #pragma unroll
-            for (int k = 0; k < F::BLOCK_N / 16 && part == 1; ++k)
-                sum.x += both(a[k].x) + both(a[k].z), sum.y += both(a[k].y) + both(a[k].w);
+                for (int k = 0; k < F::BLOCK_N / 16; ++k)
+                    sum.x += both(a[k].x) + both(a[k].z), sum.y += both(a[k].y) + both(a[k].w);
+            }
             warpgroup_wait<1>();
             warp_arrive(smem_address(&shared.empty[stage][part - 1]));
             warpgroup_wait<0>();

@@ -83,9 +83,14 @@ struct Scores {
         const uint64_t key = make_smem_desc(smem_address(shared.k[stage]));
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            if (first) wait(smem_address(&shared.q_full[part]), item_turn & 1);
-            wait(smem_address(&shared.full[stage][part]), phase);
-            fence_proxy_async_shared();  // for the writers, who would wait for what they asked for since
+            if (part % 2 == 0) {  // two at a time: half of the fences
+#pragma unroll
+                for (int i = part; i < part + 2; ++i) {
+                    if (first) wait(smem_address(&shared.q_full[i]), item_turn & 1);
+                    wait(smem_address(&shared.full[stage][i]), phase);
+                }
+                fence_proxy_async_shared();  // for the writers, who would wait for what they asked for since
+            }
             warpgroup_arrive();
 #pragma unroll
             for (int i = 0; i < 8; ++i) {  // 16 dims, 32 bytes

@@ -59,7 +59,10 @@ cudaError_t launch_blocks_as(int groups, Problem p) {
     constexpr Form F = FORMS[FORM];
     constexpr int BYTES = sizeof(typename Shape<F.columns, F.tokens, F.units>::Shared);
     constexpr int THREADS = BLOCK_THREADS<F.one_tile>;
-    static_assert(BYTES <= MOST_SHARED && F.tokens <= MOST_TILE);
+    static_assert(BYTES <= MOST_SHARED, "over 227 KB of shared memory");
+    static_assert(F.tokens <= MOST_TILE, "the exchange has room for tiles of MOST_TILE");
+    static_assert(!F.one_tile || F.tokens >= ONE_TILE, "a group of up to ONE_TILE tokens is one tile");
+    static_assert(!F.one_tile || ONE_TILE <= WARPS, "each token has a warp that adds up");
     const auto kernel = site_kernel<F.columns, F.tokens, F.units, F.one_tile>;
     const dim3 grid(slices(p.hidden, F.columns), groups);
     p.group_tiles = ((p.tokens + groups - 1) / groups + F.tokens - 1) / F.tokens;

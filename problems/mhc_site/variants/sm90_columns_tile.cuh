@@ -18,6 +18,7 @@ constexpr int BLOCK_BARRIER = 0, PRODUCE_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH
 constexpr int MIXER_REGISTERS = 64, ROLE_REGISTERS = 104;
 constexpr int LAG = 2;         // tiles from the sums to out
 constexpr int RING_TILES = 4;  // tiles between blocks: who writes the fifth has had the weights of the first
+static_assert(RING_TILES > LAG, "sums go where those of RING_TILES before lay; weights have come up to LAG + 1 before");
 constexpr int MOST_TILE = 32;  // tokens
 constexpr int VECTOR = 8;      // bf16 of a 16-byte access
 
@@ -64,7 +65,12 @@ struct Shape {
     static constexpr int NUM_X_STAGES = LAG + 2, NUM_Y_STAGES = 2;
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
-    static_assert(K_STEPS % ROLE_WARPS == 0 && ITEMS % 32 == 0 && LANES <= 32 && TILE % 16 == 0 && PARTS >= 1);
+    static_assert(K_STEPS % ROLE_WARPS == 0, "multipliers have as many columns each, in steps of 16");
+    static_assert(ITEMS % 32 == 0, "a warp of producers has items in all lanes, or in none");
+    static_assert(LANES <= 32 && ROLE_THREADS % LANES == 0, "a producer has the same columns in all of its items");
+    static_assert(TILE % 16 == 0, "rows of a product");
+    static_assert(PARTS >= 1, "tokens are four for each multiplier at most");
+    static_assert(COLUMNS / 16 % PARTS == 0, "products are of as many columns in each part, in steps of 16");
 
     struct Shared {
         uint8_t x[NUM_X_STAGES][TILE][ROW];  // the copies, then x' in their place
@@ -213,6 +219,7 @@ struct FnFragments {
     uint32_t high[S::STEPS][ROW_TILES][2], low[S::STEPS][ROW_TILES][2];
 
     __device__ __forceinline__ void load(const float* fn, int hidden, int column, int warp, int lane) {
+        static_assert(sizeof(FnFragments) / 4 <= ROLE_REGISTERS / 2, "over half of a thread's registers: it spills");
 #pragma unroll
         for (int s = 0; s < S::STEPS; ++s) {
             const int k = 16 * (warp * S::STEPS + s), copy = k / S::COLUMNS, first_column = column + k % S::COLUMNS;
@@ -309,7 +316,6 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
 // The norm's weight for the eight columns of each of a producer's items.
 template <class S>
 __device__ __forceinline__ uint4 load_norm(const Problem& p, int column, int thread) {
-    static_assert(ROLE_THREADS % S::LANES == 0);
     const int first_column = column + thread % S::LANES * VECTOR;
     return first_column < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + first_column) : make_uint4(0, 0, 0, 0);
 }

@@ -14,7 +14,7 @@ constexpr int TOKEN_THREADS = 2 * COPIES * QUADS, TOKEN_WARPS = TOKEN_THREADS / 
 constexpr int OUT_WARPS = QUADS / 32;  // of a token, which make out
 constexpr int VALUES = 16;             // of a thread for a token: rows, two products x'_j x'_k, two of nothing
 constexpr int SUMS = ROWS + PRODUCTS;  // of SLOTS
-static_assert(HALF_ROWS + 2 <= VALUES && QUADS % 32 == 0 && TOKEN_THREADS <= 1024);
+static_assert(HALF_ROWS + 2 <= VALUES && QUADS % 32 == 0 && TOKEN_THREADS <= 1024, "whole warps of a block");
 
 template <int PASSES, int TOKENS>
 struct TokenShared {
@@ -68,7 +68,7 @@ struct Role {
 template <int TOKENS>
 __device__ __forceinline__ Role role_of(int warp, int lane, uint32_t rank) {
     constexpr int FIRST_OUT = 2 * TOKENS, FIRST_COMB = FIRST_OUT + OUT_WARPS * TOKENS, FIRST_POST = FIRST_COMB + TOKENS;
-    static_assert(SLOTS <= 2 * 32 && FIRST_POST + TOKENS <= TOKEN_WARPS);
+    static_assert(SLOTS <= 2 * 32 && FIRST_POST + TOKENS <= TOKEN_WARPS, "a warp for each role");
     if (warp < FIRST_OUT) return {SEND_SUMS, warp / 2, warp % 2 * 32 + lane};
     if (warp < FIRST_COMB)
         return {MAKE_OUT, (warp - FIRST_OUT) / OUT_WARPS, (warp - FIRST_OUT) % OUT_WARPS * 32 + lane};

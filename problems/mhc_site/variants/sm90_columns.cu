@@ -21,13 +21,13 @@
 
 namespace columns {
 
-// A tile of a block. units: of 16 bytes, that eight columns of both addends take at most; one_tile: as site_kernel's.
+// A tile of a block. units, one_tile: as Shape's and site_kernel's.
 struct Form {
     int columns, tokens, units;
     bool one_tile;
 };
-// Narrow columns first: the more blocks, the less each has to do. Tiles of 32 have no room for addends of fp32; those
-// of 16 take 2 % longer at T = 4096.
+// Narrow columns first: the more blocks, the less each has to do. Tiles of 32 tokens and 128 columns have no room for
+// addends of fp32; those of 16 take 2 % longer at T = 4096.
 constexpr Form FORMS[] = {
     {32, 16, 4, true},  {64, 16, 4, true},  {128, 16, 4, true},                       // up to ONE_TILE tokens
     {32, 16, 4, false}, {64, 16, 4, false}, {128, 32, 2, false}, {128, 16, 4, false}  // more

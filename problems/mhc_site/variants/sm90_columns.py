@@ -39,6 +39,8 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, int]:
     """Where the blocks of a launch exchange sums, int64, zero at first; and how many may wait for each other.
 
     Kept, since tags grow from launch to launch: of what lies there, no launch uses what another one left.
+    In the PTX model the first order's count holds for the later ones: with their few multiprocessors a d above 1024,
+    which TESTS have, would be refused.
     """
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     words = build.cuda(SOURCE, load.device_target(device)).function("exchange_words", c_int)(blocks)

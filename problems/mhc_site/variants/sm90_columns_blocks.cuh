@@ -2,7 +2,7 @@
 // once, into registers. Of a tile of tokens, which stays in shared memory:
 //
 //   role         warps   steps
-//   producers    8       load, two tiles early; make x' and write it; LAG tiles later, with the weights of u, out
+//   producers    8       load, AHEAD tiles early; make x' and write it; LAG tiles later, with the weights of u, out
 //   multipliers  8       x' times fn, x' times x'; publish the sums
 //   mixers       4       of the block's own tokens: add up the sums of all blocks; new_post, new_comb, the weights of u
 //
@@ -31,7 +31,7 @@ __device__ __forceinline__ void begin_launch(const Problem& p, uint32_t& first_t
 template <class S>
 __device__ __forceinline__ void produce_tile(const Problem& p, const Group& g, int tile, int column,
                                              typename S::Shared& shared, int thread) {
-    ptx::cp_async_wait<1>();  // all but the next tile's
+    ptx::cp_async_wait<AHEAD - 1>();  // all but the next tiles'
     ptx::named_barrier_sync<ROLE_THREADS>(PRODUCE_BARRIER);
     make_copies<S>(p, g.first, min(S::TILE, g.count - tile * S::TILE), tile, column, shared, thread);
     ptx::arrive(S::barrier(shared.full_barriers, tile));
@@ -69,7 +69,7 @@ __device__ __forceinline__ void producer(const Problem& p, const Group& g, int c
             // The weights say so too, but by way of global memory, without an order that others could rely on.
             ptx::wait(S::barrier(shared.empty_barriers, out_tile), S::parity(out_tile));
         }
-        load_tile<S>(p, g.first, g.count, tile + 2, column, shared, thread);
+        load_tile<S>(p, g.first, g.count, tile + AHEAD, column, shared, thread);
     }
 }
 
@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ONE_TILE>, 1) site_kernel(const 
     }
     if (warp < ROLE_WARPS) {
         begin_launch(p, shared.first_tag, thread);
+        static_assert(AHEAD == 2, "tiles are asked for one by one here: a loop becomes other machine code");
         load_tile<S>(p, untagged.first, untagged.count, 0, column, shared, thread);
         load_tile<S>(p, untagged.first, untagged.count, 1, column, shared, thread);
         ptx::named_barrier_sync<BLOCK_THREADS<ONE_TILE>>(BLOCK_BARRIER);

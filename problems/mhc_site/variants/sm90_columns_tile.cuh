@@ -17,6 +17,7 @@ constexpr int BLOCK_BARRIER = 0, PRODUCE_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, ROLE_REGISTERS = 104;
 constexpr int LAG = 2;         // tiles from the sums to out
+constexpr int AHEAD = 2;       // tiles from asking for one to its x'
 constexpr int RING_TILES = 4;  // tiles between blocks: who writes the fifth has had the weights of the first
 static_assert(RING_TILES > LAG, "sums go where those of RING_TILES before lay; weights have come up to LAG + 1 before");
 constexpr int MOST_TILE = 32;  // tokens
@@ -49,20 +50,21 @@ inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidde
             second_bytes, 0, early};
 }
 
-// TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most.
+// TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most:
+// half of y_bytes + second_bytes.
 template <int COLUMNS_, int TILE_, int UNITS_>
 struct Shape {
     static constexpr int UNITS = UNITS_;
     static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / VECTOR);  // bytes from one to the next
     static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
     static constexpr int LANES = COLUMNS / VECTOR;           // threads of a token, eight columns each
-    static constexpr int ITEMS = TILE * LANES;               // of a tile, one or two for each producer
+    static constexpr int ITEMS = TILE * LANES;               // of a tile, in turn for all producers
     static constexpr int K_STEPS = COPIES * COLUMNS / 16;    // of the product, 16 columns of a copy each
     static constexpr int STEPS = K_STEPS / ROLE_WARPS;       // of a multiplier
     // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
     // tokens of one copy and for all copies of two tokens, four apart.
     static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
-    static constexpr int NUM_X_STAGES = LAG + 2, NUM_Y_STAGES = 2;
+    static constexpr int NUM_X_STAGES = AHEAD + LAG, NUM_Y_STAGES = AHEAD;
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
     static_assert(K_STEPS % ROLE_WARPS == 0, "multipliers have as many columns each, in steps of 16");

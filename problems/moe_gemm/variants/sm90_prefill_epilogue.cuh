@@ -111,7 +111,7 @@ __device__ __forceinline__ void write_parts(const P& p, const float (&d)[PARTS][
                                             int first, int features, uint32_t slots, uint32_t staging, int barrier) {
     // At once a warp stores 16 PARTS features of AT_ONCE tokens, and 128 threads read as many tokens' features.
     constexpr int AT_ONCE = 16 / PARTS, HALF = SUMS, ROW = 128 * PARTS;  // tokens, tokens, bytes
-    static_assert(HALF % AT_ONCE == 0);
+    static_assert(HALF % AT_ONCE == 0, "a warp stores whole groups of AT_ONCE tokens");
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     // Chunk c, 16 bytes, of row r is at c ^ r % 8.
     const int matrix = PARTS == 2 ? lane / 8 : lane / 8 % 2, below = PARTS == 2 ? 0 : lane / 16 * 8;

@@ -40,10 +40,12 @@ struct Form {
     static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112, LAUNCH_REGISTERS = 96;
     static constexpr int NUM_THREADS = 128 * (1 + GROUPS);
     static constexpr int SHARE = 2 * PARTS, UNITS = SHARE * GROUPS;  // of a warpgroup, of a tile
-    static_assert(UNITS % BOX == 0);
+    static_assert(UNITS % BOX == 0, "a tile's units come in whole boxes");
+    static_assert(NUM_STAGES >= 2, "a stage is freed when the next unit has come");
     static constexpr int TEAM = TEAM_UNITS / SHARE;                                                // warpgroups
     static constexpr int EIGHTS = BLOCK_N / 8, SUMS = BLOCK_N / 2;  // sums of a thread, for each 16 of its warp's rows
     static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
+    static_assert(PARTS * (SUMS + 16) <= CONSUMER_REGISTERS - 32, "sums and fragments leave less than 32: it spills");
     static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
     static_assert(PARTS == 1 || PARTS == 2, "a unit has two");
     static_assert(BLOCK_N % 32 == 0 || PARTS == 2 && BLOCK_N % 16 == 0, "results leave in two halves");
@@ -63,13 +65,14 @@ struct Form {
     static constexpr uint32_t TILE_EMPTY_BARRIERS = TILE_FULL_BARRIERS + 8 * 2, BYTES = TILE_EMPTY_BARRIERS + 8 * 2;
     static_assert(STAGE_BYTES % 1024 == 0 && SMEM_D % 1024 == 0 && D_BYTES % 1024 == 0,
                   "a swizzle repeats every 1024 bytes");
-    static_assert(BYTES + 1024 <= 227 * 1024, "with room to align the start");
+    static_assert(BYTES + 1024 <= 227 * 1024, "over 227 KB of shared memory, 1 KB of it to align the start");
 };
-// The legal tiles. Few: GROUPS * 4 warps of 32 rows by up to 48 slots; Many: of 16 rows by up to 128.
+// The tiles in use: warps of 32 rows by few slots, and of 16 by many.
 template <int ACTIVATION = BF16>
 using Few = Form<ACTIVATION, 2, 48, 8>;
 template <int ACTIVATION = BF16>
 using Many = Form<ACTIVATION, 1, 128, 7>;
+static_assert(Few<>::BLOCK_N <= Many<>::BLOCK_N, "Few has the experts with few slots");
 
 enum { FIRST, SECOND, END };  // which product
 

@@ -85,7 +85,7 @@ __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t
                                          PipelineState<F::NUM_STAGES>& stage, int chunks, uint32_t words_at,
                                          uint32_t scales_at, unsigned eights) {
     constexpr int SPAN = F::EIGHTS <= 8 ? 8 : 16;
-    static_assert(F::EIGHTS <= 16);
+    static_assert(F::EIGHTS <= 16, "wgmma has up to 128 columns here: sm90_wgmma.cuh");
     uint32_t a[4][F::PARTS][4];
     const bool frees = threadIdx.x % 32 == 0;
     keep_in_register(words_at), keep_in_register(scales_at);

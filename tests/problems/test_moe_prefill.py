@@ -22,8 +22,8 @@ from tests.problems.test_in_model import moe
 task, reference = cases.task("moe_gemm"), cases.reference("moe_gemm")
 DEVICE = "cuda"  # in_model.call says another
 # Tokens, experts, experts of a token, hidden, inner, router, content, and what in_scales are divided by. Experts of up
-# to 48 slots, which are one item, and of more, in items of up to 128; last tiles that are not full; experts without
-# tokens beside each other; values far beyond the largest, and blocks of zeros.
+# to Few::BLOCK_N slots, which are one item, and of more, in items of up to Many::BLOCK_N; last tiles that are not full;
+# experts without tokens beside each other; values far beyond the largest, and blocks of zeros.
 NVFP4_CASES = [
     (9, 3, 1, 192, 320, "uniform", "plain", 1),
     (59, 5, 2, 192, 320, "one", "clamped", 1),

@@ -15,8 +15,8 @@
 // worked on.
 //
 // Two forms, one for each list. With few slots decoding is most of the work, so a warp has 32 rows, for experts of up
-// to 48; with many, registers for the sums are the limit: 16 rows, for items of up to 128. Two items of the first would
-// decode an expert's weights twice, and take longer than one of the second.
+// to Few::BLOCK_N slots; with many, registers for sums are the limit: 16 rows, for items of up to Many::BLOCK_N. Two
+// items of the first would decode an expert's weights twice, and take longer than one of the second.
 //
 // Sums have a fixed order: results repeat bit by bit.
 //
@@ -93,6 +93,9 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
         if (stores) finish_store(p, stored);  // long done: staging is free again
         cp_async_wait_all();
         team_sync();
+        // In a bf16 team whose chunk does not exist nothing meets before the next tile's scale is asked for, by another
+        // warp: a race that racecheck reports, harmless, as that team does not use its factor. To read it where it is
+        // used adds up to five instructions.
         float factor = __uint_as_float(load_shared(scale));
         if (F::ACTIVATION == NVFP4) factor *= __uint_as_float(load_shared(scale + IN_SCALES));
         factor *= units::REST;

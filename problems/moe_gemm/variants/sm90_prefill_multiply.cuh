@@ -7,6 +7,7 @@
 namespace prefill {
 
 // From lane 0, so that the compiler knows it to be the same for all, and keeps it where one instruction serves a warp.
+// In the PTX model lanes have parted by here, unless the text is edited as tests/problems/test_moe_prefill.py does.
 __device__ __forceinline__ uint32_t same(uint32_t v) {
     asm volatile("shfl.sync.idx.b32 %0, %0, 0, 0x1f, 0xffffffff;" : "+r"(v));
     return v;

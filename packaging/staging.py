@@ -35,10 +35,7 @@ class Stage(build_py):
         package = Path(self.build_lib, "dsv4_kernels")
         shutil.rmtree(package, ignore_errors=True)  # of an earlier build
         super().run()
-        copy_winners(package)
-        shutil.copy(ROOT / "LICENSE", package)
-        for file in package.rglob("*.py"):
-            file.write_text(renamed(without(file.read_text(), TEST_CASES)))
+        complete(package, "dsv4_kernels")
         add_shared_objects(package)
 
 
@@ -61,6 +58,15 @@ class Sources(sdist):
         copy_winners(Path(base_dir))
         for file in (HERE / "staging.py", ROOT / "LICENSE"):
             shutil.copy(file, base_dir)
+
+
+def complete(package: Path, name: str) -> None:
+    """Put the winners into `package`, which holds dsv4_kernels' own files and is imported as `name`."""
+    copy_winners(package)
+    shutil.copy(ROOT / "LICENSE", package)
+    (package / build.PREBUILT.name).mkdir()
+    for file in package.rglob("*.py"):
+        file.write_text(renamed(without(file.read_text(), TEST_CASES), name))
 
 
 def winning() -> dict[str, dict[str, tuple[str, ...]]]:
@@ -96,9 +102,11 @@ def sources(problem: Path, name: str) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def renamed(source: str) -> str:
-    """A module whose imports of problems are those of the wheel, where problems is no package by itself."""
-    return re.sub(r"^(\s*(?:from|import) )problems\b", r"\1dsv4_kernels.problems", source, flags=re.MULTILINE)
+def renamed(source: str, name: str) -> str:
+    """A module whose imports of problems, no package by itself there, and of dsv4_kernels are those of `name`."""
+    for old, new in (("problems", f"{name}.problems"), ("dsv4_kernels", name)):
+        source = re.sub(rf"^(\s*(?:from|import) ){old}\b", rf"\g<1>{new}", source, flags=re.MULTILINE)
+    return source
 
 
 def without(source: str, package: str) -> str:
@@ -124,7 +132,6 @@ def add_shared_objects(package: Path) -> None:
 
     build.BuildError: no nvcc, or it refused a source. RuntimeError: an object needs a newer system than PLATFORM.
     """
-    (package / build.PREBUILT.name).mkdir()
     linked = ["--no-as-needed", *map(str, old_libraries(build.directory() / "old-libraries"))]
     options = tuple(option for part in linked for option in ("-Xlinker", part))
     for problem, targets in winning().items():

@@ -1,7 +1,9 @@
-"""operators.py: winners as operators of torch, which compute what their problems say and pass torch's checks."""
+"""operators.py, hub.py: winners as operators of torch, which compute what problems say and pass torch's checks."""
 
+import sys
 from types import SimpleNamespace
 
+import hub  # packaging/hub.py
 import pytest
 import torch
 
@@ -95,8 +97,7 @@ def test_codes_are_given_as_bytes(call):
 def test_weights_are_held_as_the_winner_prepares_them(call, name, monkeypatch):
     only = SimpleNamespace(prepare=lambda weights: 3, custom_kernel=lambda data: data.outputs.out.fill_(data.weights))
     monkeypatch.setattr(operators, "winner", lambda problem, device: only)
-    data, arguments = call(name)
-    operator = getattr(torch.ops.dsv4, name)
+    operator, (data, arguments) = getattr(torch.ops.dsv4, name), call(name)
     operator(*arguments)
     assert bool((data.outputs.out == 3).all())
     with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
@@ -106,3 +107,17 @@ def test_weights_are_held_as_the_winner_prepares_them(call, name, monkeypatch):
     HELD[name]("test", None)
     with pytest.raises(ValueError, match=r"name must be one of \[\]"):
         operator(*arguments)
+
+
+@pytest.mark.parametrize("linked", [False, True])  # as get_kernel has it: links into the Hub's cache
+def test_hugging_faces_kernels_loads_the_build_and_its_layers(linked, tmp_path):
+    kernels = pytest.importorskip("kernels", reason="needs Hugging Face's package kernels")
+    hub.write(tmp_path, ["cpu"])
+    for number, file in enumerate([file for file in tmp_path.rglob("*") if linked and file.is_file()]):
+        file.symlink_to(file.rename(tmp_path / str(number)))
+    for name in [name for name in sys.modules if name.startswith("_dsv4_kernels")]:
+        del sys.modules[name]
+    kernel = kernels.get_local_kernel(tmp_path, backend="cpu")
+    for operator in (kernel.fmha_decode, kernel.layers.FmhaDecode()):
+        operator(*(data := cases.made("fmha_decode", "cpu")))
+        check("fmha_decode", data)

@@ -4,6 +4,7 @@
 #   make test-system  the tests that need sshd, rsync, chromium or Ray; make setup-system installs these
 #   make lint         ruff, types, imports      make board       compile what the records lack; render README's table
 #   make size         how many lines each part has, beside its limit
+#   make b200         on a B200: bring the kernels for sm100 up, step by step, and judge those that run
 #   make bench        like run, on the GPU      make clean       remove .venv, builds and caches; records stay
 PYTHON ?= python3
 PROBLEM ?= nvfp4_gemv
@@ -12,7 +13,7 @@ workers = $$($(VENV_PYTHON) -c "import xdist" 2>/dev/null && echo "-n 2 --dist $
 # Packages come uncompiled (tools/setup.py): what an import compiles is kept, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-system run test test-nightly test-system lint size bench board clean
+.PHONY: setup setup-system run test test-nightly test-system lint size bench b200 board clean
 setup:
 	@$(PYTHON) tools/setup.py
 
@@ -37,6 +38,9 @@ run: setup
 bench: setup
 	$(VENV_PYTHON) harness/run.py $(PROBLEM) --all --mode leaderboard --device cuda
 	@$(VENV_PYTHON) leaderboard/report.py $(PROBLEM) --here
+
+b200: setup
+	$(VENV_PYTHON) ptx_model/tools/bringup_sm100.py
 
 board: setup
 	$(VENV_PYTHON) leaderboard/report.py --readme README.md

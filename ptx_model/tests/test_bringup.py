@@ -1,6 +1,7 @@
 """The stages for the owner of a B200, as far as they run without one: in the model, and where something fails."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from ptx_model.tools import bringup_sm100, bringup_stages
+from problems.common import load
+from ptx_model.tools import bringup_sm100, bringup_stages, bringup_variants
 
 ROOT = bringup_sm100.ROOT
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
@@ -26,7 +28,9 @@ def test_without_a_b200_every_stage_is_right_in_the_model_and_the_file_says_what
     found = json.loads(out.read_text())
     assert [one["name"] for one in found["stages"]] == list(bringup_stages.STAGES)
     assert all(one["model"]["status"] == "equal" and not one["model"]["report"] for one in found["stages"]), found
-    assert all(one["gpu"] == {"status": "not run"} for one in found["stages"]) and found["tests"] == []
+    assert all(one["gpu"] == {"status": "not run"} for one in found["stages"])
+    compiled = {one["compiled"]["word"] for one in found["variants"] if "test" not in one}
+    assert {"yes"} <= compiled <= {"yes", "needs triton"} and len(found["variants"]) > 15, ran.stdout
     assert "no GPU of compute capability 10.x" in ran.stdout and found["gpu"] is None and "release" in found["nvcc"]
 
 
@@ -75,6 +79,57 @@ def test_a_report_has_no_more_entries_than_it_has_room_for():
     words = [1000] + [0] * 7 + [1, 2, 1, 3, 9, 1, 4, 0] * 127
     lines = bringup_stages.read_report(words)
     assert len(lines) == 127 and lines[0] == "producer (block 1, warp 4) at barrier empty[1], phase 3, tile 9"
+
+
+def test_every_variant_for_sm100_is_taken_those_for_it_first():
+    rows = bringup_variants.variants()
+    places = [(row["problem"], f"variants/{row['variant']}.py") for row in rows]
+    assert all("sm100" in load.constants(load.PROBLEMS.joinpath(*one), "TARGETS")["TARGETS"] for one in places)
+    assert {"sm100_native", "sm90_columns", "sm90_mma", "torch_eager"} < {row["variant"] for row in rows}
+    assert [row["variant"].startswith("sm100") for row in rows] == [True] * 4 + [False] * (len(rows) - 4)
+    assert rows[0]["case"] and not any("peer" in row["variant"] for row in rows)
+
+
+@nvcc
+@pytest.mark.slow
+def test_a_variant_is_compiled_run_and_judged_with_limits(monkeypatch):
+    """On what devices there are: the model of a GPU, and a CPU."""
+    monkeypatch.setattr(bringup_variants, "JUDGE_S", 0.5)
+    native, portable, missing = (
+        {"problem": "nvfp4_gemv", "variant": name, "requires": (), "case": "m=16 k=64 l=1"}
+        for name in ("sm100_native", "cpu_portable", "sm100_missing")
+    )
+    kept = []
+    bringup_variants.take([native], "model", True, lambda: kept.append(dict(native)))
+    bringup_variants.take([portable, missing], "cpu", True, lambda: None)
+    assert list(map(bringup_variants.is_fault, (native["test"], portable["judged"], missing["compiled"]))) == [0, 1, 1]
+    assert [len(row) for row in kept] == [5, 6]
+    rows = bringup_variants.table([native, portable, missing]).splitlines()
+    wanted = ("yes +runs in the model +not run", "yes +runs +hung", "killed after 0.5 s", "no +not run", "no file")
+    for row, said in zip(rows[1:], wanted, strict=True):
+        assert re.search(f" {said}", row), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "word", "said"),
+    [
+        ("return data[-1].fill_(3)", "wrong", "elements"),
+        ("import os; os.abort()", "crashed", "SIGABRT"),
+        ("while True: pass", "hung", "no answer within"),
+    ],
+)
+def test_what_ails_a_variant_is_said_in_a_word_and_a_message(call, word, said, tmp_path):
+    file = tmp_path / "draft.py"
+    file.write_text(f'TARGETS = ("cpu",)\n\n\ndef custom_kernel(data):\n    {call}\n')
+    words = ["nvfp4_gemv", "--submission", str(file), "--device", "cpu", "--mode", "test", "--timeout", "3"]
+    found = bringup_variants.judged([*words, "--case", "m=16 k=64 l=1"], 100)
+    assert found["word"] == word and said in found["said"], found
+
+
+def test_a_run_without_a_verdict_has_its_exit_code_and_last_line():
+    found = bringup_variants.judged(["nvfp4_gemv", "--variant", "none"], 60)
+    assert found["word"] == "exit code 2" and "--variant" in found["said"]
 
 
 def test_bad_use_is_refused(capsys, monkeypatch):

@@ -1,14 +1,16 @@
-"""Bring a B200 up in stages, from words through tensor memory to the tests of our variants, and write one JSON file.
+"""Bring a B200 up in stages, from words through tensor memory to judgements of our variants, and write one JSON file.
 
-    .venv/bin/python ptx_model/tools/bringup_sm100.py       # under 2 minutes; writes leaderboard/out/bringup_sm100.json
+    make b200                               # this file; it writes leaderboard/out/bringup_sm100.json
 
 Each stage is a kernel with one piece of the hardware more than the one before (bringup_sm100.cu). It runs in the model
 of ptx_model, then on the GPU, each time in a separate process, and both outputs are compared with
 numpy's bit by bit. A wait that lasts too long writes role, barrier, phase and tile, and traps; these are in the file
-too. Behind the stages the variants for sm100 are tested as harness/run.py --mode test does.
+too. Behind the stages each variant for sm100 is compiled and runs its smallest test case, each in processes with a time
+limit; those that are right are judged by harness/run.py, which on a GPU times them by players, and records them.
 
-Without a GPU of compute capability 10.x the stages run in the model only, and the exit code is 7. It is 0 if all is
-equal, else 1. --out FILE: where the JSON goes; --stage NAME: that stage only; --no-tests: no tests of variants.
+Without a GPU of compute capability 10.x the stages run in the model only, the variants are only compiled, and the exit
+code is 7. It is 0 if all is right, else 1. --out FILE: where the JSON goes; --stage NAME: that stage only, and no
+variants; --no-variants: stages only; --no-judge: no judgements, which take up to half an hour a variant.
 """
 
 from __future__ import annotations  # until `venv.enter`, Python 3.8 must do
@@ -30,16 +32,7 @@ from problems.common import terminal, venv  # noqa: E402
 NAME = "ptx_model/tools/bringup_sm100.py"
 SOURCE = Path(__file__).with_suffix(".cu")
 OUT = ROOT / "leaderboard" / "out" / "bringup_sm100.json"
-# Limits of all stages in the model, of a stage on the GPU, and of all tests of variants together.
-MODEL_S, GPU_S, TESTS_S = 120, 30, 60
-# What is tested behind the stages: (problem, variant), the surest first.
-TESTS = (
-    ("nvfp4_gemv", "sm100_native"),
-    ("nvfp4_gemv", "sm100_cute"),
-    ("moe_gemm", "sm90_grouped"),
-    ("moe_gemm", "sm100_cute"),
-    ("fmha_decode", "sm100_cute"),
-)
+MODEL_S, GPU_S = 120, 30  # limits of all stages in the model, and of a stage on the GPU
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = terminal.Parser(prog=NAME, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help=f"default: {OUT.relative_to(ROOT)}")
     parser.add_argument("--stage", metavar="NAME", help="only this stage")
-    parser.add_argument("--no-tests", action="store_true", help="no tests of the variants")
+    parser.add_argument("--no-variants", action="store_true", help="only the stages")
+    parser.add_argument("--no-judge", action="store_true", help="compile and test the variants only")
     parser.add_argument("--run", nargs=2, metavar=("WHERE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     venv.enter(NAME)
@@ -66,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _bring_up(stages: list[str], options: argparse.Namespace) -> int:
     from harness.results import environment, output
+    from ptx_model.tools import bringup_variants
 
     gpu = _gpu()
     commit, dirty = environment.commit()
@@ -76,8 +71,13 @@ def _bring_up(stages: list[str], options: argparse.Namespace) -> int:
         "commit": commit,
         "dirty": dirty,
         "stages": [],
-        "tests": [],
+        "variants": [],
     }
+
+    def keep() -> None:  # after each step: a machine may hang
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        output.write_whole(options.out, json.dumps(found, indent=1) + "\n")
+
     if gpu is None:
         print("no GPU of compute capability 10.x: the stages run in the model only")
     models = _process(options.stage, "model", MODEL_S)
@@ -90,18 +90,19 @@ def _bring_up(stages: list[str], options: argparse.Namespace) -> int:
         print(f"{name:12} model: {one['model']['status']:10} gpu: {one['gpu']['status']}", flush=True)
         for line in one["gpu"].get("report", []):
             print(f"    waited in vain: {line}")
-        # Kept after each stage: a machine may hang.
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        output.write_whole(options.out, json.dumps(found, indent=1) + "\n")
-    if gpu is not None and not options.no_tests:
-        found["tests"] = _tests()
-    output.write_whole(options.out, json.dumps(found, indent=1) + "\n")
+        keep()
+    if not options.no_variants and not options.stage:
+        found["variants"] = bringup_variants.variants()
+        bringup_variants.take(found["variants"], gpu and "cuda", not options.no_judge, keep)
+        print(bringup_variants.table(found["variants"]))
     print(f"wrote {options.out}: send this file back")
     right = all(one["model"]["status"] == "equal" for one in found["stages"])
+    steps = [one.get(step) for one in found["variants"] for step in ("compiled", "test", "judged")]
+    right &= not any(map(bringup_variants.is_fault, filter(None, steps)))
     if gpu is None:
         return 7 if right else 1
     right &= all(one["gpu"]["status"] == "equal" for one in found["stages"])
-    return 0 if right and all(one["exit_code"] == 0 for one in found["tests"]) else 1
+    return 0 if right else 1
 
 
 def _gpu() -> str | None:
@@ -132,25 +133,6 @@ def _process(name: str | None, where: str, limit_s: int) -> dict:
             ended = {"status": "timeout", "said": f"killed after {limit_s} s"}
         found = json.loads(file.read_text()) if file.is_file() else ended
         return found | {"seconds": round(time.monotonic() - begin, 1)}
-
-
-def _tests() -> list[dict]:
-    """Test the variants with what is left of their time."""
-    found, end = [], time.monotonic() + TESTS_S
-    for problem, variant in TESTS:
-        command = [sys.executable, "harness/run.py", problem, "--variant", variant, "--mode", "test", "--quiet"]
-        left = end - time.monotonic()
-        if left < 1:
-            found.append({"command": " ".join(command[1:]), "exit_code": None, "said": "no time was left"})
-            continue
-        try:
-            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
-            code, said = ran.returncode, (ran.stdout + ran.stderr)[-4000:]
-        except subprocess.TimeoutExpired:
-            code, said = None, f"killed after {left:.0f} s"
-        found.append({"command": " ".join(command[1:]), "exit_code": code, "said": said})
-        print(f"{problem} {variant}: exit code {code}", flush=True)
-    return found
 
 
 if __name__ == "__main__":

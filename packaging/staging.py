@@ -24,6 +24,18 @@ PLATFORM = "manylinux_2_28_x86_64"
 # The newest versions of symbols that this platform has: of glibc 2.28, and of the C++ library of GCC 8.
 NEWEST = {"GLIBC_2.": 28, "GLIBCXX_3.4.": 24}
 TEST_CASES = "allpairspy"  # only test cases need it
+# What transformers.py needs of the composed model, and its CUDA.
+MODEL = ROOT / "problems/dsv4_forward"
+FORWARD = (
+    "cache/pages",
+    "weights/formats",
+    "weights/linear",
+    "torch_ops/experts",
+    "torch_ops/linear",
+    "torch_ops/norm",
+)
+FORWARD += ("kernels/arguments", "kernels/experts", "kernels/norm")
+KERNELS = [MODEL / "kernels/experts.cu", MODEL / "kernels/norm.cu"]
 
 
 class Stage(build_py):
@@ -80,8 +92,9 @@ def winning() -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def copy_winners(to: Path) -> None:
-    """Copy problems/, with the winners only, into the folder `to`."""
+    """Copy problems/, with the winners and parts of the model only, into the folder `to`."""
     files = [ROOT / "problems/__init__.py", *(ROOT / "problems/common").iterdir()]
+    files += [*(MODEL / f"{name}.py" for name in FORWARD), *build.closure(*KERNELS)]
     for problem, targets in winning().items():
         folder = ROOT / "problems" / problem
         files += [folder / "task.py", folder / "submission.py"]
@@ -128,22 +141,21 @@ def without(source: str, package: str) -> str:
 
 
 def add_shared_objects(package: Path) -> None:
-    """Compile the CUDA winners of each GPU target, and put them where build.cuda looks for them in an installed wheel.
+    """Compile the CUDA of each GPU target, and put it where build.cuda looks for it in an installed wheel.
 
     build.BuildError: no nvcc, or it refused a source. RuntimeError: an object needs a newer system than PLATFORM.
     """
     linked = ["--no-as-needed", *map(str, old_libraries(build.directory() / "old-libraries"))]
     options = tuple(option for part in linked for option in ("-Xlinker", part))
-    for problem, targets in winning().items():
-        for target in build.ARCH:
-            for name in targets[target]:
-                for source in sources(ROOT / "problems" / problem, name):
-                    if source.suffix != ".cu":
-                        continue
-                    made = build.cuda(source, target, options).path
-                    check_versions(made)
-                    name_there = build.prebuilt(source, target, build.cuda_flags(target)).name
-                    shutil.copy(made, package / build.PREBUILT.name / name_there)
+    for target in build.ARCH:
+        names = [(ROOT / "problems" / problem, name) for problem, of in winning().items() for name in of[target]]
+        for source in [*KERNELS, *(source for folder, name in names for source in sources(folder, name))]:
+            if source.suffix != ".cu":
+                continue
+            made = build.cuda(source, target, options).path
+            check_versions(made)
+            name_there = build.prebuilt(source, target, build.cuda_flags(target)).name
+            shutil.copy(made, package / build.PREBUILT.name / name_there)
 
 
 def old_libraries(folder: Path) -> list[Path]:

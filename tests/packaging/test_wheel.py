@@ -20,6 +20,10 @@ import dsv4_kernels
 print(time.perf_counter() - start)
 from dsv4_kernels import compat, vllm
 from dsv4_kernels.problems.common import build, load
+from dsv4_kernels.problems.dsv4_forward.kernels import experts, norm
+from dsv4_kernels.problems.dsv4_forward.torch_ops import experts as torch_experts
+own = [part.compile_for(target)[0] for part in (experts.Experts, norm.Norm) for target in build.ARCH]
+assert {made.path.parent for made in own} == {build.PREBUILT}
 for problem in (file.parent.name for file in load.PROBLEMS.glob("*/task.py")):
     for target in build.ARCH:
         name = load.winners(load.PROBLEMS / problem)[target][0]

@@ -1,0 +1,99 @@
+"""transformers.py: a deepseek_v4 model computes the same with our functions, and goes on with its own where it must."""
+
+import copy
+import functools
+import gc
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, which `make setup` installs")
+
+import compare_transformers as compare
+
+from dsv4_kernels import operators
+from dsv4_kernels import transformers as ours
+from tests.dsv4 import oracle
+
+ALL = compare.PARTS["experts, norms, attention"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On busy cores several wait for each other. No reason to refuse a call was logged yet."""
+    ours._warn_once.cache_clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", oracle.CONFIGS)
+@torch.no_grad()
+def test_logits_and_tokens_in_fp32_are_transformers(name, caplog, monkeypatch):
+    model = copy.deepcopy(oracle.hf_model(name))
+    tokens, mask = torch.randint(model.config.vocab_size, (2, 40)), (torch.arange(80).view(2, 40) % 40 > 6).long()
+    mask[0], found, eager = 1, [], ours.theirs.eager_attention_forward
+    for parts in (compare.OWN, ALL):
+        compare.switch(model, parts)
+        found.append(model(tokens, attention_mask=mask).logits[mask == 1])
+        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=20, do_sample=False))
+        for_more = functools.partial(lambda *given, **named: given[1].shape[2] > 1 and eager(*given, **named))
+        monkeypatch.setattr(ours.theirs, "eager_attention_forward", for_more)
+    assert (found[2] - found[0]).abs().max() < 1e-5 and torch.equal(found[3], found[1]) and "dsv4" not in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tokens_in_bf16_are_transformers_and_the_comparison_says_so(device, monkeypatch, capsys):
+    def experts(*given, ops=ours._ops):
+        assert ours.gpu_experts.serves(*given[:5], given[6])
+        return ops(given[0].device)["experts"](*given)
+
+    monkeypatch.setattr(ours, "_ops", lambda device, ops=ours._ops: {**ops(device), "experts": experts})
+    compare.main(device, compare.TINY)
+    said = capsys.readouterr().out
+    *apart, nvfp4 = (float(value) for value in re.findall(r"logits apart (\S+)", said))
+    assert apart[0] == 0 and max(apart) < 0.3 < nvfp4 < 2
+    assert said.count("all 20, first 20") == len(apart) == 5 and said.count("tokens a second") == 6
+
+
+@torch.no_grad()
+def test_weights_in_nvfp4_are_held_until_they_change_or_die():
+    gc.collect()
+    model = compare.made("cpu", torch.bfloat16, compare.TINY)
+    compare.switch(model, ALL)
+    module, found = model.model.layers[3].mlp.experts, []
+    zero = torch.nn.Parameter(torch.zeros_like(module.gate_up_proj))
+    given = torch.randn(2, 128).bfloat16(), torch.tensor([[0, 1], [7, 2]]), torch.ones(2, 2)
+    want = module(*given)
+    ours.register("nvfp4")
+    assert 0.05 < float((module(*given) - want).norm() / want.norm()) < 0.25
+    for change in (int, int, lambda: module.down_proj.mul_(2), lambda: setattr(module, "gate_up_proj", zero)):
+        change()
+        out = module(torch.ones(2, 128).bfloat16(), torch.tensor([[0, 1], [7, 8]]), torch.ones(2, 2))  # 8: no expert
+        found.append((out, [name for _, name in operators._held if name.startswith("transformers")]))
+    (one, name), (same, kept), (double, other), (none, last) = found
+    assert torch.equal(one, same) and torch.equal(2 * one, double) and one.any() and not none.any()
+    assert name == kept != other != last and len(name) == len(other) == len(last) == 1
+
+
+def test_what_is_not_served_is_computed_by_transformers_or_refused(caplog, monkeypatch):
+    model, tokens = compare.made("cpu", torch.bfloat16, compare.TINY), torch.randint(96, (1, 9))
+    compare.switch(model, compare.OWN)
+    want = model(tokens).logits
+    compare.switch(model, ALL)
+    assert torch.equal(model(tokens).logits, want)
+    compare.switch(model, compare.PARTS["experts"])
+    monkeypatch.setattr(ours, "_ops", lambda device: {"experts": lambda *given: NotImplemented})
+    assert torch.equal(torch.no_grad()(model)(tokens).logits, want)
+    assert all(part in caplog.text for part in ("experts with gradients", "norms with gradients", "256 pairs"))
+    other = torch.nn.Linear(1, 1)
+    for call, given, said in (
+        (ours.register, ["int4"], "experts must be one of .*'int4'"),
+        (ours.replace_norms, [other], "model must have norms"),
+        (ours.compute_experts, [other, tokens, tokens, tokens], "module must be .*Experts, got Linear"),
+        (ours.attend, [other, tokens, tokens, tokens, tokens, 1.0], "module must be .*Attention, got Linear"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call(*given)

@@ -176,11 +176,7 @@ MUTANTS = {
     "mhc with ten hc_eps": ("bf16", {"mhc_pre": _configured(hc_eps=1e-5)}),
     "mhc whose combination has no hc_eps": ("bf16", {"mhc_pre": _combined(0.0)}),
     "mhc whose combination has ten hc_eps": ("bf16", {"mhc_pre": _combined(1e-5)}),
-    "no FP8 floor": (
-        "released",
-        _quantising("linear", "experts", "shared", "layer_rows", **_floor(TINY_FLOOR)),
-        ROWS,
-    ),
+    "no FP8 floor": ("released", _quantising("linear", "experts", "shared", "layer_rows", **_floor(TINY_FLOOR)), ROWS),
     "ten FP8 floors": ("released", _quantising("linear", "layer_rows", **_floor(1e-3)), ROWS),
     "NVFP4 without saturation": (
         "nvfp4",

@@ -19,16 +19,6 @@ from tests.dsv4 import oracle
 ALL = compare.PARTS["experts, norms, attention"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On busy cores several wait for each other. No reason to refuse a call was logged yet."""
-    ours._warn_once.cache_clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("name", oracle.CONFIGS)
 @torch.no_grad()
 def test_logits_and_tokens_in_fp32_are_transformers(name, caplog, monkeypatch):
@@ -60,18 +50,15 @@ def test_tokens_in_bf16_are_transformers_and_the_comparison_says_so(device, monk
 
 @torch.no_grad()
 def test_weights_in_nvfp4_are_held_until_they_change_or_die():
-    gc.collect()
-    model = compare.made("cpu", torch.bfloat16, compare.TINY)
-    compare.switch(model, ALL)
-    module, found = model.model.layers[3].mlp.experts, []
+    gc.collect()  # models of other tests
+    module, found = compare.made("cpu", torch.bfloat16, compare.TINY).model.layers[3].mlp.experts, []
     zero = torch.nn.Parameter(torch.zeros_like(module.gate_up_proj))
     given = torch.randn(2, 128).bfloat16(), torch.tensor([[0, 1], [7, 2]]), torch.ones(2, 2)
-    want = module(*given)
-    ours.register("nvfp4")
-    assert 0.05 < float((module(*given) - want).norm() / want.norm()) < 0.25
+    want, rounded = (ours.compute_experts(module, *given, kind=kind).float() for kind in ours.KINDS)
+    assert 0.05 < float((rounded - want).norm() / want.norm()) < 0.25
     for change in (int, int, lambda: module.down_proj.mul_(2), lambda: setattr(module, "gate_up_proj", zero)):
         change()
-        out = module(torch.ones(2, 128).bfloat16(), torch.tensor([[0, 1], [7, 8]]), torch.ones(2, 2))  # 8: no expert
+        out = ours.compute_experts(module, given[0], given[1] + 6, given[2], kind="nvfp4")  # from 8 on: no expert
         found.append((out, [name for _, name in operators._held if name.startswith("transformers")]))
     (one, name), (same, kept), (double, other), (none, last) = found
     assert torch.equal(one, same) and torch.equal(2 * one, double) and one.any() and not none.any()
@@ -79,21 +66,14 @@ def test_weights_in_nvfp4_are_held_until_they_change_or_die():
 
 
 def test_what_is_not_served_is_computed_by_transformers_or_refused(caplog, monkeypatch):
-    model, tokens = compare.made("cpu", torch.bfloat16, compare.TINY), torch.randint(96, (1, 9))
-    compare.switch(model, compare.OWN)
-    want = model(tokens).logits
-    compare.switch(model, ALL)
-    assert torch.equal(model(tokens).logits, want)
-    compare.switch(model, compare.PARTS["experts"])
+    ours._warn_once.cache_clear()
+    model, tokens, found = compare.made("cpu", torch.bfloat16, compare.TINY), torch.randint(96, (1, 9)), []
     monkeypatch.setattr(ours, "_ops", lambda device: {"experts": lambda *given: NotImplemented})
-    assert torch.equal(torch.no_grad()(model)(tokens).logits, want)
+    for parts, grad in ((compare.OWN, True), (ALL, True), (compare.PARTS["experts"], False)):
+        compare.switch(model, parts)
+        found.append(torch.set_grad_enabled(grad)(model)(tokens).logits)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert all(part in caplog.text for part in ("experts with gradients", "norms with gradients", "256 pairs"))
-    other = torch.nn.Linear(1, 1)
-    for call, given, said in (
-        (ours.register, ["int4"], "experts must be one of .*'int4'"),
-        (ours.replace_norms, [other], "model must have norms"),
-        (ours.compute_experts, [other, tokens, tokens, tokens], "module must be .*Experts, got Linear"),
-        (ours.attend, [other, tokens, tokens, tokens, tokens, 1.0], "module must be .*Attention, got Linear"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            call(*given)
+    for call, given in ((ours.register, 0), (ours.replace_norms, 0), (ours.compute_experts, 3), (ours.attend, 5)):
+        with pytest.raises(ValueError, match=r"^(experts|model|module) must .*, got .*Linear"):
+            call(torch.nn.Linear(1, 1), *[tokens] * given)

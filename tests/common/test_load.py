@@ -28,8 +28,7 @@ def folders(tmp_path):
 
 def test_two_folders_live_side_by_side(folders):
     one, two = folders
-    assert load.module(one, "reference").TWICE == 2
-    assert load.module(two, "reference").TWICE == 4
+    assert load.module(one, "reference").TWICE == 2 and load.module(two, "reference").TWICE == 4
     first, second = load.module(one, "variants/fast"), load.module(two, "variants/fast")
     assert first is not second and (first.answer(), second.answer()) == (1, 2)
     assert first.task is load.module(one, "task")

@@ -57,8 +57,7 @@ def options(fmt: str, *words: str) -> list[str]:
 
 
 def test_every_op_has_a_budget_and_a_wrong_kernel():
-    assert tuple(CHECKS) == ops.NAMES
-    assert all(wrong_for(op) for op in CHECKS)
+    assert tuple(CHECKS) == ops.NAMES and all(wrong_for(op) for op in CHECKS)
 
 
 # With all_experts filled the two ops that it joins are not called.
@@ -110,8 +109,7 @@ def test_a_flipped_code_is_admitted_where_the_kernel_quantises(fmt, capsys, monk
         return told(case, dataclasses.replace(ops.REFERENCE, experts=experts, all_experts=ops.apart))[0]
 
     # The first call of a layer has 24 rows, the last one two: there a row is not so much less than all.
-    assert not faults(slice(0), 0)
-    assert not faults(slice(20, 21), row) and faults(slice(20, 21), 1.5 * row)
+    assert not faults(slice(0), 0) and not faults(slice(20, 21), row) and faults(slice(20, 21), 1.5 * row)
     one = faults(slice(20, 21), 0.15)
     assert one and "experts: out is off by 0.1" in one[0] and "of its row, budget" in one[0]
     every = faults(slice(None), 0.04)
@@ -313,8 +311,7 @@ def test_drift_is_named_where_it_begins(case, capsys):
         free = [passes.follow(case, Follower(t, recorder.decisions), forced) for t in tables]
         alone = [passes.follow(case, Follower(t, recorder.decisions, recorder.residuals), forced) for t in tables]
     faults = passes.say_layers(passes.layers(oracle, alone, free))
-    assert faults and faults[0].startswith("alone: copies after layers.0 are off")
-    assert passes.say_logits(oracle, *free)
+    assert faults and faults[0].startswith("alone: copies after layers.0 are off") and passes.say_logits(oracle, *free)
 
 
 def test_a_follower_decides_as_the_oracle(case):
@@ -322,8 +319,7 @@ def test_a_follower_decides_as_the_oracle(case):
     with torch.inference_mode():
         follower = Follower(ops.REFERENCE, recorder.decisions)
         case.run(follower.ops(), None, follower, oracle.logits.argmax(-1))
-    assert follower.done == len(recorder.decisions) > 0
-    assert {d.op for d in recorder.decisions} == {"route", "choose"}
+    assert follower.done == len(recorder.decisions) > 0 and {d.op for d in recorder.decisions} == {"route", "choose"}
     assert sum(d.op == "route" for d in recorder.decisions) % TINY.num_hidden_layers == 0
     assert {d.layer for d in recorder.decisions if d.op == "choose"} == {
         f"layers.{i}" for i, ratio in enumerate(TINY.ratios) if ratio == CSA
@@ -352,8 +348,7 @@ def test_errors_are_measured_by_row():
     error, _ = trace._apart(got, want)
     assert error == pytest.approx(0.01, rel=1e-3)
     got[2, 5] = float("nan")
-    assert trace._apart(got, want)[0] == float("inf")
-    assert trace._apart(want, got)[0] == float("inf")
+    assert trace._apart(got, want)[0] == float("inf") and trace._apart(want, got)[0] == float("inf")
     assert trace._apart(torch.full((2, 3), torch.inf), torch.full((2, 3), torch.inf))[0] == 0.0
     worst = trace.Worst("layer", "op", 1.0)
     worst.take(float("nan"), 1.0, "out")

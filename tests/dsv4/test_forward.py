@@ -64,8 +64,7 @@ def test_data_is_as_task_says(case):
     assert weights[:2] == (case.config, case.format)
     assert weights.bytes.numel() == layout.nbytes(layout.layout(cfg, case.format)) == case.weight_bytes()
     assert inputs.tokens.shape == (case.batch, case.new) and 0 <= inputs.tokens.min() <= inputs.tokens.max() < 512
-    assert inputs.lengths.tolist() == lengths and inputs.chunk == 128
-    assert inputs.blocks.shape == (case.batch, blocks)
+    assert inputs.lengths.tolist() == lengths and inputs.chunk == 128 and inputs.blocks.shape == (case.batch, blocks)
     total = case.batch * blocks
     needed = [-(-(n + case.new) // 128) for n in lengths]
     for row, count in zip(inputs.blocks.tolist(), needed, strict=True):

@@ -38,8 +38,7 @@ def test_weights_move_as_far_as_is_exact():
 def test_what_the_kernel_cannot_take_is_refused_with_the_reason(change, reason):
     w = change(published(9, 128))
     run = calls(w, published(40, 640, name="good"))
-    assert reason in run.matrices[id(w)].reason
-    assert left(inputs(3, w.k), w, run.linear)
+    assert reason in run.matrices[id(w)].reason and left(inputs(3, w.k), w, run.linear)
 
 
 def wide_range(w: Linear) -> Linear:
@@ -115,8 +114,7 @@ def test_activations_are_encoded_as_without_a_shift(scale_of_input):
     for token, data in enumerate(seen.calls):
         got = data.sfb[0, :, 0].double() * 2.0**shift
         whole = scales[token].double() >= 2.0 ** (shift - 6)
-        assert bool(whole.any())
-        assert torch.equal(got[whole], scales[token].double()[whole])
+        assert bool(whole.any()) and torch.equal(got[whole], scales[token].double()[whole])
         bytes_ = data.b.view(torch.uint8)[0, :, 0].view(-1, 8)
         assert torch.equal(bytes_[whole], codes[token].view(-1, 8)[whole])
         assert bool(((got - scales[token].double()).abs() <= 2.0 ** (shift - 10)).all())

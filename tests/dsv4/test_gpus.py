@@ -20,8 +20,7 @@ def test_two_processes_generate_what_one_does(capsys):
     argv = [sys.executable, generate.__file__, *words, "--gpus=2"]
     two = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert two.returncode == 0, two.stderr
-    assert two.stdout == capsys.readouterr().out and two.stdout.count(",") == 4
-    assert two.stderr.count("memory:") == 1
+    assert two.stdout == capsys.readouterr().out and two.stdout.count(",") == 4 and two.stderr.count("memory:") == 1
 
 
 def test_the_first_that_fails_gives_the_exit_code_and_ends_the_others(tmp_path):

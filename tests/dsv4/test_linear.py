@@ -184,8 +184,7 @@ def test_pages_read_what_was_written(kind: str, width: int, rope: int, per_page:
     pages.write(index, -7 * rows)
     pages.write(index, rows)
     got = pages.read(index)
-    assert got.dtype == torch.float32 and torch.equal(got, stored(kind, rows, rope))
-    assert not pages.read(rest).any()
+    assert got.dtype == torch.float32 and torch.equal(got, stored(kind, rows, rope)) and not pages.read(rest).any()
 
 
 @pytest.mark.parametrize("kind, width, rope", FORMS)

@@ -44,8 +44,7 @@ def test_every_op_has_a_reference_and_a_line_of_winners():
 
 def test_winners_in_nvfp4(model):
     chosen = ops.choose("winners", "cpu", model["nvfp4"])
-    assert all(chosen.names[op] == DECODE for op in LINEARS)
-    assert lines(chosen)["two_linears"] == f"{DECODE}, reference"
+    assert all(chosen.names[op] == DECODE for op in LINEARS) and lines(chosen)["two_linears"] == f"{DECODE}, reference"
     assert chosen.ops.rms_norm is ops.REFERENCE.rms_norm and lines(chosen)["rms_norm"] == "reference"
     assert chosen.report[len(ops.NAMES)].startswith(f"{DECODE}: ")
 
@@ -106,8 +105,7 @@ def test_a_call_goes_to_the_first_that_serves_it_then_to_torch(monkeypatch, mode
     assert chosen.names["rms_norm"] == "dsv4_forward/own" and chosen.names["mhc_pre"] == "reference"
     call = {"weight": None, "eps": 0.0, "out": torch.zeros(2, 4)}
     chosen.ops.rms_norm(x=torch.ones(1, 4), **call)
-    assert calls == ["own"] and not bool(call["out"].any())
-    assert chosen.ops.rms_norm(x=torch.ones(2, 4), **call) is None
+    assert calls == ["own"] and not bool(call["out"].any()) and chosen.ops.rms_norm(x=torch.ones(2, 4), **call) is None
     assert calls == ["own"] * 2 and bool((call["out"] == 1).all())
     assert chosen.ops.two_linears(x=torch.ones(1, 4)) is None
     assert chosen.ops.two_linears(x=torch.ones(2, 4)) is NotImplemented, "the walk does its steps"
@@ -148,8 +146,7 @@ def test_an_op_takes_a_file_with_the_interface_of_the_op_or_of_its_problem(tmp_p
         "    return data.outputs.out.fill_(2)\n"
     )
     chosen = ops.choose(f"rms_norm={own},linear={submission}", "cpu", model["nvfp4"])
-    assert lines(chosen)["rms_norm"] == f"{own}, reference"
-    assert chosen.names["linear"] == "linear_decode/entry"
+    assert lines(chosen)["rms_norm"] == f"{own}, reference" and chosen.names["linear"] == "linear_decode/entry"
     out = torch.empty(2, 3)
     chosen.ops.rms_norm(x=out, weight=None, eps=1e-6, out=out)
     assert bool((out == 3).all())

@@ -81,8 +81,7 @@ def test_feed_splits_a_prompt_by_the_chunk(table):
     other, sequence = state.open()[0], state.open()[0]
     prompts = {other: ids("tiny").flip(0)[:170].tolist(), sequence: ids("tiny").tolist()}
     got = feed(Model(oracle.weights_of("tiny"), table), state, prompts)
-    assert float((got[1] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE
-    assert state.lengths[sequence] == LONGEST
+    assert float((got[1] - wanted("tiny")[-1]).abs().max()) <= TOLERANCE and state.lengths[sequence] == LONGEST
 
 
 # What the comparison would not see if a feature had no effect: each of these must break it by far. Behind each, the

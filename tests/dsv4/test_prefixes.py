@@ -65,8 +65,7 @@ def test_the_least_recently_used_prefix_makes_way():
     pool.release(taken)
     pool.publish(parts[3], pool.take(1))
     assert pool.find(parts[2]) is None and pool.find(parts[0])
-    assert sorted(prefix.snapshot for prefix in pool.prefixes) == [0, 1]
-    assert pool.free == 8 - 2
+    assert sorted(prefix.snapshot for prefix in pool.prefixes) == [0, 1] and pool.free == 8 - 2
 
 
 def test_prefixes_are_dropped_for_blocks_but_not_where_that_frees_none():
@@ -95,8 +94,7 @@ def test_a_sequence_begins_as_the_longest_published_prefix_that_leaves_a_token(c
     grow(state, a, 300)
     assert state.publish(a, torch.tensor(tokens)) == 256
     b, got = state.open(torch.tensor(numbers(count)))
-    assert got == matched == state.lengths[b] == state.floor(b)
-    assert state.owned[b] == state.owned[a][: matched // 128]
+    assert got == matched == state.lengths[b] == state.floor(b) and state.owned[b] == state.owned[a][: matched // 128]
     check_counts(state)
 
 

@@ -201,8 +201,7 @@ def test_how_far_one_may_go_back(chunk, ratios):
             count = min(count, MOST - state.lengths[sequence])
         length = state.lengths[sequence]
         can = [back for back in range(length + 1) if rings.holds(back)]
-        assert [back for back in range(length + 1) if state._holds(sequence, back)] == can
-        assert length in can
+        assert [back for back in range(length + 1) if state._holds(sequence, back)] == can and length in can
         floor = next((n for n in range(length, 0, -1) if n - 1 not in can), 0)
         assert state.floor(sequence) == floor
         if bad := [back for back in range(length) if back not in can]:

@@ -28,8 +28,7 @@ SCALED = np.outer(E2M1, E4M3)  # exact
 
 def same(got: np.ndarray, want: np.ndarray) -> None:
     """Bits equal, any NaN taken for any other; the signs of zeros count."""
-    assert got.dtype == want.dtype and got.shape == want.shape
-    assert np.array_equal(got != got, want != want)
+    assert got.dtype == want.dtype and got.shape == want.shape and np.array_equal(got != got, want != want)
     bits = f"u{got.dtype.itemsize}"
     number = want == want
     assert np.array_equal(got[number].view(bits), want[number].view(bits))
@@ -134,8 +133,7 @@ def test_header_compiles_for(target: str) -> None:
     if not shutil.which("nvcc"):
         pytest.skip("nvcc is not on PATH")
     kernels = build.cuda(SOURCE, target, ("-x", "cu")).kernels()
-    assert len(kernels) == 2
-    assert all(kernel.spill_bytes == kernel.stack_bytes == 0 for kernel in kernels)
+    assert len(kernels) == 2 and all(kernel.spill_bytes == kernel.stack_bytes == 0 for kernel in kernels)
 
 
 @pytest.mark.gpu

@@ -75,9 +75,8 @@ def test_flash_mla_with_kvcache_refuses():
 @pytest.mark.parametrize("device", DEVICES)
 def test_flash_mla_sparse_fwd_attends_to_rows_of_fp8_values(device):
     data, call = sparse_call(device)
-    out, _, lse = compat.flash_mla_sparse_fwd(**call)
-    answer = out.unsqueeze(1), lse.unsqueeze(1)
-    assert cases.reference("fmha_decode").check_implementation(data, answer) == (True, "")
+    out, _, lse = (part if part is None else part.unsqueeze(1) for part in compat.flash_mla_sparse_fwd(**call))
+    assert cases.reference("fmha_decode").check_implementation(data, (out, lse)) == (True, "")
     with pytest.raises(ValueError, match="kv must hold values of FP8 caches"):
         compat.flash_mla_sparse_fwd(**call | {"kv": torch.randn_like(call["kv"])})
 
@@ -105,7 +104,8 @@ def test_public_kernels_compute_the_same(capsys, monkeypatch):
     monkeypatch.setattr(compare, "REPLAYS", 10)
     compare.main()
     found = re.findall(r"^(\w+),.* apart (\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert found and all(float(apart) < (3e-4 if name == "fp8_paged_mqa_logits" else 2e-3) for name, apart in found)
+    limit = {"fp8_paged_mqa_logits": 3e-4}  # else both round P and the answer to bf16: four times 2^-9 / sqrt(3)
+    assert found and all(float(apart) < limit.get(name, 2.8e-3) for name, apart in found)
 
 
 @pytest.fixture

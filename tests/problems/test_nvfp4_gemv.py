@@ -146,8 +146,7 @@ def test_tolerance_is_about_one_rounding(long_rows):
 def test_peers_are_held_to_a_norm_in_every_batch(long_rows):
     data, want, _ = long_rows
     off = rounded(NAME, data, want * (1 + 0.8 * task.PEER_TOL))
-    assert not reference.compare(data, want, off).ok
-    assert reference.compare(data, want, off, peer=True).ok
+    assert not reference.compare(data, want, off).ok and reference.compare(data, want, off, peer=True).ok
     one_batch = rounded(NAME, data, want)
     one_batch[..., 1] *= 1 + 1.5 * task.PEER_TOL
     result = reference.compare(data, want, one_batch, peer=True)

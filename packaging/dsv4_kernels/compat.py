@@ -154,6 +154,7 @@ def flash_mla_sparse_fwd(
     _demand("indices", f"int32 ({tokens}, 1, n)", fits, _form(indices))
     rows = indices[:, 0].masked_fill(indices[:, 0] >= len(kv), -1)
     length = _lengths(topk_length, tokens, rows)
+    _demand("topk_length", f"({tokens},)", length.shape == (tokens,), tuple(length.shape))
     counts = (torch.arange(rows.shape[1], device=q.device) < length.unsqueeze(1)) & (rows >= 0)
     pages = _paged(kv[:, 0], rows[counts])
     numbers = torch.tensor([0, tokens, 0], dtype=torch.int32).to(q.device)

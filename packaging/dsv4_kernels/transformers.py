@@ -83,9 +83,9 @@ def compute_experts(
                 made = _ops(x.device)["experts"](x, ids, gates, Linear("plain", w13), Linear("plain", w2), limit, out)
             if made is not NotImplemented:
                 return out
-            refused = f"experts but for bf16, widths in multiples of 8, and {gpu_experts.MOST_PAIRS} pairs"
+            refused = f"experts not in bf16 with widths in multiples of 8 and up to {gpu_experts.MOST_PAIRS} pairs"
         elif x.dtype != torch.bfloat16 or any(n % 64 for n in w2.shape[1:]) or limit != _moe.LIMIT or not len(x):
-            refused = f"nvfp4 experts but for bf16, widths in multiples of 64, and a swiglu_limit of {_moe.LIMIT:g}"
+            refused = f"nvfp4 experts not for bf16 with widths in multiples of 64 and a limit of {_moe.LIMIT:g}"
         else:
             x = x if x.data_ptr() % 256 == 0 else x.clone()
             operators.moe_gemm(_held_as(w13, w2), x, torch.where(ids < len(w2), ids, -1), gates, out)

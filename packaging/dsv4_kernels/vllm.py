@@ -31,10 +31,10 @@ def register() -> None:
         theirs = getattr(module, NAME)
         arguments = tuple(inspect.signature(theirs).parameters)
     except (ImportError, AttributeError) as error:
-        _log.warning("dsv4-kernels: FlashMLA stays: no %s in %s (%s)", NAME, MODULE, error)
+        _warn_once(f"dsv4-kernels: FlashMLA stays: no {NAME} in {MODULE} ({error})")
         return
     if arguments not in KNOWN:
-        _log.warning("dsv4-kernels: FlashMLA stays: %s has arguments %s, known are %s", NAME, arguments, KNOWN[0])
+        _warn_once(f"dsv4-kernels: FlashMLA stays: {NAME} has arguments {arguments}, known are {KNOWN[0]}")
         return
 
     @functools.wraps(theirs)

@@ -134,7 +134,7 @@ def test_kernels_of_a_case_go_over_the_winners(without_gpu):
     case = {"config": "tiny-k", "format": "nvfp4", "batch": 1, "context": 8}
     assert Steps(case, 20, "cpu").choose().names["choose"].startswith("indexer/")
     named = Steps(case | {"kernels": "choose=reference"}, 20, "cpu").choose().names
-    assert (named["choose"], named["fmha"].partition("/")[0]) == ("reference", "fmha_decode")
+    assert (named["choose"], named["fmha"].partition("/")[0]) == ("reference", "fmha_prefill")
 
 
 @pytest.mark.slow

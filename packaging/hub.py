@@ -14,6 +14,7 @@ from pathlib import Path
 import staging
 
 PROJECT = tomllib.loads((staging.HERE / "pyproject.toml").read_text())["project"]
+VERSION = staging.load.constants(staging.HERE / "dsv4_kernels/__init__.py", "__version__")["__version__"]
 # What kernels asks of a build. Compiled for sm_90a and sm_100a: no other GPUs.
 BACKENDS = {"cuda": {"type": "cuda", "archs": ["9.0a", "10.0a"]}, "cpu": {"type": "cpu"}}
 # The Hub's cache holds links to files with other names, and problems.common.build follows none.
@@ -30,7 +31,7 @@ def write(folder: Path, backends: list[str]) -> None:
     for backend in backends:
         package = folder / "build" / f"torch-{backend}"
         # kernels imports it by this name, and may load several versions in a process.
-        name = re.sub(r"\W", "_", f"_{PROJECT['name']}_{backend}_{PROJECT['version']}")
+        name = re.sub(r"\W", "_", f"_{PROJECT['name']}_{backend}_{VERSION}")
         shutil.rmtree(package, ignore_errors=True)
         shutil.copytree(staging.HERE / "dsv4_kernels", package, ignore=shutil.ignore_patterns("__pycache__", "vllm.py"))
         staging.complete(package, name)

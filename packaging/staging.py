@@ -26,14 +26,8 @@ NEWEST = {"GLIBC_2.": 28, "GLIBCXX_3.4.": 24}
 TEST_CASES = "allpairspy"  # only test cases need it
 # What transformers.py needs of the composed model, and its CUDA.
 MODEL = ROOT / "problems/dsv4_forward"
-FORWARD = (
-    "cache/pages",
-    "weights/formats",
-    "weights/linear",
-    "torch_ops/experts",
-    "torch_ops/linear",
-    "torch_ops/norm",
-)
+FORWARD = ("cache/pages", "weights/formats", "weights/linear")
+FORWARD += ("torch_ops/experts", "torch_ops/linear", "torch_ops/norm")
 FORWARD += ("kernels/arguments", "kernels/experts", "kernels/norm")
 KERNELS = [MODEL / "kernels/experts.cu", MODEL / "kernels/norm.cu"]
 

@@ -15,14 +15,7 @@ from dsv4_kernels.operators import (
     nvfp4_gemv,
 )
 
-__all__ = [
-    "fmha_decode",
-    "fmha_prefill",
-    "hold_linear_decode",
-    "hold_moe_gemm",
-    "indexer",
-    "linear_decode",
-    "mhc_site",
-    "moe_gemm",
-    "nvfp4_gemv",
-]
+__version__ = "0.2.0"  # the distribution's
+
+__all__ = ["fmha_decode", "fmha_prefill", "hold_linear_decode", "hold_moe_gemm", "indexer", "linear_decode"]
+__all__ += ["mhc_site", "moe_gemm", "nvfp4_gemv"]

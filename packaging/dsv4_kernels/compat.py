@@ -25,7 +25,6 @@ PAGE = 64  # keys of a page of DeepGEMM's, and entries of one that flash_mla_spa
 LEAST, MOST = 3, 134  # scale bytes that the kernels take
 KEY = index_pages.page_bytes(1, "fp8")  # bytes
 
-
 # Their names of the winners' tensors, for errors.
 NAMES = {
     "window": "k_cache",
@@ -97,26 +96,19 @@ def flash_mla_with_kvcache(
     _demand("extra_k_cache", "given where its indices are, and only there", given[0] == given[1], given)
     assert indices is not None
     batch, queries, heads, _ = q.shape
+    _demand_lists("indices", "(batch, s_q, topk)", indices, batch, queries)
     window = _pages("k_cache", k_cache)
     extra, extra_indices = window, indices[..., :0]
     if extra_k_cache is not None and extra_indices_in_kvcache is not None:
         extra, extra_indices = _pages("extra_k_cache", extra_k_cache), extra_indices_in_kvcache
+        _demand_lists("extra_indices_in_kvcache", "(batch, s_q, extra_topk)", extra_indices, batch, queries)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
+    first = window, _based(indices), _lengths(topk_length, batch, indices)
+    second = extra, _based(extra_indices), _lengths(extra_topk_length, batch, extra_indices)
     with _named(NAMES):
-        operators.fmha_decode(
-            _based(q),
-            window,
-            _based(indices),
-            _lengths(topk_length, batch, indices),
-            extra,
-            _based(extra_indices),
-            _lengths(extra_topk_length, batch, extra_indices),
-            _sink(attn_sink, heads, q.device),
-            out,
-            lse,
-        )
+        operators.fmha_decode(_based(q), *first, *second, _sink(attn_sink, heads, q.device), out, lse)
     return out, lse.transpose(1, 2)
 
 
@@ -150,8 +142,7 @@ def flash_mla_sparse_fwd(
     _demand("q", "(T, H, 512)", q.dim() == 3 and q.shape[2] == HEAD_DIM, tuple(q.shape))
     _demand("kv", "bf16 (N, 1, 512)", kv.shape[1:] == (1, HEAD_DIM) and kv.dtype == torch.bfloat16, _form(kv))
     tokens, heads, _ = q.shape
-    fits = indices.dim() == 3 and indices.shape[:2] == (tokens, 1) and indices.dtype == torch.int32
-    _demand("indices", f"int32 ({tokens}, 1, n)", fits, _form(indices))
+    _demand_lists("indices", "(s_q, h_kv, topk)", indices, tokens, 1)
     rows = indices[:, 0].masked_fill(indices[:, 0] >= len(kv), -1)
     length = _lengths(topk_length, tokens, rows)
     _demand("topk_length", f"({tokens},)", length.shape == (tokens,), tuple(length.shape))
@@ -272,12 +263,17 @@ def _named(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(re.sub(r"^\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
+        raise ValueError(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
 
 
 def _demand(name: str, wanted: object, fits: bool, got: object) -> None:
     if not fits:
         raise ValueError(f"{name} must be {wanted}, got {got}")
+
+
+def _demand_lists(name: str, form: str, given: torch.Tensor, *shape: int) -> None:
+    fits = given.dim() == 3 and given.shape[:2] == shape and given.dtype == torch.int32
+    _demand(name, f"int32 {form}, here ({shape[0]}, {shape[1]}, any)", fits, _form(given))
 
 
 def _demand_scale(name: str, scale: float | None) -> None:
@@ -321,9 +317,8 @@ def _pages(name: str, cache: torch.Tensor) -> torch.Tensor:
             f"{name} must have strides ({stride}, {ENTRY}, {ENTRY}, 1), pages padded to a multiple of "
             f"{kv_pages.payload_bytes(NOPE, ROPE)} bytes, got {cache.stride()}"
         )
-    _demand(
-        f"{name}: offset", f"a multiple of {BASE} bytes", cache.storage_offset() % BASE == 0, cache.storage_offset()
-    )
+    offset = cache.storage_offset()
+    _demand(f"{name}: offset", f"a multiple of {BASE} bytes", offset % BASE == 0, offset)
     try:
         return cache.view(torch.uint8).as_strided((pages, stride), (stride, 1))
     except RuntimeError as error:

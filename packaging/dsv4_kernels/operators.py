@@ -63,15 +63,21 @@ def _operator(
     arguments = ["str name"] * held + [f"Tensor {name}" for name in inputs]
     arguments += [f"Tensor({letter}!) {name}" for letter, name in letters]
 
+    def both(*given: Any) -> tuple:
+        for name, tensor in zip(names, given[held:], strict=True):
+            if tensor is None or not tensor.dim():  # torch lets None pass for a tensor
+                raise ValueError(f"{name} must be a tensor with dimensions, got {tensor}")
+        return data(*given)
+
     def call(*given: Any) -> None:
-        plain, mine = data(*given)
+        plain, mine = both(*given)
         if held:  # elsewhere the winner does this
             task(problem).unpack(plain)
         with queue_of_winners(given[-1].device):
             winner(problem, given[-1].device).custom_kernel(mine or plain)
 
     def fake(*given: Any) -> None:
-        task(problem).unpack(data(*given)[0])
+        task(problem).unpack(both(*given)[0])
 
     schema = f"({', '.join(arguments)}) -> ()"
     made = torch.library.custom_op(f"dsv4::{problem}", call, mutates_args=written, schema=schema)
@@ -86,17 +92,18 @@ def _plain(problem: str, outputs: int) -> torch.library.CustomOpDef:
 
 
 def _gemv_data(*tensors: torch.Tensor) -> tuple[tuple, None]:
-    """nvfp4_gemv's task.Data of uint8 tensors, but for the outputs: torch's checks of an operator copy and compare its
-    inputs, which it cannot for fp4 and fp8.
+    """nvfp4_gemv's task.Data of its tensors, or of their bytes as uint8: torch's checks of an operator copy and compare
+    its inputs, which it cannot for fp4 and fp8.
     """
-    data = task("nvfp4_gemv").Data
-    *inputs, c = tensors
-    for name, tensor in zip(data._fields, inputs, strict=False):
-        if tensor.dtype != torch.uint8:
-            raise ValueError(f"{name} must be uint8, the bytes of its codes or scales, got {tensor.dtype}")
-    codes = (tensor.view(torch.float4_e2m1fn_x2) for tensor in inputs[:2])
-    scales = (tensor.view(torch.float8_e4m3fn) for tensor in inputs[2:])
-    return data(*codes, *scales, c), None
+    given = task("nvfp4_gemv").Data(*tensors)
+    if given.a.dim() != 3:
+        raise ValueError(f"a must be (m, k / 2, l), got {tuple(given.a.shape)}")
+    for name, tensor in list(given._asdict().items())[:-1]:
+        dtype = torch.float4_e2m1fn_x2 if name in ("a", "b") else torch.float8_e4m3fn
+        if tensor.dtype not in (dtype, torch.uint8):
+            raise ValueError(f"{name} must be {dtype}, or its bytes as torch.uint8, got {tensor.dtype}")
+        given = given._replace(**{name: tensor.view(dtype)})
+    return given, None
 
 
 # By problem and name: task.Weights, what the winner made of them.
@@ -104,10 +111,13 @@ _held: dict[tuple[str, str], tuple[tuple, object]] = {}
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
-def _hold(problem: str, name: str, weights: tuple | None, device: torch.device | None) -> None:
+def _hold(problem: str, name: str, weights: Any, device_of: Callable[[Any], torch.device]) -> None:
     _held.pop((problem, name), None)
-    if weights is not None and device is not None:
+    if weights is not None:
+        if (fields := task(problem).Weights._fields) != getattr(weights, "_fields", None):
+            raise ValueError(f"weights must be task({problem!r}).Weights, of {fields}, got {type(weights).__name__}")
         task(problem).unpack_weights(weights)
+        device = device_of(weights)
         variant = winner(problem, device)
         with queue_of_winners(device):
             _held[problem, name] = weights, variant.prepare(weights) if hasattr(variant, "prepare") else weights
@@ -117,12 +127,12 @@ def hold_moe_gemm(name: str, weights: Any) -> None:
     """Prepare task.Weights of moe_gemm with the winner for their device, for calls of moe_gemm with `name`, and
     hold them instead of those before; None: hold none. ValueError as unpack_weights says, or a device without a winner.
     """
-    _hold("moe_gemm", name, weights, None if weights is None else weights.w13.device)
+    _hold("moe_gemm", name, weights, lambda of: of.w13.device)
 
 
 def hold_linear_decode(name: str, weights: Any) -> None:
     """The same for task.Weights of linear_decode, and calls of linear_decode."""
-    _hold("linear_decode", name, weights, None if weights is None else weights.links[0][0].codes.device)
+    _hold("linear_decode", name, weights, lambda of: of.links[0][0].codes.device)
 
 
 def _weighted(problem: str) -> torch.library.CustomOpDef:

@@ -9,7 +9,6 @@ import torch
 
 from dsv4_kernels import operators
 from tests.problems import cases
-from tests.problems.cases import NAMES
 from tests.support.marks import first
 
 HELD = {"moe_gemm": operators.hold_moe_gemm, "linear_decode": operators.hold_linear_decode}
@@ -41,17 +40,17 @@ def check(name: str, data: object) -> None:
 
 @pytest.mark.parametrize("more", first([[], ["test_autograd_registration", "test_aot_dispatch_dynamic"]]), ids=len)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name, device, more):
     data, arguments = call(name, device)
-    getattr(torch.ops.dsv4, name)(*arguments)
+    getattr(torch.ops.dsv4, name)(*(arguments if name in HELD else data))
     check(name, data)
     checks = ["test_schema", "test_faketensor", *more]
     torch.library.opcheck(getattr(operators, name), tuple(arguments), test_utils=checks)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_operators_are_right_on_a_gpu_compiled_in_any_stream_and_in_a_graph(call, name):
     data, arguments = call(name, "cuda")
     operator, written = getattr(torch.ops.dsv4, name), cases.outputs(name, data)
@@ -77,14 +76,15 @@ def test_operators_are_right_on_a_gpu_compiled_in_any_stream_and_in_a_graph(call
     check(name, data)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_tracing_refuses_what_the_winner_would_refuse(call, name):
     operator, (_, arguments) = getattr(operators, name), call(name)
     with torch._subclasses.FakeTensorMode() as mode:
         *fake, last = [mode.from_tensor(part) if isinstance(part, torch.Tensor) else part for part in arguments]
         operator(*fake, last)
-        with pytest.raises(ValueError, match=f"{operators.task(name).OUTPUTS[-1]} must be"):
-            operator(*fake, last[1:])
+        for wrong in (last[1:], None):
+            with pytest.raises(ValueError, match=f"{operators.task(name).OUTPUTS[-1]} must be"):
+                operator(*fake, wrong)
 
 
 @pytest.mark.parametrize("name", HELD)

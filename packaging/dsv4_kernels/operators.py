@@ -63,21 +63,21 @@ def _operator(
     arguments = ["str name"] * held + [f"Tensor {name}" for name in inputs]
     arguments += [f"Tensor({letter}!) {name}" for letter, name in letters]
 
-    def both(*given: Any) -> tuple:
+    def checked(*given: Any) -> tuple:
         for name, tensor in zip(names, given[held:], strict=True):
             if tensor is None or not tensor.dim():  # torch lets None pass for a tensor
                 raise ValueError(f"{name} must be a tensor with dimensions, got {tensor}")
         return data(*given)
 
     def call(*given: Any) -> None:
-        plain, mine = both(*given)
+        plain, mine = checked(*given)
         if held:  # elsewhere the winner does this
             task(problem).unpack(plain)
         with queue_of_winners(given[-1].device):
             winner(problem, given[-1].device).custom_kernel(mine or plain)
 
     def fake(*given: Any) -> None:
-        task(problem).unpack(both(*given)[0])
+        task(problem).unpack(checked(*given)[0])
 
     schema = f"({', '.join(arguments)}) -> ()"
     made = torch.library.custom_op(f"dsv4::{problem}", call, mutates_args=written, schema=schema)

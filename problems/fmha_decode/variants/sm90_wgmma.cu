@@ -182,7 +182,7 @@ __device__ __forceinline__ void softmax_consumer(const Problem& p, const Item& i
             int const head = item.head + row;
             int64_t const at = int64_t(item.query) * p.heads + head;
             if (SPLIT) {
-                p.stats[int64_t(item.split) * p.rows + at].x = any ? log2_sum : -INFINITY;
+                if (item.slice == 0) p.stats[int64_t(item.split) * p.rows + at].x = any ? log2_sum : -INFINITY;
             } else {
                 p.lse[at] = any ? log2_sum / LOG2E : INFINITY;
                 denominator += exp2_fast(__ldg(p.sink + head) * LOG2E - top[h]);  // infinite if it drowns all else
@@ -195,9 +195,9 @@ __device__ __forceinline__ void softmax_consumer(const Problem& p, const Item& i
 
 // ---- values: warpgroups 3 and 4
 
-// O += P V over the block's tiles, of this warpgroup's half of the dims.
-template <int BLOCK_N>
-__device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count, uint32_t smem) {
+// O += P V over the block's tiles, of this warpgroup's half of the dims, or with one chunk of its quarter.
+template <int BLOCK_N, int CHUNKS>
+__device__ __forceinline__ void add_tiles(float (&o)[CHUNKS][64], int half, int group, int count, uint32_t smem) {
     using At = Layout<BLOCK_N>;
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     PipelineState<At::NUM_STAGES> pipe;
@@ -210,14 +210,14 @@ __device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count
             uint32_t const at = smem + At::ALPHA + 4 * (BLOCK_M * other + 16 * warp + lane / 4);
             float const upper = __uint_as_float(load_shared(at)), lower = __uint_as_float(load_shared(at + 32));
 #pragma unroll
-            for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= i % 4 < 2 ? upper : lower;
+            for (int i = 0; i < 64 * CHUNKS; ++i) o[i / 64][i % 64] *= i % 4 < 2 ? upper : lower;
         }
         uint64_t const probs = make_smem_desc(smem + At::SMEM_P);
-        uint32_t const first = (TILES * pipe.index + TILES / 2 * half) * At::TILE;
+        uint32_t const first = (TILES * pipe.index + TILES / 2 * half + (CHUNKS == 1 ? 2 * group : 0)) * At::TILE;
         uint64_t const values = make_smem_desc(smem + At::SMEM_K + first, At::TILE);
-        warpgroup_fence_operand(o[0]), warpgroup_fence_operand(o[1]);
+        for (auto& chunk : o) warpgroup_fence_operand(chunk);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < CHUNKS; ++h) {
             // The second half lets the next tile's scores go first: it is added while those are made to P. Not so with
             // one stage, where these scores wait for the place that this half frees.
             if (At::NUM_STAGES > 1 && h == 1 && tile + 1 < count) wait(smem + At::SCORED_BARRIER, tile + 1 & 1);
@@ -226,36 +226,38 @@ __device__ __forceinline__ void add_tiles(float (&o)[2][64], int half, int count
             for (int k = 0; k < BLOCK_N / 16; ++k)
                 wgmma_rows(o[h], probs + 2 * k, values + (k * (16 * 128) + 2 * h * At::TILE) / 16, tile + k > 0);
             warpgroup_commit_batch();
-            if (h == 0) {
+            if (h + 1 < CHUNKS) {
                 warpgroup_wait<0>();
                 warp_arrive(smem + At::EMPTY_BARRIERS + 8 * (PARTS * pipe.index));
             }
         }
         warpgroup_wait<0>();
-        warpgroup_fence_operand(o[0]), warpgroup_fence_operand(o[1]);
-        warp_arrive(smem + At::EMPTY_BARRIERS + 8 * (PARTS * pipe.index + 1));
+        for (auto& chunk : o) warpgroup_fence_operand(chunk);
+        warp_arrive(smem + At::EMPTY_BARRIERS + 8 * (PARTS * pipe.index + (CHUNKS == 1 ? group : 1)));
         warp_arrive(smem + At::P_EMPTY_BARRIER);
     }
 }
 
-template <int BLOCK_N, bool SPLIT>
+template <int BLOCK_N, bool SPLIT, int CHUNKS>
 __device__ __forceinline__ void value_consumer(const Problem& p, const Item& item, uint32_t smem) {
     using At = Layout<BLOCK_N>;
-    int const half = threadIdx.x / 128 - 3;
-    float o[2][64];  // of this half's halves: wgmma may name no more registers than a thread has at the launch
-    undefined(o[0]), undefined(o[1]);
+    int const group = threadIdx.x / 128 - 3, half = CHUNKS == 2 ? group : item.slice / (gridDim.z / 2);
+    float o[CHUNKS][64];  // 128 dims each: wgmma may name no more registers than a thread has at the launch
+    for (auto& chunk : o) undefined(chunk);
     named_barrier_sync<NUM_THREADS>(1);
     int2 const length = lengths(p, item.batch);
     int const count = share<BLOCK_N, SPLIT>(length.x, length.y, item.split, p.splits).count;
-    add_tiles<BLOCK_N>(o, half, count, smem);
+    add_tiles<BLOCK_N>(o, half, group, count, smem);
     wait(smem + At::DONE_BARRIER, 0);  // and so all scores are done: the queries' place is free
-    if (count) write_result<SPLIT>(p, item, o, half, smem + At::SMEM_Q, smem + At::FACTOR);
+    if (count) write_result<SPLIT>(p, item, o, half, group, smem + At::SMEM_Q, smem + At::FACTOR);
 }
 
 // ---- kernel
 
-// Grid (B S tiles, splits). The tiles of a query lie side by side: they read the same entries.
-template <int BLOCK_N, bool SPLIT>
+// Grid (B S tiles, splits, slices). The tiles of a query lie side by side: they read the same entries.
+// With one chunk a block has a slice of the dims, a half or a quarter. All make the same scores, each warpgroup of
+// values adds 128 dims of a half: what it takes to scale a quarter as without slices, and no block waits for another.
+template <int BLOCK_N, bool SPLIT, int CHUNKS>
 __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__ Problem p) {
     using At = Layout<BLOCK_N>;
     extern __shared__ uint8_t dynamic[];
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
         if (threadIdx.x == NUM_PRODUCER_THREADS) {
             for (int i = 0; i < PARTS * At::NUM_STAGES; ++i) {
                 barrier_init(smem + At::FULL_BARRIERS + 8 * i, Shape<BLOCK_N>::GROUPS);  // warps that decode
-                barrier_init(smem + At::EMPTY_BARRIERS + 8 * i, 8);  // warps that add values
+                barrier_init(smem + At::EMPTY_BARRIERS + 8 * i, 4 * CHUNKS);  // warps that add its values
             }
             for (int i = 0; i < NUM_STAGING_STAGES; ++i) {
                 barrier_init(smem + At::STAGING_FULL_BARRIERS + 8 * i,
@@ -308,20 +310,20 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
         softmax_consumer<BLOCK_N, SPLIT>(p, item, smem);
     } else {
         warpgroup_reg_alloc<VALUE_REGISTERS>();
-        value_consumer<BLOCK_N, SPLIT>(p, item, smem);
+        value_consumer<BLOCK_N, SPLIT, CHUNKS>(p, item, smem);
     }
 }
 
 // ---- launcher
 
-template <int BLOCK_N, bool SPLIT>
-cudaError_t run(const Problem& p, bool early) {
+template <int BLOCK_N, bool SPLIT, int CHUNKS = 2>
+cudaError_t run(const Problem& p, bool early, int slices = 1) {
     constexpr int SHARED = Layout<BLOCK_N>::BYTES + 1024;
-    auto const error =
-        cudaFuncSetAttribute(attend<BLOCK_N, SPLIT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    auto const kernel = attend<BLOCK_N, SPLIT, CHUNKS>;
+    auto const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
     if (error != cudaSuccess) return error;
-    dim3 const grid(p.rows / p.heads * p.tiles.by, p.splits.by);
-    auto const started = programmatic::launch_early(attend<BLOCK_N, SPLIT>, grid, NUM_THREADS, SHARED, early, p);
+    dim3 const grid(p.rows / p.heads * p.tiles.by, p.splits.by, slices);
+    auto const started = programmatic::launch_early(kernel, grid, NUM_THREADS, SHARED, early, p);
     if (!SPLIT || started != cudaSuccess) return started;
     return join(p);
 }
@@ -332,13 +334,14 @@ cudaError_t run(const Problem& p, bool early) {
 // Splits: up to 128, which are 32 for each of combine's four groups; above 1 partial is fp16 (splits, B S H, 512),
 // stats fp32 (splits, B S H, 4), of any content; cosine, sine: as Turn has them; alike: whether sums are added in an
 // order that empty splits at the end do not change; early: whether the first kernel may begin before the kernel ahead
-// has ended. -> a cudaError_t.
+// has ended; slices: 1, or above one split 2 or 4, blocks that share the dims of an item, with the same bits. -> a
+// cudaError_t.
 extern "C" int launch(const void* q, const uint8_t* window, const int* window_index, const int* window_length,
                       const uint8_t* compressed, const int* compressed_index, const int* compressed_length,
                       const float* sink, void* out, float* lse, const float* cosine, const float* sine, void* partial,
                       void* stats, int batch, int queries, int heads, int nw, int nc, int page_window,
                       int stride_window, int page_compressed, int stride_compressed, int splits, int entries,
-                      int alike, int early) {
+                      int slices, int alike, int early) {
     fmha::Problem const p = {
         static_cast<const __nv_bfloat16*>(q),
         {window, uint32_t(stride_window), uint32_t(page_window)},
@@ -349,5 +352,7 @@ extern "C" int launch(const void* q, const uint8_t* window, const int* window_in
         fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits), alike != 0,
     };
     if (splits == 1) return fmha::run<48, false>(p, early);
+    if (slices > 1)
+        return entries == 32 ? fmha::run<32, true, 1>(p, early, slices) : fmha::run<48, true, 1>(p, early, slices);
     return entries == 32 ? fmha::run<32, true>(p, early) : fmha::run<48, true>(p, early);
 }

@@ -1,11 +1,11 @@
-"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over the list where sequences are few.
+"""sm90_wgmma: gathering, scores and values in separate warpgroups, split over list and dims where sequences are few.
 
 Up to 16 heads are rows of mma.sync (sm90_few_heads.cuh), not padded to 64.
 """
 
 import functools
 from ctypes import byref, c_int, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ TURNED = 64  # dims that in_model turns back
 MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
+MOST_SLICES, MOST_SLICES_FEW = 2, 4  # of the dims, with more than ROWS heads and without
 ALIKE = 8  # queries of a call of in_model up to which the bits of one do not depend on the others
 # Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
 # block to join.
@@ -34,22 +35,31 @@ class Launch:
     """How a query's entries are shared out."""
 
     entries: int  # of a tile, 48 or 32
-    splits: int  # blocks of threads for a query's entries
+    splits: int  # of a query's entries
+    slices: int = 1  # of the dims: a split has as many blocks of threads
     alike: bool = False  # sums of splits have the same order however many empty splits follow
 
 
 def launch_for(sizes: Sizes) -> Launch:
     """Choose by shape only: the fewest tiles a block that one wave of blocks allows, then the fewest splits for that
-    many; small tiles where even a tile a block does not fill the GPU.
+    many; small tiles where even a tile a block does not fill the GPU, and slices where its half is idle then.
     """
     items = sizes.batch * sizes.queries * -(-sizes.heads // HEADS)
     most = max(1, min(BLOCKS // items, MOST_SPLITS))
     listed = sizes.window + sizes.compressed
     if 1 < -(-listed // 32) <= min(most, 32):
-        return Launch(32, -(-listed // 32))
+        return _sliced(sizes, Launch(32, -(-listed // 32)))
     tiles = -(-listed // 48)
     each = -(-tiles // most)
-    return Launch(48, -(-tiles // each))
+    return _sliced(sizes, Launch(48, -(-tiles // each)))
+
+
+def _sliced(sizes: Sizes, launch: Launch) -> Launch:
+    """Launch with as many slices as have a multiprocessor for each block; they change no bit."""
+    room = BLOCKS // (sizes.batch * sizes.queries * -(-sizes.heads // HEADS) * launch.splits)
+    most = MOST_SLICES_FEW if sizes.heads <= ROWS else MOST_SLICES
+    slices = max(n for n in (1, 2, 4) if n <= max(1, min(room, most)))
+    return replace(launch, slices=slices if launch.splits > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,12 @@ def cluster_for(sizes: Sizes, fit: dict[int, int]) -> tuple[FewHeads, int]:
 
 def few_heads_for(sizes: Sizes, fit: dict[int, int]) -> FewHeads | None:
     """What launch_few_heads gets. None: launch_for's launch takes fewer cycles by estimate, as it does where one
-    list has thousands of entries, or heads are more than MOST_FEW_HEADS.
+    list has thousands of entries, heads are more than MOST_FEW_HEADS, or it has slices.
     """
-    if sizes.heads > MOST_FEW_HEADS:
+    many = launch_for(sizes)
+    if sizes.heads > MOST_FEW_HEADS or many.slices > 1:
         return None
     few, cycles = cluster_for(sizes, fit)
-    many = launch_for(sizes)
     tiles = -(-(sizes.window + sizes.compressed) // (many.entries * many.splits))
     blocks = sizes.batch * sizes.queries * -(-sizes.heads // HEADS) * many.splits
     waves = -(-blocks // BLOCKS)
@@ -142,7 +152,7 @@ def in_model(data: input_t, cosine: torch.Tensor | None, sine: torch.Tensor | No
 def launch_alike(sizes: Sizes) -> Launch:
     """Give each tile of 48 places a block, whatever the number of queries and of tiles behind it."""
     tiles = -(-(sizes.window + sizes.compressed) // 48)
-    return Launch(48, max(2, min(tiles, MOST_SPLITS)), alike=True)
+    return _sliced(sizes, Launch(48, max(2, min(tiles, MOST_SPLITS)), alike=True))
 
 
 def _address(name: str, angles: torch.Tensor | None, sizes: Sizes) -> int:
@@ -162,7 +172,7 @@ def _attend(
     left = launch.splits if launch.splits > 1 else 0  # partial results, which need scratch memory
     partial = torch.empty((left, rows, HEAD_DIM), dtype=torch.float16, device=data.q.device)
     stats = torch.empty((left, rows, 4), dtype=torch.float32, device=data.q.device)
-    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 13)
+    run = build.cuda(SOURCE, "sm90").function("launch", *[c_void_p] * 14, *[c_int] * 14)
     code = run(
         *(t.data_ptr() for t in data),
         *turn,
@@ -179,6 +189,7 @@ def _attend(
         data.compressed.shape[1],
         launch.splits,
         launch.entries,
+        launch.slices,
         launch.alike,
         early.allowed(),
     )

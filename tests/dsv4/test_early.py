@@ -91,7 +91,8 @@ raise SystemExit("".join(name for name in late if "repack" not in name))
 JOIN = {"batch": 3, "queries": 1, "heads": 64, "entries": 131, "topk": 16, "kind": "mxfp4", "per_page": 32}
 CASES = [
     ("moe_gemm", "sm90_grouped", moe(2, 3, 2, 64, 192, "nvfp4")),
-    *(("fmha_decode", "sm90_wgmma", fmha(1, heads, 37, 91, "ragged")) for heads in (20, 8)),
+    ("fmha_decode", "sm90_wgmma", fmha(1, 20, 37, 91, "ragged")),
+    ("fmha_decode", "sm90_wgmma", {**fmha(1, 8, 37, 91, "ragged"), "batch": 17}),  # too many for slices of 64 heads
     ("indexer", "sm90_join", {**JOIN, "content": "ragged", "seed": 5}),
     ("mhc_site", "sm90_columns", {**mhc(16, 128, "bf16+bf16"), "content": "alike"}),
     ("mhc_site", "sm90_columns", {**mhc(31, 192, "bf16+fp32"), "content": "alike"}),

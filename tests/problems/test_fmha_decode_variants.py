@@ -62,17 +62,14 @@ def test_the_last_entry_may_be_named_and_the_next_one_not(file, cache, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("splits", "entries"), [(1, 48), (2, 48), (3, 48), (3, 32), *((blocks, None) for blocks in (1, 2, 3, 7, 8, 16))]
+    "launch", [1, 2, 3, 7, 8, 16, (48, 1), (48, 2), (48, 3), (32, 3), (48, 2, 4), (48, 3, 2), (32, 3, 2)]
 )
-def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, splits, entries):
-    """Of tiles of 48 and 32 entries, and of clusters for few heads, which are given 64 and 128 too. Of splits and
-    blocks more than a list has tiles or entries, and of small tiles several a block.
-    """
+def test_every_launch_of_the_winner_is_right_in_every_case(monkeypatch, launch):
+    """Of clusters for few heads (given 64 and 128 too), of tiles, splits and slices; more parts than a list has."""
     skip_unless_it_runs(WINNER, "cuda")
     module = load.variant(NAME, WINNER.stem)
-    few = None if entries else module.FewHeads(splits)
-    monkeypatch.setattr(module, "launch_for", lambda *_: module.Launch(entries, splits))
-    monkeypatch.setattr(module, "few_heads_for", lambda *_: few)
+    monkeypatch.setattr(module, "launch_for", lambda *_: module.Launch(*launch))
+    monkeypatch.setattr(module, "few_heads_for", lambda *_: module.FewHeads(launch) if launch in FIT else None)
     monkeypatch.setattr(module, "MOST_FEW_HEADS", 128)
     for case in task.TESTS:
         cases.check(NAME, WINNER, case, "cuda")
@@ -83,16 +80,18 @@ FIT = {1: 264, 2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30, 16: 14}
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "listed", "blocks"),
+    ("batch", "heads", "listed", "blocks", "slices"),
     [
-        *((1, 16, 640, 16), (8, 16, 640, 16), (32, 16, 640, 7), (32, 8, 1152, 6), (128, 16, 640, 2)),
-        # Long lists of few queries, and more heads, are for the kernels of 64 heads.
-        *((1, 16, 8320, None), (8, 16, 8320, None), (32, 32, 640, None)),
+        *((8, 16, 640, 16, 1), (32, 16, 640, 7, 1), (32, 8, 1152, 6, 1), (128, 16, 640, 2, 1)),
+        # Long lists of few queries, slices of the dims, and more heads, are for the kernels of 64 heads.
+        *((1, 16, 8320, None, 1), (8, 16, 8320, None, 1), (32, 32, 640, None, 1), (1, 16, 640, None, 4)),
+        *((2, 16, 640, None, 2), (1, 64, 640, None, 2), (1, 128, 1152, None, 2), (8, 64, 640, None, 1)),
     ],
 )
-def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
+def test_how_a_list_is_shared_out(batch, heads, listed, blocks, slices):
     module = load.variant(NAME, WINNER.stem)
     sizes = task.Sizes(batch, 1, heads, 128, listed - 128, 64, 64)
+    assert module.launch_for(sizes).slices == slices
     assert module.few_heads_for(sizes, FIT) == (blocks and module.FewHeads(blocks))
     fit = {size: count for size, count in FIT.items() if size != blocks}  # a GPU without room for such a cluster
     without = module.few_heads_for(sizes, fit)
@@ -100,13 +99,13 @@ def test_how_few_heads_share_out_a_list(batch, heads, listed, blocks):
 
 
 def launched(kind: str, shared: int, window: int, compressed: int, heads: int, content: str) -> None:
-    """kind, shared: entries of a tile and splits, or "few" and blocks of a cluster; then the lengths of both lists."""
+    """kind, shared: entries of a tile (x slices) and splits, or "few" and blocks; then the lengths of both lists."""
     pool, order = (320, "random") if compressed < 320 else (compressed, "sequential")  # in which maxima rise
     case = task.Case(1, 1, heads, window, compressed, 64, 2, pool, order, content, 5)
     module, (data, want) = load.variant(NAME, WINNER.stem), solved(case)
     module.MOST_FEW_HEADS, module.clusters_that_fit = 128, lambda: {1: 1}
     module.few_heads_for = lambda *_: module.FewHeads(shared) if kind == "few" else None
-    module.launch_for = lambda *_: module.Launch(int(kind), shared)
+    module.launch_for = lambda *_: module.Launch(int(kind[:2]), shared, int(kind[3:] or 1))
     result = reference.compare(data, want, module.custom_kernel(poisoned(data)))
     assert result.ok, result.message
 
@@ -120,7 +119,7 @@ def launched(kind: str, shared: int, window: int, compressed: int, heads: int, c
         ("32", 3, 37, 91, 20, "ragged"),
         ("48", 1, 37, 91, 64, "ragged"),
         ("48", 3, 37, 191, 64, "maxima"),
-        ("48", 8, 37, 91, 64, "empty"),
+        *(("48", 8, 37, 91, 64, "empty"), ("48x2", 3, 37, 291, 64, "maxima"), ("32x4", 4, 37, 91, 16, "ragged")),
         ("few", 1, 37, 191, 8, "maxima"),
         ("few", 1, 1, 511, 16, "maxima"),
         ("few", 3, 37, 191, 20, "ragged"),

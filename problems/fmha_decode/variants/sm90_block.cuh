@@ -89,7 +89,7 @@ __device__ __forceinline__ void write_rows(const float (&o)[CHUNKS][64], float u
     }
 }
 
-// O as result or as a split's part of it: a half of the dims, or with one chunk that quarter of it which `group` says.
+// O as result or as a split's part of it: of a half of the dims, or with one chunk of the quarter that `group` says.
 // staging: where the queries were. factors: float [BLOCK_M] in shared memory, of the rows.
 template <bool SPLIT, int CHUNKS>
 __device__ __forceinline__ void write_result(const Problem& p, const Item& item, const float (&o)[CHUNKS][64], int half,

@@ -255,8 +255,8 @@ __device__ __forceinline__ void value_consumer(const Problem& p, const Item& ite
 // ---- kernel
 
 // Grid (B S tiles, splits, slices). The tiles of a query lie side by side: they read the same entries.
-// With one chunk a block has a slice of the dims, a half or a quarter. All make the same scores, each warpgroup of
-// values adds 128 dims of a half: what it takes to scale a quarter as without slices, and no block waits for another.
+// With one chunk a block has a slice of the dims, a half or a quarter. All make the same scores. Each warpgroup of
+// values adds 128 dims of a half, of which one stores none if slices are quarters: a half has one scale in any case.
 template <int BLOCK_N, bool SPLIT, int CHUNKS>
 __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__ Problem p) {
     using At = Layout<BLOCK_N>;

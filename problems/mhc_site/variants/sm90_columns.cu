@@ -3,9 +3,9 @@
 //   tokens     d         form                                                                    kernel
 //   up to 4    to 8192   a cluster of 16 blocks a token; sums by st.async into shared memory     token_kernel<P, 1>
 //   5 to 8     to 8192   the same, two tokens a cluster: not every GPU runs eight clusters       token_kernel<P, 2>
-//   up to 16   any       blocks own columns of all tokens of a group, which is one tile; every   site_kernel<.., true>
+//   up to 16   any       blocks own columns of all tokens of a group, which is one tile; every   site_kernel<.., 0>   
 //                        block adds up for itself what u needs
-//   more       any       the same, tile by tile; four warps of each block add up and mix some    site_kernel<.., false>
+//   more       any       the same, tile by tile; four warps of each block add up and mix some    site_kernel<.., LAG>
 //                        of the tokens for all blocks
 //
 // Why: each cluster reads all of fn (1.6 MB at d = 4096), so only few tokens have one each, but their sums do not cross
@@ -21,31 +21,29 @@
 
 namespace columns {
 
-// A tile of a block. units, one_tile: as Shape's and site_kernel's.
+// Of a block, as Shape's.
 struct Form {
-    int columns, tokens, units;
-    bool one_tile;
+    int columns, units, lag;
 };
-// Narrow columns first: the more blocks, the less each has to do. Tiles of 32 tokens and 128 columns have no room for
-// addends of fp32; those of 16 take 2 % longer at T = 4096.
+// Narrow columns first: the more blocks, the less each has to do. Wide ones lag by what fits into shared memory: the more,
+// the less a block waits for others.
 constexpr Form FORMS[] = {
-    {32, 16, 4, true},  {64, 16, 4, true},  {128, 16, 4, true},                       // up to ONE_TILE tokens
-    {32, 16, 4, false}, {64, 16, 4, false}, {128, 32, 2, false}, {128, 16, 4, false}  // more
+    {32, 4, 0}, {64, 4, 0}, {128, 4, 0},              // up to TILE_TOKENS tokens
+    {32, 4, 7}, {64, 4, 7}, {128, 2, 7}, {128, 4, 5}  // more
 };
 constexpr int NUM_FORMS = sizeof(FORMS) / sizeof(Form);
 constexpr int MOST_SHARED = 227 * 1024;  // bytes of a block
-constexpr int ONE_TILE = 16;             // tokens of a launch in which every block adds up for itself, at most
 
 inline int slices(int hidden, int columns) { return (hidden + columns - 1) / columns; }
 
 // Groups of tokens so that each block adds up little, then the first form that takes the addends and has all of its
 // blocks resident, one a multiprocessor.
 inline bool plan(const Problem& p, int multiprocessors, int* form, int* groups) {
-    const int wanted = p.tokens <= 4 ? 1 : p.tokens <= ONE_TILE ? 2 : 4;
+    const int wanted = p.tokens <= 4 ? 1 : p.tokens <= TILE_TOKENS ? 2 : 4;
     for (*groups = wanted; *groups; *groups /= 2) {
         for (*form = 0; *form < NUM_FORMS; ++*form) {
             const Form& f = FORMS[*form];
-            if (f.one_tile == (p.tokens <= ONE_TILE) && p.y_bytes + p.second_bytes <= 2 * f.units &&
+            if (!f.lag == (p.tokens <= TILE_TOKENS) && p.y_bytes + p.second_bytes <= 2 * f.units &&
                 slices(p.hidden, f.columns) * *groups <= multiprocessors)
                 return true;
         }
@@ -57,15 +55,13 @@ inline bool plan(const Problem& p, int multiprocessors, int* form, int* groups) 
 template <int FORM>
 cudaError_t launch_blocks_as(int groups, Problem p) {
     constexpr Form F = FORMS[FORM];
-    constexpr int BYTES = sizeof(typename Shape<F.columns, F.tokens, F.units>::Shared);
-    constexpr int THREADS = BLOCK_THREADS<F.one_tile>;
+    constexpr int BYTES = sizeof(typename Shape<F.columns, F.units, F.lag>::Shared);
+    constexpr int THREADS = BLOCK_THREADS<F.lag == 0>;
     static_assert(BYTES <= MOST_SHARED, "over 227 KB of shared memory");
-    static_assert(F.tokens <= MOST_TILE, "the exchange has room for tiles of MOST_TILE");
-    static_assert(!F.one_tile || F.tokens >= ONE_TILE, "a group of up to ONE_TILE tokens is one tile");
-    static_assert(!F.one_tile || ONE_TILE <= WARPS, "each token has a warp that adds up");
-    const auto kernel = site_kernel<F.columns, F.tokens, F.units, F.one_tile>;
+    static_assert(TILE_TOKENS <= WARPS, "in one tile each token has a warp that adds up");
+    const auto kernel = site_kernel<F.columns, F.units, F.lag>;
     const dim3 grid(slices(p.hidden, F.columns), groups);
-    p.group_tiles = ((p.tokens + groups - 1) / groups + F.tokens - 1) / F.tokens;
+    p.group_tiles = ((p.tokens + groups - 1) / groups + TILE_TOKENS - 1) / TILE_TOKENS;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES))
         return error;
     if (p.early) return programmatic::launch_resident(kernel, grid, THREADS, BYTES, p);
@@ -103,7 +99,7 @@ extern "C" {
 // Words of 8 bytes that a launch of at most `blocks` blocks needs between calls, zero at first.
 int exchange_words(int blocks) {
     using namespace columns;
-    return STATE_WORDS + RING_TILES * MOST_TILE * blocks * (SLOTS + COPIES);
+    return STATE_WORDS + RING_TILES * TILE_TOKENS * blocks * (SLOTS + COPIES);
 }
 
 // The tensors of task.Data in order, then exchange_words words; y_bytes and second_bytes as Problem has them; blocks:

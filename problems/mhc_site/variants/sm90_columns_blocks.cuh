@@ -27,12 +27,16 @@ __device__ __forceinline__ void begin_launch(const Problem& p, uint32_t& first_t
     if (thread == 0) first_tag = *reinterpret_cast<const volatile uint32_t*>(&p.state->tag);
 }
 
+// Producers wait until a tile's inputs are there, and what they know of the one before is known to all of them.
+__device__ __forceinline__ void begin_tile() {
+    ptx::cp_async_wait<AHEAD - 1>();  // all but the next tiles'
+    ptx::named_barrier_sync<ROLE_THREADS>(PRODUCE_BARRIER);
+}
+
 // A producer's part of a tile, up to where the multipliers can begin.
 template <class S>
 __device__ __forceinline__ void produce_tile(const Problem& p, const Group& g, int tile, int column,
                                              typename S::Shared& shared, int thread) {
-    ptx::cp_async_wait<AHEAD - 1>();  // all but the next tiles'
-    ptx::named_barrier_sync<ROLE_THREADS>(PRODUCE_BARRIER);
     make_copies<S>(p, g.first, min(S::TILE, g.count - tile * S::TILE), tile, column, shared, thread);
     ptx::arrive(S::barrier(shared.full_barriers, tile));
 }
@@ -53,16 +57,18 @@ __device__ __forceinline__ void multiply_tile(const Group& g, const FnFragments<
     publish_sums<S>(g, shared, tile, thread);
 }
 
-// The producers' tiles, where there are mixers.
+// The producers' tiles, where there are mixers. Weights of u are asked for while a tile is made, for the next turn: one
+// that has come long ago takes as long to read as x' of a tile to make.
 template <class S>
 __device__ __forceinline__ void producer(const Problem& p, const Group& g, int column, typename S::Shared& shared,
                                          int thread) {
     const uint4 norm = load_norm<S>(p, column, thread);
-    for (int tile = 0; tile < g.tiles + LAG; ++tile) {
+    const int lag = min(S::LAG, g.tiles);
+    for (int tile = 0; tile < g.tiles + lag; ++tile) {
+        const int out_tile = tile - lag, next_out = out_tile + 1;
+        begin_tile();
+        Weight<S> weight(g, next_out, thread);
         if (tile < g.tiles) produce_tile<S>(p, g, tile, column, shared, thread);
-        const int out_tile = tile - LAG;
-        if (out_tile >= 0) receive_weights<S>(g, shared, out_tile, thread);
-        ptx::named_barrier_sync<ROLE_THREADS>(PRODUCE_BARRIER);
         if (out_tile >= 0) {
             const int count = min(S::TILE, g.count - out_tile * S::TILE);
             write_out<S>(p, norm, g.first, count, out_tile, column, shared, thread);
@@ -70,13 +76,15 @@ __device__ __forceinline__ void producer(const Problem& p, const Group& g, int c
             ptx::wait(S::barrier(shared.empty_barriers, out_tile), S::parity(out_tile));
         }
         load_tile<S>(p, g.first, g.count, tile + AHEAD, column, shared, thread);
+        weight.receive(shared, next_out, g.tag(next_out), thread);
     }
 }
 
 // Grid (slices of COLUMNS columns, groups of tokens), dynamic shared memory Shape::Shared.
-template <int COLUMNS, int TILE, int UNITS, bool ONE_TILE>
-__global__ void __launch_bounds__(BLOCK_THREADS<ONE_TILE>, 1) site_kernel(const __grid_constant__ Problem p) {
-    using S = Shape<COLUMNS, TILE, UNITS>;
+template <int COLUMNS, int UNITS, int LAG>
+__global__ void __launch_bounds__(BLOCK_THREADS<LAG == 0>, 1) site_kernel(const __grid_constant__ Problem p) {
+    using S = Shape<COLUMNS, UNITS, LAG>;
+    constexpr bool ONE_TILE = LAG == 0;
     extern __shared__ __align__(128) uint8_t memory[];
     typename S::Shared& shared = *reinterpret_cast<typename S::Shared*>(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -97,13 +105,14 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ONE_TILE>, 1) site_kernel(const 
     }
     if (warp < ROLE_WARPS) {
         begin_launch(p, shared.first_tag, thread);
-        static_assert(AHEAD == 2, "tiles are asked for one by one here: a loop becomes other machine code");
+        static_assert(AHEAD == 3, "tiles are asked for one by one here: a loop becomes other machine code");
         load_tile<S>(p, untagged.first, untagged.count, 0, column, shared, thread);
         load_tile<S>(p, untagged.first, untagged.count, 1, column, shared, thread);
+        load_tile<S>(p, untagged.first, untagged.count, 2, column, shared, thread);
         ptx::named_barrier_sync<BLOCK_THREADS<ONE_TILE>>(BLOCK_BARRIER);
         if constexpr (!ONE_TILE) ptx::warpgroup_reg_alloc<ROLE_REGISTERS>();
         const Group g = group_of<S>(p, shared.first_tag);
-        if (ONE_TILE && g.tiles) produce_tile<S>(p, g, 0, column, shared, thread);
+        if (ONE_TILE && g.tiles) begin_tile(), produce_tile<S>(p, g, 0, column, shared, thread);
         if constexpr (!ONE_TILE) producer<S>(p, g, column, shared, thread);
     } else {
         FnFragments<S> fn;

@@ -22,16 +22,16 @@ __device__ __forceinline__ void count_try(int& tries) {
     __trap();
 }
 
-// COUNT words at from, from + stride, ...: the first `valid` of them, the others 0. All are asked for at once, and
-// again until they have the tag.
-template <int COUNT>
-__device__ __forceinline__ void receive(const uint64_t* from, int stride, int valid, uint32_t tag, float (&to)[COUNT]) {
+// COUNT words, of which ask(i, absent) loads one, or returns `absent`, a 0. All are asked for at once, and again until
+// they have the tag.
+template <int COUNT, class Ask>
+__device__ __forceinline__ void receive(uint32_t tag, float (&to)[COUNT], Ask ask) {
     uint64_t word[COUNT];
     int tries = 0;
     for (bool arrived = false; !arrived; count_try(tries)) {
         arrived = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) word[i] = i < valid ? load_relaxed(from + i * stride) : uint64_t(tag) << 32;
+        for (int i = 0; i < COUNT; ++i) word[i] = ask(i, uint64_t(tag) << 32);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) arrived &= static_cast<uint32_t>(word[i] >> 32) == tag;
     }

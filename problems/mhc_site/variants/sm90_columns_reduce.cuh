@@ -29,14 +29,17 @@ __device__ __forceinline__ Group group_of(const Problem& p, uint32_t first_tag) 
     return g;
 }
 
-// The block's sums of a tile. Four rows of a token, or a product, a thread.
+// The block's sums of a tile: a thread has four rows of a token, or a product.
 template <class S>
 __device__ __forceinline__ void publish_sums(const Group& g, const typename S::Shared& shared, int tile, int thread) {
     const int count = min(S::TILE, g.count - tile * S::TILE);
     const int stride = gridDim.x * SLOTS;
     uint64_t* to = g.sums + (int64_t(tile % RING_TILES) * S::TILE * gridDim.x + blockIdx.x) * SLOTS;
-    for (int i = thread; i < count * (ROWS / 4); i += ROLE_THREADS) {
-        const int token = i / (ROWS / 4), quad = i % (ROWS / 4);
+    constexpr int QUADS = ROWS / 4, QUAD_THREADS = S::TILE * QUADS;
+    static_assert(QUAD_THREADS + S::TILE * PRODUCTS == ROLE_THREADS, "a thread for each");
+    if (thread < QUAD_THREADS) {
+        const int token = thread / QUADS, quad = thread % QUADS;
+        if (token >= count) return;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int warp = 0; warp < ROLE_WARPS; ++warp) {
@@ -46,9 +49,9 @@ __device__ __forceinline__ void publish_sums(const Group& g, const typename S::S
         uint64_t* const slot = to + token * stride + slot_of_row(4 * quad);
         publish_pair(slot, sum.x, sum.y, g.tag(tile));
         publish_pair(slot + 2, sum.z, sum.w, g.tag(tile));
-    }
-    for (int i = thread; i < count * PRODUCTS; i += ROLE_THREADS) {
-        const int token = i / PRODUCTS, product = i % PRODUCTS;
+    } else {
+        const int token = (thread - QUAD_THREADS) / PRODUCTS, product = (thread - QUAD_THREADS) % PRODUCTS;
+        if (token >= count) return;
         float sum = 0.0f;
 #pragma unroll
         for (int part = 0; part < S::PARTS; ++part) sum += shared.products[part][token][product];
@@ -56,18 +59,31 @@ __device__ __forceinline__ void publish_sums(const Group& g, const typename S::S
     }
 }
 
-// A lane's part of the sums of slots that lie `slot` words from `from`, over the slices first, first + step, ....
-template <int BATCH>
-__device__ __forceinline__ float sum_slot(const uint64_t* from, int slot, int first, int step, int slices,
+// A lane's part of the sums over all slices: of slot `lane` % 16 from `low` on, over every other slice, and with HIGH of
+// slot `lane` % HIGH_SLOTS of the high ones, from `high` on. Both are asked for at once.
+template <bool HIGH>
+__device__ __forceinline__ Sums sum_slots(const uint64_t* low, const uint64_t* high, int lane, int slices,
                                           uint32_t tag) {
-    float sum = 0.0f;
-    for (int s = first; s - first < slices; s += BATCH * step) {  // as often for all lanes with the same step
-        float value[BATCH];
-        receive(from + int64_t(s) * SLOTS + slot, step * SLOTS, (slices - s + step - 1) / step, tag, value);
+    constexpr int LOW_STEP = 2, LOW_BATCH = 16, HIGH_STEP = 32 / HIGH_SLOTS, SLICES = LOW_STEP * LOW_BATCH;
+    constexpr int HIGH_BATCH = HIGH ? SLICES / HIGH_STEP : 0;
+    const int first_low = lane / 16, first_high = lane / HIGH_SLOTS;
+    low += first_low * SLOTS + lane % 16;
+    high += first_high * SLOTS + lane % HIGH_SLOTS;
+    Sums sums = {0.0f, 0.0f};
+    for (; slices > 0; slices -= SLICES, low += SLICES * SLOTS, high += SLICES * SLOTS) {
+        float value[LOW_BATCH + HIGH_BATCH];
+        receive(tag, value, [&](int i, uint64_t absent) {
+            const bool is_low = i < LOW_BATCH;
+            const int slice = is_low ? LOW_STEP * i : HIGH_STEP * (i - LOW_BATCH);
+            const bool valid = slice < slices - (is_low ? first_low : first_high);
+            return valid ? load_relaxed((is_low ? low : high) + slice * SLOTS) : absent;
+        });
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) sum += value[i];
+        for (int i = 0; i < LOW_BATCH; ++i) sums.low += value[i];
+#pragma unroll
+        for (int i = LOW_BATCH; i < LOW_BATCH + HIGH_BATCH; ++i) sums.high += value[i];
     }
-    return sum;
+    return sums;
 }
 
 // The mixers, two warps for a token of the block: the first makes the weights of u for every block, the second post and
@@ -75,7 +91,7 @@ __device__ __forceinline__ float sum_slot(const uint64_t* from, int slot, int fi
 template <class S>
 __device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename S::Shared& shared, int mixer,
                                       int lane) {
-    constexpr int PAIRS = MIXER_WARPS / 2, BATCH = 16, BATCH_HIGH = 4, HIGH_PARTS = 32 / HIGH_SLOTS;
+    constexpr int PAIRS = MIXER_WARPS / 2;
     static_assert(U_SLOTS <= 16 && LANE_SLOTS - POST_SLOT == 16, "sixteen slots a warp, each in two lanes");
     const int pair = mixer % PAIRS, slices = gridDim.x;
     const bool is_first = mixer < PAIRS;
@@ -85,12 +101,10 @@ __device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename
         const uint64_t* from = g.sums + (int64_t(tile % RING_TILES) * S::TILE + t % S::TILE) * slices * SLOTS;
         // Of one token while the second warp still reads that of the one before.
         float* const inverse_rms = &shared.partials[pair][parity];
-        const int slot = lane % 16;
         Sums sums = {0.0f, 0.0f};
-        if (!is_first || slot < U_SLOTS)
-            sums.low = sum_slot<BATCH>(from + (is_first ? 0 : POST_SLOT), slot, lane / 16, 2, slices, g.tag(tile));
-        sums.low += __shfl_xor_sync(ALL, sums.low, 16);
         if (is_first) {
+            if (lane % 16 < U_SLOTS) sums = sum_slots<false>(from, from, lane, slices, g.tag(tile));
+            sums.low += __shfl_xor_sync(ALL, sums.low, 16);
             const float inverse = inverse_rms_of_copies(sums, p.hidden);
             const float weight = u_weight_of_sums(sums, inverse, p.base, p.scale, p.hidden, lane);
             if (lane == 0) *inverse_rms = inverse;
@@ -98,8 +112,8 @@ __device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename
             if (lane < COPIES)
                 publish(g.u_weights + (tile % RING_TILES * S::TILE + t % S::TILE) * COPIES + lane, weight, g.tag(tile));
         } else {
-            sums.high = sum_slot<BATCH_HIGH>(from + LANE_SLOTS, lane % HIGH_SLOTS, lane / HIGH_SLOTS, HIGH_PARTS,
-                                             slices, g.tag(tile));
+            sums = sum_slots<true>(from + POST_SLOT, from + LANE_SLOTS, lane, slices, g.tag(tile));
+            sums.low += __shfl_xor_sync(ALL, sums.low, 16);
 #pragma unroll
             for (int offset = HIGH_SLOTS; offset < 32; offset *= 2)
                 sums.high += __shfl_xor_sync(ALL, sums.high, offset);
@@ -111,16 +125,23 @@ __device__ __forceinline__ void mixer(const Problem& p, const Group& g, typename
     }
 }
 
-// The tile's weights of u from the mixers of all blocks.
+// A thread's weight of u in a tile, from a mixer of some block: asked for, and later waited for, if there is one.
 template <class S>
-__device__ __forceinline__ void receive_weights(const Group& g, typename S::Shared& shared, int tile, int thread) {
-    const int count = min(S::TILE, g.count - tile * S::TILE);
-    if (thread < count * COPIES) {
-        float weight[1];
-        receive(g.u_weights + tile % RING_TILES * S::TILE * COPIES + thread, 1, 1, g.tag(tile), weight);
-        shared.u_weights[tile % 2][thread / COPIES][thread % COPIES] = weight[0];
+struct Weight {
+    const uint64_t* from = nullptr;
+    uint64_t word;
+
+    __device__ __forceinline__ Weight(const Group& g, int tile, int thread) {
+        if (tile < 0 || thread >= COPIES * min(S::TILE, g.count - tile * S::TILE)) return;
+        from = g.u_weights + tile % RING_TILES * S::TILE * COPIES + thread;
+        word = load_relaxed(from);
     }
-}
+    __device__ __forceinline__ void receive(typename S::Shared& shared, int tile, uint32_t tag, int thread) {
+        if (!from) return;
+        for (int tries = 0; static_cast<uint32_t>(word >> 32) != tag; count_try(tries)) word = load_relaxed(from);
+        shared.u_weights[tile % 2][thread / COPIES][thread % COPIES] = __uint_as_float(static_cast<uint32_t>(word));
+    }
+};
 
 // The sums of a token over the slices first, first + step, ..., in that order; all slots, or what u needs only.
 template <class S>
@@ -134,7 +155,9 @@ __device__ __forceinline__ Sums sum_slices(const Group& g, int tile, int token, 
     for (int s = first; s < slices; s += BATCH * step) {
         float value[BATCH];
         const int valid = has_low ? (slices - s + step - 1) / step : 0;
-        receive(from + int64_t(s) * SLOTS + lane, step * SLOTS, valid, g.tag(tile), value);
+        receive(g.tag(tile), value, [&](int i, uint64_t absent) {
+            return i < valid ? load_relaxed(from + int64_t(s) * SLOTS + lane + i * step * SLOTS) : absent;
+        });
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) sums.low += value[i];
     }
@@ -143,8 +166,10 @@ __device__ __forceinline__ Sums sum_slices(const Group& g, int tile, int token, 
     for (int s = first + lane / HIGH_SLOTS * step; s - lane / HIGH_SLOTS * step < slices; s += BATCH_HIGH * high_step) {
         float value[BATCH_HIGH];
         const int valid = s < slices ? (slices - s + high_step - 1) / high_step : 0;
-        receive(from + int64_t(s) * SLOTS + LANE_SLOTS + lane % HIGH_SLOTS, high_step * SLOTS, valid, g.tag(tile),
-                value);
+        const uint64_t* const high = from + int64_t(s) * SLOTS + LANE_SLOTS + lane % HIGH_SLOTS;
+        receive(g.tag(tile), value, [&](int i, uint64_t absent) {
+            return i < valid ? load_relaxed(high + i * high_step * SLOTS) : absent;
+        });
 #pragma unroll
         for (int i = 0; i < BATCH_HIGH; ++i) sums.high += value[i];
     }

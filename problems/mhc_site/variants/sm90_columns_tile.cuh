@@ -16,11 +16,9 @@ constexpr int MIXER_WARPS = 4;  // besides, in pairs
 constexpr int BLOCK_BARRIER = 0, PRODUCE_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, ROLE_REGISTERS = 104;
-constexpr int LAG = 2;         // tiles from the sums to out
-constexpr int AHEAD = 2;       // tiles from asking for one to its x'
-constexpr int RING_TILES = 4;  // tiles between blocks: who writes the fifth has had the weights of the first
-static_assert(RING_TILES > LAG, "sums go where those of RING_TILES before lay; weights have come up to LAG + 1 before");
-constexpr int MOST_TILE = 32;  // tokens
+constexpr int AHEAD = 3;       // tiles from asking for one to its x'
+constexpr int RING_TILES = 8;  // tiles between blocks: who writes the ninth has had the weights of the first
+constexpr int TILE_TOKENS = 16;
 constexpr int VECTOR = 8;      // bf16 of a 16-byte access
 
 // The tensors of task.Data, and how the launch is cut.
@@ -50,26 +48,27 @@ inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidde
             second_bytes, 0, early};
 }
 
-// TILE_ tokens and COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most:
-// half of y_bytes + second_bytes.
-template <int COLUMNS_, int TILE_, int UNITS_>
+// COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most: half of y_bytes +
+// second_bytes. LAG_: tiles from the sums to out, 0 where a group is one tile.
+template <int COLUMNS_, int UNITS_, int LAG_>
 struct Shape {
-    static constexpr int UNITS = UNITS_;
-    static constexpr int UNIT = 16 * TILE_ * (COLUMNS_ / VECTOR);  // bytes from one to the next
-    static constexpr int COLUMNS = COLUMNS_, TILE = TILE_;
+    static constexpr int COLUMNS = COLUMNS_, UNITS = UNITS_, LAG = LAG_, TILE = TILE_TOKENS;
+    static constexpr int UNIT = 16 * TILE * (COLUMNS / VECTOR);  // bytes from one to the next
     static constexpr int LANES = COLUMNS / VECTOR;           // threads of a token, eight columns each
-    static constexpr int ITEMS = TILE * LANES;               // of a tile, in turn for all producers
+    static constexpr int ITEMS = TILE * LANES;               // of a tile, one a producer
     static constexpr int K_STEPS = COPIES * COLUMNS / 16;    // of the product, 16 columns of a copy each
     static constexpr int STEPS = K_STEPS / ROLE_WARPS;       // of a multiplier
     // Bytes of a copy and of a token. What they are above a multiple of 128 keeps ldmatrix free of conflicts, for eight
     // tokens of one copy and for all copies of two tokens, four apart.
     static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
     static constexpr int NUM_X_STAGES = AHEAD + LAG, NUM_Y_STAGES = AHEAD;
+    static constexpr int NUM_MIXING_STAGES = AHEAD + 1;      // others may still read the tile before
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
     static_assert(K_STEPS % ROLE_WARPS == 0, "multipliers have as many columns each, in steps of 16");
+    static_assert(LAG <= RING_TILES, "sums go where those of RING_TILES before lay; weights have come up to LAG before");
     static_assert(ITEMS % 32 == 0, "a warp of producers has items in all lanes, or in none");
-    static_assert(LANES <= 32 && ROLE_THREADS % LANES == 0, "a producer has the same columns in all of its items");
+    static_assert(LANES <= 32 && ITEMS <= ROLE_THREADS && TILE * (1 + COPIES) <= ROLE_THREADS, "at most one each");
     static_assert(TILE % 16 == 0, "rows of a product");
     static_assert(PARTS >= 1, "tokens are four for each multiplier at most");
     static_assert(COLUMNS / 16 % PARTS == 0, "products are of as many columns in each part, in steps of 16");
@@ -77,7 +76,7 @@ struct Shape {
     struct Shared {
         uint8_t x[NUM_X_STAGES][TILE][ROW];  // the copies, then x' in their place
         uint4 y[NUM_Y_STAGES][UNITS][TILE][LANES];      // of the first addend, then of the second
-        float4 mixing[NUM_Y_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
+        float4 mixing[NUM_MIXING_STAGES][TILE][1 + COPIES];  // post, then the rows of comb
         float4 dots[ROLE_WARPS][TILE][ROWS / 4];
         float products[PARTS][TILE][PRODUCTS];
         float u_weights[2][TILE][COPIES];  // pre_j / the root mean square of u; of one tile while the next one's come
@@ -114,9 +113,8 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
         const auto* const y = static_cast<const uint8_t*>(p.y) + first_row * p.hidden * p.y_bytes;
         const auto* const second = static_cast<const uint8_t*>(p.second) + first_row * p.hidden * p.second_bytes;
         const __nv_bfloat16* const copies = p.copies + first_row * COPIES * p.hidden;
-#pragma unroll 1
-        for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-            const int token = item / S::LANES, lane = item % S::LANES, first_column = column + lane * VECTOR;
+        if (thread < S::ITEMS) {
+            const int token = thread / S::LANES, lane = thread % S::LANES, first_column = column + lane * VECTOR;
             const bool valid = token < count && first_column < p.hidden;
             const int offset = token * p.hidden + first_column;  // from the tile's first
             const uint32_t unit = ptx::smem_address(&shared.y[tile % S::NUM_Y_STAGES][0][token][lane]);
@@ -127,11 +125,11 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
 #pragma unroll
             for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, valid);
         }
-        for (int i = thread; i < S::TILE * (1 + COPIES); i += ROLE_THREADS) {
-            const int token = i / (1 + COPIES), part = i % (1 + COPIES);
+        if (thread < S::TILE * (1 + COPIES)) {
+            const int token = thread / (1 + COPIES), part = thread % (1 + COPIES);
             const float* from = part ? p.comb + ((first_row + token) * COPIES + part - 1) * COPIES
                                      : p.post + (first_row + token) * COPIES;
-            const uint32_t to = ptx::smem_address(&shared.mixing[tile % S::NUM_Y_STAGES][token][part]);
+            const uint32_t to = ptx::smem_address(&shared.mixing[tile % S::NUM_MIXING_STAGES][token][part]);
             ptx::cp_async16(to, from, token < count);
         }
     }
@@ -163,15 +161,14 @@ __device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typenam
                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
 }
 
-// x' of eight columns at a time, into shared memory and new_copies.
+// x' of eight columns, into shared memory and new_copies.
 template <class S>
 __device__ __forceinline__ void make_copies(const Problem& p, int first, int count, int tile, int column,
                                             typename S::Shared& shared, int thread) {
-#pragma unroll 1
-    for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-        const int token = item / S::LANES, lane = item % S::LANES, first_column = lane * VECTOR;
+    if (thread < S::ITEMS) {
+        const int token = thread / S::LANES, lane = thread % S::LANES, first_column = lane * VECTOR;
         uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * first_column;
-        const float4* mixing = shared.mixing[tile % S::NUM_Y_STAGES][token];
+        const float4* mixing = shared.mixing[tile % S::NUM_MIXING_STAGES][token];
         const float4 post = mixing[0];
         float4 comb[COPIES];
         uint4 x[COPIES];
@@ -315,44 +312,39 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
     }
 }
 
-// The norm's weight for the eight columns of each of a producer's items.
+// The norm's weight for a producer's eight columns.
 template <class S>
 __device__ __forceinline__ uint4 load_norm(const Problem& p, int column, int thread) {
     const int first_column = column + thread % S::LANES * VECTOR;
     return first_column < p.hidden ? *reinterpret_cast<const uint4*>(p.norm + first_column) : make_uint4(0, 0, 0, 0);
 }
 
-// out of eight columns at a time, of the tile's x' and weights of u.
+// out of eight columns, of the tile's x' and weights of u.
 template <class S>
 __device__ __forceinline__ void write_out(const Problem& p, uint4 norm, int first, int count, int tile, int column,
                                           const typename S::Shared& shared, int thread) {
-    const int first_column = column + thread % S::LANES * VECTOR;
-    if (first_column >= p.hidden) return;
+    const int first_column = column + thread % S::LANES * VECTOR, token = thread / S::LANES;
+    if (first_column >= p.hidden || token >= count) return;
     __nv_bfloat16* const to = p.out + int64_t(first + tile * S::TILE) * p.hidden + first_column;
     const uint32_t norms[4] = {norm.x, norm.y, norm.z, norm.w};
-#pragma unroll 1
-    for (int item = thread; item < S::ITEMS; item += ROLE_THREADS) {
-        const int token = item / S::LANES;
-        if (token >= count) return;
-        const uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * VECTOR * (thread % S::LANES);
-        float u[VECTOR] = {};
+    const uint8_t* const row = shared.x[tile % S::NUM_X_STAGES][token] + 2 * VECTOR * (thread % S::LANES);
+    float u[VECTOR] = {};
 #pragma unroll
-        for (int j = 0; j < COPIES; ++j) {
-            const float weight = shared.u_weights[tile % 2][token][j];
-            const uint4 x = *reinterpret_cast<const uint4*>(row + j * S::COPY);
-            const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+    for (int j = 0; j < COPIES; ++j) {
+        const float weight = shared.u_weights[tile % 2][token][j];
+        const uint4 x = *reinterpret_cast<const uint4*>(row + j * S::COPY);
+        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                u[2 * i] = fmaf(weight, low_bf16(pairs[i]), u[2 * i]);
-                u[2 * i + 1] = fmaf(weight, high_bf16(pairs[i]), u[2 * i + 1]);
-            }
+        for (int i = 0; i < 4; ++i) {
+            u[2 * i] = fmaf(weight, low_bf16(pairs[i]), u[2 * i]);
+            u[2 * i + 1] = fmaf(weight, high_bf16(pairs[i]), u[2 * i + 1]);
         }
-        uint32_t out[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            out[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(norms[i]), u[2 * i + 1] * high_bf16(norms[i]));
-        *reinterpret_cast<uint4*>(to + token * p.hidden) = make_uint4(out[0], out[1], out[2], out[3]);
     }
+    uint32_t out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        out[i] = ptx::pack_bf16x2(u[2 * i] * low_bf16(norms[i]), u[2 * i + 1] * high_bf16(norms[i]));
+    *reinterpret_cast<uint4*>(to + token * p.hidden) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace columns

@@ -161,6 +161,12 @@ __device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typenam
                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
 }
 
+// The compiler makes four stores of *to = v in make_copies.
+__device__ __forceinline__ void store16(void* to, uint4 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 // x' of eight columns, into shared memory and new_copies.
 template <class S>
 __device__ __forceinline__ void make_copies(const Problem& p, int first, int count, int tile, int column,
@@ -205,7 +211,7 @@ __device__ __forceinline__ void make_copies(const Problem& p, int first, int cou
 #pragma unroll
         for (int k = 0; k < COPIES; ++k, to += p.hidden) {
             *reinterpret_cast<uint4*>(row + k * S::COPY) = x[k];
-            if (valid) *reinterpret_cast<uint4*>(to) = x[k];
+            if (valid) store16(to, x[k]);
         }
     }
 }

@@ -35,9 +35,13 @@ struct Problem {
     int y_bytes, second_bytes;  // of a value, 2 of bf16 or 4 of fp32; second 0: there is none
     uint32_t group_tiles;       // tiles of a group of tokens
     int early;                  // whether blocks may begin before the preceding kernel has ended
+    uint64_t residual_policy;   // of L2, for copies and new_copies
 };
 
 constexpr int STATE_WORDS = 16;  // of 8 bytes, in front of the exchange
+// As createpolicy makes them. What one call reads and writes of many tokens would push the exchange out of L2.
+constexpr uint64_t EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x16f0000000000000;
+constexpr int64_t MANY_VALUES = 512 * 4096;  // of a copy
 
 inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidden, int y_bytes, int second_bytes,
                        bool early) {
@@ -45,7 +49,7 @@ inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidde
     auto fp32 = [&](int i) { return static_cast<float*>(t[i]); };
     return {t[0], t[1], bf16(2), fp32(3), fp32(4), fp32(5), fp32(6), fp32(7), bf16(8), bf16(9), bf16(10), fp32(11),
             fp32(12), reinterpret_cast<tagged::State*>(exchange), exchange + STATE_WORDS, tokens, hidden, y_bytes,
-            second_bytes, 0, early};
+            second_bytes, 0, early, int64_t(tokens) * hidden < MANY_VALUES ? EVICT_NORMAL : EVICT_FIRST};
 }
 
 // COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most: half of y_bytes +
@@ -101,6 +105,13 @@ __device__ __forceinline__ void load_addend(uint32_t to, const uint8_t* from, in
     if (bytes == 4) ptx::cp_async16(to + S::UNIT, from + offset * bytes + 16, valid);
 }
 
+// Ask for 16 bytes of copies, zeros if not `really`.
+__device__ __forceinline__ void load_residual(uint32_t to, const void* from, bool really, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(really ? 16 : 0), "l"(policy)
+                 : "memory");
+}
+
 // Ask for a tile's copies, y, post and comb. Zeros beyond the group's tokens and the copies' columns. Later each
 // producer uses the columns that it asked for, and all of post and comb. The copies of one call are waited for as one.
 template <class S>
@@ -123,7 +134,8 @@ __device__ __forceinline__ void load_tile(const Problem& p, int first, int token
             const __nv_bfloat16* from = copies + (offset + (COPIES - 1) * token * p.hidden);
             const uint32_t to = ptx::smem_address(shared.x[tile % S::NUM_X_STAGES][token]) + 2 * VECTOR * lane;
 #pragma unroll
-            for (int j = 0; j < COPIES; ++j, from += p.hidden) ptx::cp_async16(to + j * S::COPY, from, valid);
+            for (int j = 0; j < COPIES; ++j, from += p.hidden)
+                load_residual(to + j * S::COPY, from, valid, p.residual_policy);
         }
         if (thread < S::TILE * (1 + COPIES)) {
             const int token = thread / (1 + COPIES), part = thread % (1 + COPIES);
@@ -161,9 +173,9 @@ __device__ __forceinline__ uint4 sublayer_output(const Problem& p, const typenam
                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
 }
 
-// The compiler makes four stores of *to = v in make_copies.
-__device__ __forceinline__ void store16(void* to, uint4 v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+__device__ __forceinline__ void store_residual(void* to, uint4 v, uint64_t policy) {
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w), "l"(policy)
                  : "memory");
 }
 
@@ -211,7 +223,7 @@ __device__ __forceinline__ void make_copies(const Problem& p, int first, int cou
 #pragma unroll
         for (int k = 0; k < COPIES; ++k, to += p.hidden) {
             *reinterpret_cast<uint4*>(row + k * S::COPY) = x[k];
-            if (valid) store16(to, x[k]);
+            if (valid) store_residual(to, x[k], p.residual_policy);
         }
     }
 }

@@ -25,8 +25,8 @@ namespace columns {
 struct Form {
     int columns, units, lag;
 };
-// Narrow columns first: the more blocks, the less each has to do. Wide ones lag by what fits into shared memory: the more,
-// the less a block waits for others.
+// Narrow columns first: the more blocks, the less each has to do. Wide ones lag by what fits into shared memory: the
+// more, the less a block waits for others.
 constexpr Form FORMS[] = {
     {32, 4, 0}, {64, 4, 0}, {128, 4, 0},              // up to TILE_TOKENS tokens
     {32, 4, 7}, {64, 4, 7}, {128, 2, 7}, {128, 4, 5}  // more

@@ -59,8 +59,8 @@ __device__ __forceinline__ void publish_sums(const Group& g, const typename S::S
     }
 }
 
-// A lane's part of the sums over all slices: of slot `lane` % 16 from `low` on, over every other slice, and with HIGH of
-// slot `lane` % HIGH_SLOTS of the high ones, from `high` on. Both are asked for at once.
+// A lane's part of the sums over all slices: of slot `lane` % 16 from `low` on, and with HIGH of slot `lane` %
+// HIGH_SLOTS from `high` on. Both are asked for at once.
 template <bool HIGH>
 __device__ __forceinline__ Sums sum_slots(const uint64_t* low, const uint64_t* high, int lane, int slices,
                                           uint32_t tag) {

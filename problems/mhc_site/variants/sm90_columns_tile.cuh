@@ -52,8 +52,8 @@ inline Problem problem(void* const* t, uint64_t* exchange, int tokens, int hidde
             second_bytes, 0, early, int64_t(tokens) * hidden < MANY_VALUES ? EVICT_NORMAL : EVICT_FIRST};
 }
 
-// COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most: half of y_bytes +
-// second_bytes. LAG_: tiles from the sums to out, 0 where a group is one tile.
+// COLUMNS_ columns of each copy. UNITS_: of 16 bytes, that eight columns of both addends take at most: half of y_bytes
+// + second_bytes. LAG_: tiles from the sums to out, 0 where a group is one tile.
 template <int COLUMNS_, int UNITS_, int LAG_>
 struct Shape {
     static constexpr int COLUMNS = COLUMNS_, UNITS = UNITS_, LAG = LAG_, TILE = TILE_TOKENS;
@@ -70,7 +70,7 @@ struct Shape {
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
     static_assert(K_STEPS % ROLE_WARPS == 0, "multipliers have as many columns each, in steps of 16");
-    static_assert(LAG <= RING_TILES, "sums go where those of RING_TILES before lay; weights have come up to LAG before");
+    static_assert(LAG <= RING_TILES, "sums go where those of RING_TILES before lay, whose weights have come");
     static_assert(ITEMS % 32 == 0, "a warp of producers has items in all lanes, or in none");
     static_assert(LANES <= 32 && ITEMS <= ROLE_THREADS && TILE * (1 + COPIES) <= ROLE_THREADS, "at most one each");
     static_assert(TILE % 16 == 0, "rows of a product");

@@ -119,8 +119,8 @@ EVERY += [
             linear("fp8", 127, "5x64x192", "magnitudes"),
         ],
     ),
-    # A cluster for two tokens; six tiles of a block, so that stages of shared memory are used again.
-    ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(330, 64, "bf16+bf16"), mhc(350, 64, "fp32+fp32")]),
+    # A cluster for two tokens; twelve tiles of a block, so that stages of shared memory are used again.
+    ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(705, 64, "bf16+bf16"), mhc(40, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)] + [EMPTY]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
     # A few tokens of 12 experts, of which some have none; units along K that are no whole step, rows no whole tile.

@@ -3,7 +3,7 @@
 //   tokens     d         form                                                                    kernel
 //   up to 4    to 8192   a cluster of 16 blocks a token; sums by st.async into shared memory     token_kernel<P, 1>
 //   5 to 8     to 8192   the same, two tokens a cluster: not every GPU runs eight clusters       token_kernel<P, 2>
-//   up to 16   any       blocks own columns of all tokens of a group, which is one tile; every   site_kernel<.., 0>   
+//   up to 16   any       blocks own columns of all tokens of a group, which is one tile; every   site_kernel<.., 0>
 //                        block adds up for itself what u needs
 //   more       any       the same, tile by tile; four warps of each block add up and mix some    site_kernel<.., LAG>
 //                        of the tokens for all blocks

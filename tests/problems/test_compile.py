@@ -41,7 +41,7 @@ SPILLS = {
     ("moe_gemm", "sm90_grouped", "sm100"): {LONG_FP8: 8, LONGER_FP8: 52, TILES_FP8: 128},
 }
 
-# In each run CUDA C++ for the GPU that a variant is tuned for, and one CuTe DSL variant; moe_gemm's takes 15 s, and
+# In each run CUDA C++ for the GPU that a variant is tuned for, and CuTe DSL for sm90; moe_gemm's takes 15 s, and
 # tests/dsv4/test_experts_kernel.py compiles its experts. tests/common/test_cute_compile.py compiles the one for sm100.
 LONG = {
     ("linear_decode", "sm90_mma", "sm100"),

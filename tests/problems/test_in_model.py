@@ -38,8 +38,7 @@ def mhc(tokens, hidden, addends):
     return vars(task("mhc_site").Case(tokens, hidden, addends, "plain", 5))
 
 
-# The first one is in every run.
-EVERY = [
+EVERY = [  # the first one is in every run
     ("mhc_site", "sm90_columns", "sm90", [mhc(9, 64, "bf16")]),
     ("nvfp4_gemv", "sm100_cute", "sm100", [gemv(33, 64, 3)]),
     ("nvfp4_gemv", "sm100_native", "sm100", [gemv(33, 64, 3)]),
@@ -122,6 +121,7 @@ EVERY += [
     # A cluster for two tokens; twelve tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(705, 64, "bf16+bf16"), mhc(40, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)] + [EMPTY]),
+    ("fmha_prefill", "sm90_cute", "sm90", [vars(case) for case in task("fmha_prefill").TESTS[:2]]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
     # A few tokens of 12 experts, of which some have none; units along K that are no whole step, rows no whole tile.
     (

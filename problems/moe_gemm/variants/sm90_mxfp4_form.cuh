@@ -22,6 +22,8 @@ struct Form {
                          LAUNCH_REGISTERS = LAUNCH_REGISTERS_;
     static constexpr int CONSUMERS = 128 * GROUPS, NUM_THREADS = 128 + CONSUMERS;
     static constexpr int EIGHTS = BLOCK_N / 8, SUMS = BLOCK_N / 2;  // sums of a thread, for each 16 of its warp's rows
+    // Fewest eights of an item: Many cuts what is more than Few's 64 into items of up to BLOCK_N, as even as eights allow.
+    static constexpr int LEAST_EIGHTS = PARTS == 1 ? 1 : (EIGHTS + 1) / 2;
     static constexpr int ACTIVATION = prefill::FP8, WARPS = 4 * GROUPS;  // for prefill::share_blocks
     static_assert(GROUPS * PARTS == 4 && (PARTS == 1 || PARTS == 2), "a block of units has 16 times 16 rows");
     static_assert(BLOCK_N % 16 == 0 && BLOCK_N >= HALF && BLOCK_N <= 2 * HALF, "a chunk's sums come in one or two halves");

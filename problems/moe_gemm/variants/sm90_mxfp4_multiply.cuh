@@ -54,75 +54,82 @@ __device__ __forceinline__ void add(float (&d)[SUMS], float (&t)[N / 2], uint32_
     }
 }
 
-// d += a chunk's products with N slots. a: fragments of part 0. With two parts the other is decoded, and sums are added,
-// while products run.
-template <int N, int PARTS, int SUMS>
-__device__ __forceinline__ void add_products(float (&d)[PARTS][SUMS], const Chunk& chunk, const uint32_t (&a)[4][4],
-                                             uint32_t scales) {
-    constexpr int LOWER = N < HALF ? N : HALF, UPPER = N - LOWER;
-    float lower[LOWER / 2];
-    start<LOWER>(lower, a, chunk.rows);
-    if constexpr (PARTS == 1) {
-        add<0, 0, LOWER>(d[0], lower, chunk.slot_scales);
-    } else {
-        uint32_t b[4][4];
-        if constexpr (UPPER == 0) {
-            float next[LOWER / 2];
-            decode_part(chunk, scales, 1, b);
-            start<LOWER>(next, b, chunk.rows);
-            add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
-            add<0, 0, LOWER>(d[1], next, chunk.slot_scales);
-        } else {
-            constexpr int AT = HALF / 2;  // of their sums
-            const uint32_t rows = chunk.rows + HALF * 128 / 16, slot_scales = chunk.slot_scales + HALF * 4;
-            float upper[UPPER / 2];
-            start<UPPER>(upper, a, rows);
-            decode_part(chunk, scales, 1, b);
-            add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
-            start<LOWER>(lower, b, chunk.rows);
-            add<AT, 1, UPPER>(d[0], upper, slot_scales);
-            start<UPPER>(upper, b, rows);
-            add<0, 1, LOWER>(d[1], lower, chunk.slot_scales);
-            add<AT, 0, UPPER>(d[1], upper, slot_scales);
-        }
-#pragma unroll
-        for (int step = 0; step < 4; ++step) hold(b[step]);
-    }
-#pragma unroll
-    for (int step = 0; step < 4; ++step) hold(a[step]);
-}
-
-// For 8 (eights + 1) slots, as prefill::mma_chunk finds them. The sums are in each case: where cases meet behind products,
-// ptxas finds no registers for these.
-template <int SPAN, int LEAST, int PARTS, int SUMS>
-__device__ __forceinline__ void add_chunk(float (&d)[PARTS][SUMS], const Chunk& chunk, const uint32_t (&a)[4][4],
-                                          uint32_t scales, unsigned eights) {
-    if constexpr (SPAN == 1)
-        add_products<8 * (LEAST + 1)>(d, chunk, a, scales);
-    else if constexpr (8 * LEAST + 4 * SPAN >= 2 * SUMS)  // there is no upper half
-        add_chunk<SPAN / 2, LEAST>(d, chunk, a, scales, eights);
-    else if (eights & SPAN / 2)
-        add_chunk<SPAN / 2, LEAST + SPAN / 2>(d, chunk, a, scales, eights);
-    else
-        add_chunk<SPAN / 2, LEAST>(d, chunk, a, scales, eights);
-}
-
-// d[q] += part q of this warp's, times `count` slots, over all chunks of a tile. first: of the first stage, without rows.
+// Where a stage has this lane's share. first: of the first one, without rows.
 template <class F>
-__device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t smem,
-                                         PipelineState<F::NUM_STAGES>& stage, int chunks, const Chunk& first, int count) {
+__device__ __forceinline__ Chunk chunk_of(const Chunk& first, uint32_t smem, uint32_t stage) {
+    const uint32_t at = stage * F::STAGE_BYTES;
+    return {first.words + at, first.scales + at, first.tables, first.slot_scales + at,
+            prefill::same(smem_desc_low(smem + F::SMEM_B) + at / 16)};
+}
+
+// d[0] += a part times N slots, over all chunks of a tile: what other warps do meanwhile hides all latency.
+template <class F, int N>
+__device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
+                                           int chunks, const Chunk& first) {
 #pragma unroll 1
     for (int left = chunks; left > 0; --left, stage.advance()) {
-        const uint32_t at = stage.index() * F::STAGE_BYTES;
-        const Chunk chunk{first.words + at, first.scales + at, first.tables, first.slot_scales + at,
-                          prefill::same(smem_desc_low(smem + F::SMEM_B) + at / 16)};
+        const Chunk chunk = chunk_of<F>(first, smem, stage.index());
         wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
-        const uint32_t scales = F::PARTS == 2 ? load_shared(chunk.scales) : load_shared2(chunk.scales);
         uint32_t a[4][4];
-        decode_part(chunk, scales, 0, a);
-        add_chunk<F::EIGHTS <= 8 ? 8 : 16, 0>(d, chunk, a, scales, unsigned(count - 1) / 8);
+        float t[N / 2];
+        decode_part(chunk, load_shared2(chunk.scales), 0, a);
+        start<N>(t, a, chunk.rows);
+        add<0, 0, N>(d[0], t, chunk.slot_scales);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) hold(a[step]);
         warp_arrive(smem + F::EMPTY_BARRIERS + 8 * stage.index());
     }
+}
+
+// The same for two parts, by two halves of the slots. Products of a chunk are under way while a part is decoded, of the
+// next chunk too, and while sums of others are added. None is between two turns of the loop: ptxas would make all wait.
+template <class F, int N>
+__device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
+                                           int chunks, const Chunk& first) {
+    constexpr int LOWER = (N / 2 + 8) / 16 * 16, UPPER = N - LOWER, AT = LOWER / 2;  // slots, slots, sums
+    constexpr uint32_t ROWS = LOWER * 128 / 16, SLOT_SCALES = LOWER * 4;             // of the upper half
+    uint32_t a[4][4], b[4][4];
+    float lower[LOWER / 2], upper[UPPER / 2];
+    wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
+    Chunk chunk = chunk_of<F>(first, smem, stage.index());
+    uint32_t scales = load_shared(chunk.scales);
+    decode_part(chunk, scales, 0, a);
+#pragma unroll 1
+    for (int left = chunks; left > 0; --left) {
+        start<LOWER>(lower, a, chunk.rows);
+        start<UPPER>(upper, a, chunk.rows + ROWS);
+        decode_part(chunk, scales, 1, b);
+        add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
+        start<LOWER>(lower, b, chunk.rows);
+        add<AT, 1, UPPER>(d[0], upper, chunk.slot_scales + SLOT_SCALES);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) hold(a[step]);
+        start<UPPER>(upper, b, chunk.rows + ROWS);
+        const uint32_t slot_scales = chunk.slot_scales, empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
+        stage.advance();
+        if (left > 1) {
+            wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
+            chunk = chunk_of<F>(first, smem, stage.index());
+            scales = load_shared(chunk.scales);
+            decode_part(chunk, scales, 0, a);
+        }
+        add<0, 1, LOWER>(d[1], lower, slot_scales);
+        add<AT, 0, UPPER>(d[1], upper, slot_scales + SLOT_SCALES);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) hold(b[step]);
+        warp_arrive(empty);
+    }
+}
+
+// d[q] += part q of this warp's, times `count` slots, over all chunks of a tile: for each number of eights from LEAST on
+// that an item of the form can have, a loop of its own.
+template <class F, int LEAST = F::LEAST_EIGHTS>
+__device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t smem,
+                                         PipelineState<F::NUM_STAGES>& stage, int chunks, const Chunk& first, int count) {
+    if (LEAST == F::EIGHTS || count <= 8 * LEAST)
+        mma_chunks<F, 8 * LEAST>(d, smem, stage, chunks, first);
+    else if constexpr (LEAST < F::EIGHTS)
+        mma_tile<F, LEAST + 1>(d, smem, stage, chunks, first, count);
 }
 
 }  // namespace mxfp4

@@ -122,10 +122,10 @@ __device__ __forceinline__ void multiply(const Problem& p, float (&d)[F::PARTS][
     mma_tile<F>(d, mine.smem, stage, p.product[tile.product].chunks, first, tile.count);
 }
 
-// What becomes of its sums.
+// What becomes of its sums. alone: no warpgroup needs another one, and one may be some chunks ahead.
 template <class F>
 __device__ __forceinline__ void leave(const Problem& p, float (&d)[F::PARTS][F::SUMS], uint32_t base,
-                                      PipelineState<2>& turn) {
+                                      PipelineState<2>& turn, bool alone) {
     const Share<F> mine(base);
     const uint32_t smem = mine.smem;
     const auto sync = [] { named_barrier_sync<F::CONSUMERS>(1); };
@@ -133,7 +133,7 @@ __device__ __forceinline__ void leave(const Problem& p, float (&d)[F::PARTS][F::
     prefill::release_tile<F>(smem, turn);
     if (mine.stores()) prefill::finish_store(p, mine.stored());  // long done: staging is free again
     cp_async_wait_all();
-    sync();
+    alone ? named_barrier_sync<128>(2 + mine.group) : sync();
     const float factor = __uint_as_float(load_shared(mine.scale()));
     if (tile.product == FIRST) {
         stage_v<F>(d, tile.count, factor, mine.list(), smem + F::SMEM_D, smem + F::SMEM_V, smem + F::LARGEST, mine.unit,
@@ -159,10 +159,12 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     PipelineState<2> turn;
     PipelineState<F::NUM_STAGES> stage;
     int product = prefill::read_tile<F>(smem, turn).product;
+    bool alone = false;  // v of the last tile of the first product may be in staging
 #pragma unroll 1
     while (product != END) {
         multiply<F>(p, d, smem, turn, stage);
-        leave<F>(p, d, smem, turn);
+        leave<F>(p, d, smem, turn, alone);
+        alone = product == SECOND;
         product = prefill::read_tile<F>(smem, turn).product;
     }
     const Share<F> last(smem);

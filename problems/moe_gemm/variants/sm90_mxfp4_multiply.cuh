@@ -14,15 +14,26 @@ struct Chunk {
     uint32_t words, scales, tables, slot_scales, rows;
 };
 
-// a[step]: fragments of part q of the unit, in four steps of 32 columns.
-__device__ __forceinline__ void decode_part(const Chunk& chunk, uint32_t scales, int q, uint32_t (&a)[4][4]) {
+// A lane's words of a part, in rows 8 apart, and the tables of their scales.
+struct Words {
+    uint4 words[2];
+    uint2 tables[2];
+};
+
+// Of part q of the unit.
+__device__ __forceinline__ Words load_part(const Chunk& chunk, uint32_t scales, int q) {
+    const auto table = [&](int r) { return load_shared8(chunk.tables + __byte_perm(scales, 0, 0x4440 | 2 * q + r)); };
+    return {{load_shared16(chunk.words + 1024 * q), load_shared16(chunk.words + 1024 * q + 512)}, {table(0), table(1)}};
+}
+
+// a[step]: fragments of a part, in four steps of 32 columns.
+__device__ __forceinline__ void decode_part(const Words& part, uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const uint4 v = load_shared16(chunk.words + 512 * (2 * q + r));
-        const uint2 table = load_shared8(chunk.tables + __byte_perm(scales, 0, 0x4440 | 2 * q + r));
+        const uint4 v = part.words[r];
         const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int step = 0; step < 4; ++step) decode(words[step], table, a[step][r], a[step][r + 2]);
+        for (int step = 0; step < 4; ++step) decode(words[step], part.tables[r], a[step][r], a[step][r + 2]);
     }
 }
 
@@ -62,22 +73,34 @@ __device__ __forceinline__ Chunk chunk_of(const Chunk& first, uint32_t smem, uin
             prefill::same(smem_desc_low(smem + F::SMEM_B) + at / 16)};
 }
 
-// d[0] += a part times N slots, over all chunks of a tile: what other warps do meanwhile hides all latency.
+// d[0] += a part times N slots, over all chunks of a tile. The next chunk's words come while products run, if there are
+// registers for them; what other warps do meanwhile hides the rest.
 template <class F, int N>
 __device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
                                            int chunks, const Chunk& first) {
-#pragma unroll 1
-    for (int left = chunks; left > 0; --left, stage.advance()) {
-        const Chunk chunk = chunk_of<F>(first, smem, stage.index());
+    constexpr bool AHEAD = N <= 48;
+    Chunk chunk = first;
+    Words words;
+    const auto load = [&] {
         wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
+        chunk = chunk_of<F>(first, smem, stage.index());
+        words = load_part(chunk, load_shared2(chunk.scales), 0);
+    };
+    if (AHEAD) load();
+#pragma unroll 1
+    for (int left = chunks; left > 0; --left) {
+        if (!AHEAD) load();
         uint32_t a[4][4];
         float t[N / 2];
-        decode_part(chunk, load_shared2(chunk.scales), 0, a);
+        decode_part(words, a);
         start<N>(t, a, chunk.rows);
-        add<0, 0, N>(d[0], t, chunk.slot_scales);
+        const uint32_t slot_scales = chunk.slot_scales, empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
+        stage.advance();
+        if (AHEAD && left > 1) load();
+        add<0, 0, N>(d[0], t, slot_scales);
 #pragma unroll
         for (int step = 0; step < 4; ++step) hold(a[step]);
-        warp_arrive(smem + F::EMPTY_BARRIERS + 8 * stage.index());
+        warp_arrive(empty);
     }
 }
 
@@ -93,12 +116,12 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
     wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
     Chunk chunk = chunk_of<F>(first, smem, stage.index());
     uint32_t scales = load_shared(chunk.scales);
-    decode_part(chunk, scales, 0, a);
+    decode_part(load_part(chunk, scales, 0), a);
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
         start<LOWER>(lower, a, chunk.rows);
         start<UPPER>(upper, a, chunk.rows + ROWS);
-        decode_part(chunk, scales, 1, b);
+        decode_part(load_part(chunk, scales, 1), b);
         add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
         start<LOWER>(lower, b, chunk.rows);
         add<AT, 1, UPPER>(d[0], upper, chunk.slot_scales + SLOT_SCALES);
@@ -111,7 +134,7 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
             wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
             chunk = chunk_of<F>(first, smem, stage.index());
             scales = load_shared(chunk.scales);
-            decode_part(chunk, scales, 0, a);
+            decode_part(load_part(chunk, scales, 0), a);
         }
         add<0, 1, LOWER>(d[1], lower, slot_scales);
         add<AT, 0, UPPER>(d[1], upper, slot_scales + SLOT_SCALES);

@@ -48,21 +48,26 @@ __device__ __forceinline__ void start(float (&t)[N / 2], const uint32_t (&a)[4][
     warpgroup_commit_batch();
 }
 
-// d from FIRST_SUM on += t times scales of N slots, once all but the last LEFT products are there. scales: this lane's of
-// each sixteen: of slots 2 c, 2 c + 1, and 8 on.
-template <int FIRST_SUM, int LEFT, int N, int SUMS>
-__device__ __forceinline__ void add(float (&d)[SUMS], float (&t)[N / 2], uint32_t scales) {
+// This lane's scales of N slots: of each sixteen those of 2 c, 2 c + 1, and 8 on.
+template <int N>
+__device__ __forceinline__ void load_scales(float (&s)[(N + 15) / 16 * 4], uint32_t from) {
+#pragma unroll
+    for (int i = 0; i < N; i += 16) {
+        const uint4 v = load_shared16(from + 4 * i);
+        s[i / 4] = __uint_as_float(v.x), s[i / 4 + 1] = __uint_as_float(v.y);
+        s[i / 4 + 2] = __uint_as_float(v.z), s[i / 4 + 3] = __uint_as_float(v.w);
+    }
+}
+
+// d from FIRST_SUM on += t times scales of N slots, once all but the last LEFT products are there. Scales are in s, or, if
+// they are not KEPT, at `from`, and then in s.
+template <int FIRST_SUM, int LEFT, bool KEPT, int N, int SUMS>
+__device__ __forceinline__ void add(float (&d)[SUMS], float (&t)[N / 2], float (&s)[(N + 15) / 16 * 4], uint32_t from) {
     warpgroup_wait<LEFT>();
     warpgroup_fence_operand(t);
+    if (!KEPT) load_scales<N>(s, from);
 #pragma unroll
-    for (int i = 0; i < N / 8; i += 2) {
-        const uint4 scale = load_shared16(scales + 32 * i);
-#pragma unroll
-        for (int j = 0; j < 8 && 4 * i + j < N / 2; ++j) {
-            const uint32_t of = j < 4 ? (j % 2 ? scale.y : scale.x) : (j % 2 ? scale.w : scale.z);
-            d[FIRST_SUM + 4 * i + j] += t[4 * i + j] * __uint_as_float(of);
-        }
-    }
+    for (int i = 0; i < N / 2; ++i) d[FIRST_SUM + i] += t[i] * s[i / 4 * 2 + i % 2];
 }
 
 // Where a stage has this lane's share. first: of the first one, without rows.
@@ -97,7 +102,8 @@ __device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem
         const uint32_t slot_scales = chunk.slot_scales, empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
         stage.advance();
         if (AHEAD && left > 1) load();
-        add<0, 0, N>(d[0], t, slot_scales);
+        float s[(N + 15) / 16 * 4];
+        add<0, 0, false, N>(d[0], t, s, slot_scales);
 #pragma unroll
         for (int step = 0; step < 4; ++step) hold(a[step]);
         warp_arrive(empty);
@@ -111,8 +117,9 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
                                            int chunks, const Chunk& first) {
     constexpr int LOWER = (N / 2 + 8) / 16 * 16, UPPER = N - LOWER, AT = LOWER / 2;  // slots, slots, sums
     constexpr uint32_t ROWS = LOWER * 128 / 16, SLOT_SCALES = LOWER * 4;             // of the upper half
+    constexpr bool KEEPS = N <= 104;  // scales from one part to the other, if there are registers: shared memory is busy
     uint32_t a[4][4], b[4][4];
-    float lower[LOWER / 2], upper[UPPER / 2];
+    float lower[LOWER / 2], upper[UPPER / 2], lower_scales[(LOWER + 15) / 16 * 4], upper_scales[(UPPER + 15) / 16 * 4];
     wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
     Chunk chunk = chunk_of<F>(first, smem, stage.index());
     uint32_t scales = load_shared(chunk.scales);
@@ -122,9 +129,9 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
         start<LOWER>(lower, a, chunk.rows);
         start<UPPER>(upper, a, chunk.rows + ROWS);
         decode_part(load_part(chunk, scales, 1), b);
-        add<0, 1, LOWER>(d[0], lower, chunk.slot_scales);
+        add<0, 1, false, LOWER>(d[0], lower, lower_scales, chunk.slot_scales);
         start<LOWER>(lower, b, chunk.rows);
-        add<AT, 1, UPPER>(d[0], upper, chunk.slot_scales + SLOT_SCALES);
+        add<AT, 1, false, UPPER>(d[0], upper, upper_scales, chunk.slot_scales + SLOT_SCALES);
 #pragma unroll
         for (int step = 0; step < 4; ++step) hold(a[step]);
         start<UPPER>(upper, b, chunk.rows + ROWS);
@@ -136,8 +143,8 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
             scales = load_shared(chunk.scales);
             decode_part(load_part(chunk, scales, 0), a);
         }
-        add<0, 1, LOWER>(d[1], lower, slot_scales);
-        add<AT, 0, UPPER>(d[1], upper, slot_scales + SLOT_SCALES);
+        add<0, 1, KEEPS, LOWER>(d[1], lower, lower_scales, slot_scales);
+        add<AT, 0, KEEPS, UPPER>(d[1], upper, upper_scales, slot_scales + SLOT_SCALES);
 #pragma unroll
         for (int step = 0; step < 4; ++step) hold(b[step]);
         warp_arrive(empty);

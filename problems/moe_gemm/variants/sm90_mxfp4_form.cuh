@@ -11,8 +11,6 @@ namespace mxfp4 {
 using namespace ptx;
 using prefill::bf16, prefill::END, prefill::FIRST, prefill::PipelineState, prefill::SECOND, prefill::Tile;
 
-constexpr int HALF = 64;  // slots whose sums of a chunk a warp has at once
-
 // GROUPS warpgroups multiply, a warp 16 PARTS rows of the tile's 256, for items of at most BLOCK_N slots. All of them have
 // a group of 128 channels of v. Registers are a thread's, of those that load, of those that multiply, and at the launch.
 template <int GROUPS_, int BLOCK_N_, int NUM_STAGES_, int CONSUMER_REGISTERS_, int LAUNCH_REGISTERS_>
@@ -26,7 +24,7 @@ struct Form {
     static constexpr int LEAST_EIGHTS = PARTS == 1 ? 1 : (EIGHTS + 1) / 2;
     static constexpr int ACTIVATION = prefill::FP8, WARPS = 4 * GROUPS;  // for prefill::share_blocks
     static_assert(GROUPS * PARTS == 4 && (PARTS == 1 || PARTS == 2), "a block of units has 16 times 16 rows");
-    static_assert(BLOCK_N % 16 == 0 && BLOCK_N >= HALF && BLOCK_N <= 2 * HALF, "a chunk's sums come in one or two halves");
+    static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 64 * PARTS, "products have up to 64 slots");
     static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
     static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
 
@@ -54,6 +52,7 @@ struct Form {
 // The legal tiles. Few: 16 warps of 16 rows by up to 64 slots; Many: 8 of 32 by up to 112.
 using Few = Form<4, 64, 7, 104, 96>;
 using Many = Form<2, 112, 6, 232, 168>;
+static_assert(Few::EIGHTS + 1 >= Many::LEAST_EIGHTS, "an expert that is one item has more than Few's");
 
 struct Product {
     const uint8_t* units;  // [experts][blocks][chunks] blocks of units

@@ -24,7 +24,7 @@ struct Form {
     static constexpr int LEAST_EIGHTS = PARTS == 1 ? 1 : (EIGHTS + 1) / 2;
     static constexpr int ACTIVATION = prefill::FP8, WARPS = 4 * GROUPS;  // for prefill::share_blocks
     static_assert(GROUPS * PARTS == 4 && (PARTS == 1 || PARTS == 2), "a block of units has 16 times 16 rows");
-    static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 64 * PARTS, "products have up to 64 slots");
+    static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 112, "sm90_wgmma.cuh has products with that many");
     static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
     static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
 

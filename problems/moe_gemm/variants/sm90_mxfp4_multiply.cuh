@@ -110,31 +110,26 @@ __device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem
     }
 }
 
-// The same for two parts, by two halves of the slots. Products of a chunk are under way while a part is decoded, of the
-// next chunk too, and while sums of others are added. None is between two turns of the loop: ptxas would make all wait.
+// The same for two parts. One is decoded, of the next chunk too, while the other's products run, and while its sums are
+// added those of the other warpgroup run.
 template <class F, int N>
 __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
                                            int chunks, const Chunk& first) {
-    constexpr int LOWER = (N / 2 + 8) / 16 * 16, UPPER = N - LOWER, AT = LOWER / 2;  // slots, slots, sums
-    constexpr uint32_t ROWS = LOWER * 128 / 16, SLOT_SCALES = LOWER * 4;             // of the upper half
     constexpr bool KEEPS = N <= 104;  // scales from one part to the other, if there are registers: shared memory is busy
     uint32_t a[4][4], b[4][4];
-    float lower[LOWER / 2], upper[UPPER / 2], lower_scales[(LOWER + 15) / 16 * 4], upper_scales[(UPPER + 15) / 16 * 4];
+    float t[N / 2], s[(N + 15) / 16 * 4];
     wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
     Chunk chunk = chunk_of<F>(first, smem, stage.index());
     uint32_t scales = load_shared(chunk.scales);
     decode_part(load_part(chunk, scales, 0), a);
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
-        start<LOWER>(lower, a, chunk.rows);
-        start<UPPER>(upper, a, chunk.rows + ROWS);
+        start<N>(t, a, chunk.rows);
         decode_part(load_part(chunk, scales, 1), b);
-        add<0, 1, false, LOWER>(d[0], lower, lower_scales, chunk.slot_scales);
-        start<LOWER>(lower, b, chunk.rows);
-        add<AT, 1, false, UPPER>(d[0], upper, upper_scales, chunk.slot_scales + SLOT_SCALES);
+        add<0, 0, false, N>(d[0], t, s, chunk.slot_scales);
 #pragma unroll
         for (int step = 0; step < 4; ++step) hold(a[step]);
-        start<UPPER>(upper, b, chunk.rows + ROWS);
+        start<N>(t, b, chunk.rows);
         const uint32_t slot_scales = chunk.slot_scales, empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
         stage.advance();
         if (left > 1) {
@@ -143,8 +138,7 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
             scales = load_shared(chunk.scales);
             decode_part(load_part(chunk, scales, 0), a);
         }
-        add<0, 1, KEEPS, LOWER>(d[1], lower, lower_scales, slot_scales);
-        add<AT, 0, KEEPS, UPPER>(d[1], upper, upper_scales, slot_scales + SLOT_SCALES);
+        add<0, 0, KEEPS, N>(d[1], t, s, slot_scales);
 #pragma unroll
         for (int step = 0; step < 4; ++step) hold(b[step]);
         warp_arrive(empty);

@@ -69,7 +69,7 @@ WGMMA_PRODUCT(112, WGMMA_D112, "%56", "%57", "%58", "%59", "%60", WGMMA_F112)
 WGMMA_PRODUCT(120, WGMMA_D120, "%60", "%61", "%62", "%63", "%64", WGMMA_F120)
 WGMMA_PRODUCT(128, WGMMA_D128, "%64", "%65", "%66", "%67", "%68", WGMMA_F128)
 
-// d (64, N) = a (64, 32) b (N, 32)^T in e4m3, or with ADDS +=, for 8 to 64 columns; as wgmma, but that lane l has of a
+// d (64, N) = a (64, 32) b (N, 32)^T in e4m3, or with ADDS +=, for 8 to 112 columns; as wgmma, but that lane l has of a
 // columns 4 c to 4 c + 3 in a[0] and a[1], columns 4 c + 16 and on in a[2] and a[3].
 template <int N, bool ADDS>
 __device__ __forceinline__ void wgmma_e4m3(float* d, const uint32_t (&a)[4], uint64_t b);
@@ -91,6 +91,12 @@ WGMMA_E4M3(40, "%20", "%21", "%22", "%23", "%24")
 WGMMA_E4M3(48, "%24", "%25", "%26", "%27", "%28")
 WGMMA_E4M3(56, "%28", "%29", "%30", "%31", "%32")
 WGMMA_E4M3(64, "%32", "%33", "%34", "%35", "%36")
+WGMMA_E4M3(72, "%36", "%37", "%38", "%39", "%40")
+WGMMA_E4M3(80, "%40", "%41", "%42", "%43", "%44")
+WGMMA_E4M3(88, "%44", "%45", "%46", "%47", "%48")
+WGMMA_E4M3(96, "%48", "%49", "%50", "%51", "%52")
+WGMMA_E4M3(104, "%52", "%53", "%54", "%55", "%56")
+WGMMA_E4M3(112, "%56", "%57", "%58", "%59", "%60")
 
 // Keeps a fragment where it is up to here: wgmma reads it long after it is issued.
 __device__ __forceinline__ void hold(const uint32_t (&a)[4]) {

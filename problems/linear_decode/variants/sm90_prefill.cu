@@ -77,10 +77,7 @@ __global__ void __launch_bounds__(F::NUM_THREADS, 1) multiply(const __grid_const
     cluster_sync();
     if (group == 0) {
         warpgroup_reg_dealloc<F::PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) {
-            programmatic::wait();
-            producer<F>(p, shared, rank);
-        }
+        if (threadIdx.x == 0) producer<F>(p, shared, rank);
     } else {
         warpgroup_reg_alloc<F::CONSUMER_REGISTERS>();
         Consumer<F>(p, shared, group - 1, warp).run();

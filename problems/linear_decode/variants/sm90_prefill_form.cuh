@@ -20,10 +20,12 @@ constexpr int ROW_BYTES = 128;  // of a stage: what a swizzle has, and e4m3 valu
 constexpr int STEP_BYTES = 32;  // of a row, that one wgmma takes
 constexpr int GROUPS = 2;       // warpgroups that multiply
 constexpr int BLOCK_M = 64 * GROUPS;  // tokens of a tile
-constexpr int HALF_N = 128;           // rows of weights that share a scale; columns of a wgmma
+constexpr int HALF_N = 128;           // rows of weights that share a scale; columns of a wgmma on bf16
+constexpr int PART_N = 64;            // columns of a wgmma on e4m3, whose sums are promoted during the next one
 constexpr int CLUSTER = 2;            // blocks with the same weights: each asks for half of them, for both
 constexpr int PANEL = 8;           // clusters' tokens whose weights are read from L2 once they are there
-constexpr int SUMS = HALF_N / 2;   // of a thread
+constexpr int WEIGHTS_SCALES = BLOCK_M, TILE = BLOCK_M + 4;  // in what comes with a stage
+constexpr int SUMS = HALF_N / 2, PART = PART_N / 2;  // of a thread
 constexpr int STORE_COLUMNS = 64;  // that a warp stores at once: n is a multiple of it
 
 // A tile has HALF_N HALVES rows of weights. Registers are a thread's: of the warpgroup that loads, of those that
@@ -34,9 +36,10 @@ struct Form {
     static constexpr int HALVES = HALVES_, NUM_STAGES = NUM_STAGES_;
     static constexpr int BLOCK_N = HALF_N * HALVES, BLOCK_K = ROW_BYTES / (VALUES == E4M3 ? 1 : 2);
     static constexpr int NUM_THREADS = 128 * (1 + GROUPS);
-    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240, LAUNCH_REGISTERS = 168;
+    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232, LAUNCH_REGISTERS = 168;
     static constexpr int SCALES = VALUES == E4M3 ? BLOCK_M : 0;  // of a stage
     static constexpr uint32_t STAGE_BYTES = (BLOCK_M + BLOCK_N) * ROW_BYTES + 4 * SCALES;
+    static constexpr int LEAD = VALUES == E4M3 ? 2 : 1;  // stages that the first warpgroup is ahead of the second one
     static_assert(HALVES == 1 || HALVES == 2, "sums take all registers");
     static_assert(BLOCK_N / CLUSTER <= 256, "rows of a box");
     static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS);
@@ -52,7 +55,7 @@ struct SharedStorage {
     alignas(1024) uint8_t tokens[F::NUM_STAGES][BLOCK_M * ROW_BYTES];
     uint8_t weights[F::NUM_STAGES][F::BLOCK_N * ROW_BYTES];
     uint8_t staging[4 * GROUPS][16 * STORE_COLUMNS * 2];  // of each warp: 16 tokens, swizzled as the stages are
-    float scales[F::NUM_STAGES][F::SCALES ? F::SCALES : 4];
+    float scales[F::NUM_STAGES][F::SCALES + 8];  // of tokens, from WEIGHTS_SCALES on of HALF_N rows; at TILE the Tile
     uint64_t full[F::NUM_STAGES], empty[F::NUM_STAGES];
 };
 

@@ -20,43 +20,65 @@ namespace linear_prefill {
 
 // ---- kernels
 
-constexpr int QUANTISE_THREADS = 256, PIECE = 16, PIECES = ROW_BYTES / PIECE;  // values of a lane; lanes of a scale
+// A scale is of BLOCK_LANES lanes, each with two pieces of PIECE values, 64 apart; AT_ONCE scales are a lane's.
+constexpr int QUANTISE_THREADS = 128, PIECE = 8, BLOCK_LANES = 8, AT_ONCE = 2;
 
 __device__ __forceinline__ float value_of(const uint4& v, int i) {
     const uint32_t word = i < 2 ? v.x : i < 4 ? v.y : i < 6 ? v.z : v.w;
     return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
 }
+// What is not read again: L2 keeps the codes, for the kernel behind.
+__device__ __forceinline__ uint4 load_once(const bf16* from, uint64_t policy) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from), "l"(policy)
+                 : "memory");
+    return v;
+}
 
-// x (rows, k) of `groups` a token -> codes of the same shape and scales as Problem has them, as fp8.quantise_groups.
+// x (tokens, groups, k) -> codes of the same shape and scales as Problem has them, as fp8.quantise_groups. blockIdx.y:
+// the group.
 __global__ void __launch_bounds__(QUANTISE_THREADS)
-    quantise(const bf16* x, uint8_t* codes, float* scales, int rows, int groups, int k, int scale_stride) {
+    quantise(const bf16* x, uint8_t* codes, float* scales, int tokens, int k, int scale_stride) {
     programmatic::trigger();
     programmatic::wait();
-    const int blocks = (k + ROW_BYTES - 1) / ROW_BYTES;
-    const int64_t index = int64_t(blockIdx.x) * QUANTISE_THREADS + threadIdx.x;
-    const int part = index % PIECES, block = index / PIECES % blocks, row = index / PIECES / blocks;
-    const int column = block * ROW_BYTES + part * PIECE;
-    const bool inside = row < rows && column < k;
-    uint4 given[2] = {};
-    if (inside)
+    constexpr int APART = QUANTISE_THREADS / BLOCK_LANES;
+    const uint64_t policy = l2_evict_first();
+    const int blocks = (k + ROW_BYTES - 1) / ROW_BYTES, part = threadIdx.x % BLOCK_LANES;
+    uint32_t index = blockIdx.x * AT_ONCE * APART + threadIdx.x / BLOCK_LANES;
+    uint4 given[AT_ONCE][2] = {};
+    int token[AT_ONCE], column[AT_ONCE];
+    int64_t at[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) given[i] = linear_mma::load_input(x + int64_t(row) * k + column + 8 * i);
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < PIECE; ++i) most = fmaxf(most, fabsf(value_of(given[i / 8], i % 8)));
-#pragma unroll
-    for (int lanes = PIECES / 2; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-    if (!inside) return;
-    const float2 scale = linear_mma::group_scale(most, true);  // and its inverse
-    uint32_t words[PIECE / 4];
-#pragma unroll
-    for (int i = 0; i < PIECE / 4; ++i) {
-        const uint4& from = given[i / 2];
-        const auto value = [&](int j) { return value_of(from, i % 2 * 4 + j) * scale.y; };
-        words[i] = pack_e4m3x2(value(0), value(1)) | uint32_t(pack_e4m3x2(value(2), value(3))) << 16;
+    for (int i = 0; i < AT_ONCE; ++i, index += APART) {
+        token[i] = index / blocks, column[i] = (index - token[i] * blocks) * ROW_BYTES;
+        at[i] = (int64_t(token[i]) * gridDim.y + blockIdx.y) * k + column[i] + part * PIECE;
+        if (token[i] >= tokens) continue;
+        given[i][0] = load_once(x + at[i], policy);
+        if (column[i] + ROW_BYTES / 2 < k) given[i][1] = load_once(x + at[i] + ROW_BYTES / 2, policy);
     }
-    *reinterpret_cast<uint4*>(codes + int64_t(row) * k + column) = make_uint4(words[0], words[1], words[2], words[3]);
-    if (part == 0) scales[(int64_t(row % groups) * blocks + block) * scale_stride + row / groups] = scale.x;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+        float most = 0;
+#pragma unroll
+        for (int j = 0; j < 2 * PIECE; ++j) most = fmaxf(most, fabsf(value_of(given[i][j / PIECE], j % PIECE)));
+#pragma unroll
+        for (int lanes = BLOCK_LANES / 2; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+        if (token[i] >= tokens) continue;
+        const float2 scale = linear_mma::group_scale(most, true);  // and its inverse
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto value = [&](int j) { return value_of(given[i][half], j) * scale.y; };
+            const auto four = [&](int j) {
+                return pack_e4m3x2(value(j), value(j + 1)) | uint32_t(pack_e4m3x2(value(j + 2), value(j + 3))) << 16;
+            };
+            if (column[i] + half * ROW_BYTES / 2 < k)
+                *reinterpret_cast<uint2*>(codes + at[i] + half * ROW_BYTES / 2) = make_uint2(four(0), four(4));
+        }
+        if (part == 0)
+            scales[(int64_t(blockIdx.y) * blocks + column[i] / ROW_BYTES) * scale_stride + token[i]] = scale.x;
+    }
 }
 
 template <class F>
@@ -151,12 +173,11 @@ cudaError_t launch_multiply(const Product& g, int clusters) {
 }
 
 cudaError_t launch_quantise(const Product& g) {
-    const int rows = g.tokens * g.groups;
     if (!g.decoded) {
-        const int64_t lanes = int64_t(rows) * rounded_up(g.k, ROW_BYTES) * PIECES;
-        const dim3 grid(unsigned((lanes + QUANTISE_THREADS - 1) / QUANTISE_THREADS));
+        const int scales = g.tokens * rounded_up(g.k, ROW_BYTES);  // of a group
+        const dim3 grid(rounded_up(scales * BLOCK_LANES, AT_ONCE * QUANTISE_THREADS), g.groups);
         return programmatic::launch_early(quantise, grid, QUANTISE_THREADS, 0, g.early, g.x,
-                                          static_cast<uint8_t*>(g.quantised), g.token_scales, rows, g.groups, g.k,
+                                          static_cast<uint8_t*>(g.quantised), g.token_scales, g.tokens, g.k,
                                           g.scale_stride);
     }
     linear_mma::Link link = {};
@@ -164,7 +185,7 @@ cudaError_t launch_quantise(const Product& g) {
     link.input_scales = g.input_scales, link.tokens = g.tokens, link.quantise = 1;
     link.k_units = g.k / linear_mma::BLOCK_K, link.tiles = g.groups, link.group_tiles = 1;
     link.x_stride = g.groups * g.k, link.group_stride = g.groups > 1 ? g.k : 0;
-    const int64_t lanes = int64_t(rows) * rounded_up(g.k, ROW_BYTES) * (ROW_BYTES / linear_mma::PIECE);
+    const int64_t lanes = int64_t(g.tokens) * g.groups * rounded_up(g.k, ROW_BYTES) * (ROW_BYTES / linear_mma::PIECE);
     const dim3 grid(unsigned((lanes + linear_mma::QUANTISE_THREADS - 1) / linear_mma::QUANTISE_THREADS));
     return programmatic::launch_early(linear_mma::quantise_kernel<linear_mma::NVFP4>, grid,
                                       linear_mma::QUANTISE_THREADS, 0, g.early, link);

@@ -21,7 +21,7 @@ from harness.problem.folders import Case, ProblemError
 from harness.sandbox.process import Child, Died
 
 SCRATCH_BYTES = 4 * 2**30  # of scratch memory, besides what a case's inputs, outputs and weights ask for
-SCRATCH_FACTOR = 4  # times inputs and outputs: copies in another format
+SCRATCH_FACTOR, UNSAID_BYTES = 4, 2 * 2**30  # times inputs and outputs, or what counts where a case does not say them
 PREPARED, PREPARING = 1.25, 2  # times the weights: what is kept, and room for copies while it is made
 RESERVE_BYTES = 6 * 2**30  # of the device, for the checker's reference and for what libraries load
 READ_BYTES = 4 * 2**30  # that the judge's readers read at most; a case that moves more gets their time in proportion
@@ -312,7 +312,7 @@ class Replays:
 
     def _scratch_bytes(self, device_bytes: int) -> int:
         largest = max(
-            PREPARING * case.weight_bytes + SCRATCH_FACTOR * max(0, (case.bytes or 0) - case.weight_bytes)
+            PREPARING * case.weight_bytes + SCRATCH_FACTOR * max(0, (case.bytes or UNSAID_BYTES) - case.weight_bytes)
             for case in self.cases.values()
         )
         return min(SCRATCH_BYTES + int(largest), (device_bytes - RESERVE_BYTES) // (2 * len(self.played)))

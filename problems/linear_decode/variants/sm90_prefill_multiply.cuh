@@ -56,6 +56,13 @@ __device__ __forceinline__ void arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// As one store, without a branch: of an assignment the compiler makes four stores at some places.
+__device__ __forceinline__ void store_line(bf16* to, const uint4& v, bool inside) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(int(inside))
+                 : "memory");
+}
+
 constexpr int STEPS = ROW_BYTES / STEP_BYTES;  // of a stage
 
 template <class F>
@@ -192,14 +199,15 @@ struct Consumer {
                             pair(4), pair(6));
             }
             __syncwarp();
-            bf16* const to = p.out + int64_t(tile.group) * p.n + row + column + lane % 8 * 8;
+            bf16* to = p.out + first * stride + int64_t(tile.group) * p.n + row + column + lane % 8 * 8;
+            uint4 lines[4];  // all before the first is stored
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (first + 4 * i >= p.num_tokens) break;
                 const int at = 4 * i + lane / 8;
-                *reinterpret_cast<uint4*>(to + (first + 4 * i) * stride) =
-                    load_shared16(staging + at * ROW_BYTES + (lane % 8 ^ at % 8) * 16);
+                lines[i] = load_shared16(staging + at * ROW_BYTES + (lane % 8 ^ at % 8) * 16);
             }
+#pragma unroll
+            for (int i = 0; i < 4; ++i, to += 4 * stride) store_line(to, lines[i], first + 4 * i < p.num_tokens);
             __syncwarp();
         }
     }

@@ -59,15 +59,20 @@ __device__ __forceinline__ void load_scales(float (&s)[(N + 15) / 16 * 4], uint3
     }
 }
 
-// d from FIRST_SUM on += t times scales of N slots, once all but the last LEFT products are there. Scales are in s, or, if
-// they are not KEPT, at `from`, and then in s.
-template <int FIRST_SUM, int LEFT, bool KEPT, int N, int SUMS>
-__device__ __forceinline__ void add(float (&d)[SUMS], float (&t)[N / 2], float (&s)[(N + 15) / 16 * 4], uint32_t from) {
-    warpgroup_wait<LEFT>();
+// Wait for a part's products.
+template <int N>
+__device__ __forceinline__ void finish(float (&t)[N / 2], const uint32_t (&a)[4][4]) {
+    warpgroup_wait<0>();
     warpgroup_fence_operand(t);
-    if (!KEPT) load_scales<N>(s, from);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) d[FIRST_SUM + i] += t[i] * s[i / 4 * 2 + i % 2];
+    for (int step = 0; step < 4; ++step) hold(a[step]);
+}
+
+// d += t times scales of N slots.
+template <int N, int SUMS>
+__device__ __forceinline__ void add(float (&d)[SUMS], const float (&t)[N / 2], const float (&s)[(N + 15) / 16 * 4]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) d[i] += t[i] * s[i / 4 * 2 + i % 2];
 }
 
 // Where a stage has this lane's share. first: of the first one, without rows.
@@ -103,44 +108,53 @@ __device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem
         stage.advance();
         if (AHEAD && left > 1) load();
         float s[(N + 15) / 16 * 4];
-        add<0, 0, false, N>(d[0], t, s, slot_scales);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) hold(a[step]);
+        finish<N>(t, a);
+        load_scales<N>(s, slot_scales);
+        add<N>(d[0], t, s);
         warp_arrive(empty);
     }
 }
 
 // The same for two parts. One is decoded, of the next chunk too, while the other's products run, and while its sums are
-// added those of the other warpgroup run.
+// added those of the other warpgroup run. What is decoded or added then, and their scales, is loaded a step before.
 template <class F, int N>
 __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
                                            int chunks, const Chunk& first) {
     constexpr bool KEEPS = N <= 104;  // scales from one part to the other, if there are registers: shared memory is busy
+    constexpr bool EARLY = N <= 96;   // words, likewise
     uint32_t a[4][4], b[4][4];
     float t[N / 2], s[(N + 15) / 16 * 4];
     wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
     Chunk chunk = chunk_of<F>(first, smem, stage.index());
     uint32_t scales = load_shared(chunk.scales);
     decode_part(load_part(chunk, scales, 0), a);
+    Words words;
+    if (EARLY) words = load_part(chunk, scales, 1);
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
         start<N>(t, a, chunk.rows);
-        decode_part(load_part(chunk, scales, 1), b);
-        add<0, 0, false, N>(d[0], t, s, chunk.slot_scales);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) hold(a[step]);
-        start<N>(t, b, chunk.rows);
-        const uint32_t slot_scales = chunk.slot_scales, empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
+        if (!EARLY) words = load_part(chunk, scales, 1);
+        decode_part(words, b);
+        if (KEEPS) load_scales<N>(s, chunk.slot_scales);
+        finish<N>(t, a);
+        const uint32_t rows = chunk.rows, slot_scales = chunk.slot_scales;
+        const uint32_t empty = smem + F::EMPTY_BARRIERS + 8 * stage.index();
+        if (!KEEPS) load_scales<N>(s, slot_scales);
         stage.advance();
         if (left > 1) {
             wait(smem + F::FULL_BARRIERS + 8 * stage.index(), stage.phase());
             chunk = chunk_of<F>(first, smem, stage.index());
             scales = load_shared(chunk.scales);
-            decode_part(load_part(chunk, scales, 0), a);
+            if (EARLY) words = load_part(chunk, scales, 0);
         }
-        add<0, 0, KEEPS, N>(d[1], t, s, slot_scales);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) hold(b[step]);
+        add<N>(d[0], t, s);
+        start<N>(t, b, rows);
+        if (!EARLY) words = load_part(chunk, scales, 0);
+        decode_part(words, a);
+        finish<N>(t, b);
+        if (!KEEPS) load_scales<N>(s, slot_scales);
+        if (EARLY) words = load_part(chunk, scales, 1);
+        add<N>(d[1], t, s);
         warp_arrive(empty);
     }
 }

@@ -1,7 +1,7 @@
 // moe_gemm with MXFP4 weights and FP8 activations: as sm90_prefill.cuh, with products of e4m3, for any number of tokens.
 //
-//   route    as there
-//   gather   x's rows in FP8, in the order of the slots, with their scales (sm90_mxfp4_gather.cuh)
+//   route    as there; meanwhile x to FP8, with scales (sm90_mxfp4_gather.cuh)
+//   gather   its rows, in the order of the slots
 //   experts  weights (units, sm90_mxfp4_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  as there (sm90_mxfp4_run.cuh, as the launches)
 //

@@ -1,11 +1,13 @@
-// x for sm90_mxfp4: each slot's row in FP8, as the products read it. Rounding is fp8.quantise_groups of problems/common.
+// x for sm90_mxfp4: in FP8, once for each token, while slots are sorted; then each slot's row, as the products read it.
+// Rounding is fp8.quantise_groups of problems/common.
 #pragma once
 
 #include "sm90_mxfp4_form.cuh"
 
 namespace mxfp4 {
 
-constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 4;
+constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;  // a lane of eight brings the scales of a chunk
+constexpr int QUANTISE_AT_ONCE = 2, QUANTISE_CLUSTERS = 12;  // groups of a thread; at most, as all are to fit at once
 
 // A pair of bf16 times 2^-s as e4m3, in the low half.
 __device__ __forceinline__ uint32_t codes_of(uint32_t pair, float low_inverse, float high_inverse) {
@@ -36,34 +38,71 @@ __device__ __forceinline__ uint4 quantise_piece(const uint2 (&v)[4], uint32_t ei
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 128 columns: x's rows -> codes and scales as Product
-// has them.
+// Groups of 128 columns of all tokens -> [T][chunks] of codes, 128 bytes, and of scales. Eight threads have a group.
+__device__ __forceinline__ void quantise(const bf16* x, uint8_t* codes, float* scales, int groups, int hidden,
+                                         int block, int blocks) {
+    const int piece = threadIdx.x % 8, chunks = (hidden + COLUMNS - 1) / COLUMNS;
+    const int apart = blocks * (prefill::ROUTE_THREADS / 8);
+    const uint32_t eight = 0xFFu << threadIdx.x % 32 / 8 * 8;
+#pragma unroll 1
+    for (int first = (block * prefill::ROUTE_THREADS + threadIdx.x) / 8; first < groups;
+         first += QUANTISE_AT_ONCE * apart) {
+        uint2 v[QUANTISE_AT_ONCE][4];
+#pragma unroll
+        for (int i = 0; i < QUANTISE_AT_ONCE; ++i) {
+            const int group = min(first + i * apart, groups - 1), token = group / chunks, chunk = group % chunks;
+            load_piece(v[i], x + int64_t(token) * hidden + chunk * COLUMNS, hidden - chunk * COLUMNS, piece);
+        }
+#pragma unroll
+        for (int i = 0; i < QUANTISE_AT_ONCE; ++i) {
+            const int group = first + i * apart;
+            if (group >= groups) break;
+            float scale;
+            reinterpret_cast<uint4*>(codes)[int64_t(group) * 8 + piece] = quantise_piece(v[i], eight, scale);
+            if (piece == 0) scales[group] = scale;
+        }
+    }
+}
+
+// The first cluster sorts, the others quantise.
+__global__ void __cluster_dims__(prefill::ROUTE_BLOCKS, 1, 1) __launch_bounds__(prefill::ROUTE_THREADS)
+    route(const int* ids, const float* weights, prefill::Tables tables, int slots, int topk, int experts, int few,
+          int many, const bf16* x, uint8_t* codes, float* scales, int groups, int hidden) {
+    programmatic::trigger();
+    if (blockIdx.x < prefill::ROUTE_BLOCKS)
+        prefill::sort(ids, weights, tables, slots, topk, experts, few, many);
+    else
+        quantise(x, codes, scales, groups, hidden, blockIdx.x - prefill::ROUTE_BLOCKS,
+                 gridDim.x - prefill::ROUTE_BLOCKS);
+}
+
+// Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 128 columns: tokens' codes and scales -> those of
+// slots, as Product has them.
 __global__ void __launch_bounds__(GATHER_THREADS)
-    gather(const bf16* x, uint8_t* codes, float* scales, prefill::Tables tables, int slots, int all_scales, int hidden) {
+    gather(const uint8_t* x, const float* x_scales, uint8_t* codes, float* scales, prefill::Tables tables, int slots,
+           int all_scales, int chunks) {
     programmatic::trigger();
     programmatic::wait();
     const int many = __ldcg(tables.many.head), both = many + __ldcg(tables.few.head), index = blockIdx.x;
     if (index >= both) return;
     const int4 item = __ldcg(index < many ? tables.many.items + index : tables.few.items + index - many);
-    const int piece = threadIdx.x % 8, first = blockIdx.y * GATHER_CHUNKS;
-    const int left = (hidden + COLUMNS - 1) / COLUMNS - first;
-    const uint32_t eight = 0xFFu << threadIdx.x % 32 / 8 * 8;
+    const int piece = threadIdx.x % 8, first = blockIdx.y * GATHER_CHUNKS, left = chunks - first;
+    float* const scales_to = scales + int64_t(first + piece) * all_scales + scale_slot(item.x, item.y);
 #pragma unroll 1
     for (int row = threadIdx.x / 8; row < item.z; row += GATHER_THREADS / 8) {
-        const bf16* const from = x + int64_t(__ldcg(tables.token + item.y + row)) * hidden + first * COLUMNS;
-        uint2 v[GATHER_CHUNKS][4];
+        const int64_t from = int64_t(__ldcg(tables.token + item.y + row)) * chunks + first;
+        uint4 v[GATHER_CHUNKS];
+        float scale = 0;
 #pragma unroll
         for (int i = 0; i < GATHER_CHUNKS; ++i)
-            load_piece(v[i], from + i * COLUMNS, hidden - (first + i) * COLUMNS, piece);
+            if (i < left) v[i] = __ldcg(reinterpret_cast<const uint4*>(x) + (from + i) * 8 + piece);
+        if (piece < left) scale = __ldcg(x_scales + from + piece);
 #pragma unroll
-        for (int i = 0; i < GATHER_CHUNKS; ++i) {
-            if (i >= left) break;
-            float scale;
-            const uint4 made = quantise_piece(v[i], eight, scale);
-            const int64_t chunk = first + i;
-            reinterpret_cast<uint4*>(codes)[(chunk * slots + item.y + row) * 8 + (piece ^ row % 8)] = made;
-            if (piece == 0) scales[chunk * all_scales + scale_slot(item.x, item.y) + scale_at(row)] = scale;
-        }
+        for (int i = 0; i < GATHER_CHUNKS; ++i)
+            if (i < left)
+                reinterpret_cast<uint4*>(codes)[(int64_t(first + i) * slots + item.y + row) * 8 + (piece ^ row % 8)] =
+                    v[i];
+        if (piece < left) scales_to[scale_at(row)] = scale;
     }
 }
 

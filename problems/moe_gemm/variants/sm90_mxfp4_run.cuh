@@ -10,10 +10,14 @@ namespace mxfp4 {
 
 // What is kept while a call runs: codes where prefill has bf16, which takes twice as much, and their scales.
 struct Workspace : prefill::Workspace {
-    float *x_scales, *v_scales;
+    uint8_t* quantised;  // of tokens, and their scales
+    float *quantised_scales, *x_scales, *v_scales;
     Workspace(void* memory, int tokens, int topk, int experts, int hidden, int inner)
         : prefill::Workspace(memory, tokens, topk, experts, hidden, inner, Many::BLOCK_N) {
         const size_t scales = scale_slots(tokens * topk, experts) * sizeof(float);
+        const size_t groups = size_t(tokens) * ((hidden + COLUMNS - 1) / COLUMNS);
+        quantised = take(groups * COLUMNS);
+        quantised_scales = reinterpret_cast<float*>(take(groups * sizeof(float)));
         x_scales = reinterpret_cast<float*>(take((hidden + COLUMNS - 1) / COLUMNS * scales));
         v_scales = reinterpret_cast<float*>(take((inner + COLUMNS - 1) / COLUMNS * scales));
     }
@@ -27,6 +31,20 @@ inline int launch_experts(Problem& problem, const prefill::List& list, int proce
         return error;
     problem.list = list;
     return programmatic::launch(experts<F>, processors, F::NUM_THREADS, bytes, problem);
+}
+
+inline cudaError_t launch_route(const int* ids, const float* weights, const Workspace& space, int slots, int topk,
+                                int experts, const bf16* x, int groups, int hidden) {
+    const size_t bytes = prefill::route_shared_bytes(experts);
+    if (const cudaError_t error = cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
+        return error;
+    constexpr int EACH = QUANTISE_AT_ONCE * prefill::ROUTE_BLOCKS * prefill::ROUTE_THREADS / 8;  // groups of a cluster
+    const int wanted = (groups + EACH - 1) / EACH;
+    const int blocks = prefill::ROUTE_BLOCKS * (1 + (wanted < QUANTISE_CLUSTERS ? wanted : QUANTISE_CLUSTERS));
+    route<<<blocks, prefill::ROUTE_THREADS, bytes>>>(ids, weights, space.tables, slots, topk, experts, Few::BLOCK_N,
+                                                     Many::BLOCK_N, x, space.quantised, space.quantised_scales, groups,
+                                                     hidden);
+    return cudaGetLastError();
 }
 
 // A product of rows by columns.
@@ -57,13 +75,14 @@ inline int run(const uint8_t* w13, const float* g13, const uint8_t* w2, const fl
                     int(slots),
                     scale_slots(int(slots), experts),
                     hidden};
-    if (const cudaError_t error = prefill::launch_route(ids, topk_weights, space.tables, int(slots), topk, experts,
-                                                        Few::BLOCK_N, Many::BLOCK_N))
+    const int chunks = problem.product[FIRST].chunks, groups = tokens * chunks;
+    if (const cudaError_t error = launch_route(ids, topk_weights, space, int(slots), topk, experts, x, groups, hidden))
         return error;
     const dim3 grid(unsigned(prefill::most_items(slots, experts, Many::BLOCK_N)),
-                    (problem.product[FIRST].chunks + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
-    if (const cudaError_t error = programmatic::launch(gather, grid, GATHER_THREADS, 0, x, x_codes, space.x_scales,
-                                                       space.tables, int(slots), problem.scale_slots, hidden))
+                    (chunks + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
+    if (const cudaError_t error =
+            programmatic::launch(gather, grid, GATHER_THREADS, 0, space.quantised, space.quantised_scales, x_codes,
+                                 space.x_scales, space.tables, int(slots), problem.scale_slots, chunks))
         return error;
 
     // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.

@@ -122,17 +122,6 @@ __device__ __forceinline__ void multiply(const Problem& p, float (&d)[F::PARTS][
     mma_tile<F>(d, mine.smem, stage, p.product[tile.product].chunks, first, tile.count);
 }
 
-// Two warpgroups leave in turns, so that one writes while the other one multiplies: else both come here at once, tile after
-// tile. Each has a barrier at which it waits for the other one to have left.
-template <class F>
-__device__ __forceinline__ void await_turn(int group) {
-    if (F::GROUPS == 2) named_barrier_sync<F::CONSUMERS>(4 + group);
-}
-template <class F>
-__device__ __forceinline__ void pass_turn(int group) {
-    if (F::GROUPS == 2) named_barrier_arrive<F::CONSUMERS>(5 - group);
-}
-
 // What becomes of its sums. alone: no warpgroup needs another one, and one may be some chunks ahead.
 template <class F>
 __device__ __forceinline__ void leave(const Problem& p, float (&d)[F::PARTS][F::SUMS], uint32_t base,
@@ -155,21 +144,17 @@ __device__ __forceinline__ void leave(const Problem& p, float (&d)[F::PARTS][F::
             store_v<F>(p, tile, smem);
             store_shared(mine.stored(), tile.item + 1);
         }
-        await_turn<F>(mine.group);
     } else {
-        await_turn<F>(mine.group);
         const int begin = BLOCK_UNITS * tile.block + 2 * F::PARTS * mine.group;  // units of rows, this warpgroup's first
         prefill::write_parts(p, d, tile.count, factor, begin * ROWS, (p.product[SECOND].rows - begin) * ROWS,
                              mine.list(), smem + F::SMEM_D + mine.group * F::D_BYTES, 2 + mine.group);
     }
-    pass_turn<F>(mine.group);
 }
 
 template <class F>
 __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     const Share<F> mine(smem);
     if (mine.stores()) store_shared(mine.stored(), 0);
-    if (F::GROUPS == 2) named_barrier_arrive<F::CONSUMERS>(6 - 2 * mine.group);  // the first one's turn; at 6 none waits
     float d[F::PARTS][F::SUMS];
     PipelineState<2> turn;
     PipelineState<F::NUM_STAGES> stage;

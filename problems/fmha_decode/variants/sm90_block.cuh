@@ -81,7 +81,7 @@ __device__ __forceinline__ void write_rows(const float (&o)[CHUNKS][64], float u
     __syncwarp();
     constexpr int LANES = 16 * CHUNKS;  // of a row: a warp writes 256 dims at a time
     int const tile = lane % LANES / 8, c = lane % 8;
-    Angles const angles(turn, query, SPLIT ? 0 : dim + lane * 8);
+    Angles const angles(turn, query, SPLIT ? 0 : dim + lane % LANES * 8);
 #pragma unroll 4
     for (int row = 16 * warp + lane / LANES; row < min(heads, 16 * warp + 16); row += 32 / LANES) {
         uint4 const v = load_shared16(staging + tile * (BLOCK_M * 128) + row * 128 + (c ^ row % 8) * 16);

@@ -2,9 +2,10 @@
 //
 // A block of 640 threads has one query, 64 of its heads (rows of wgmma) and a share of its entries, tile by tile:
 //   warpgroups 0 and 1  ask for entries, and decode BLOCK_N of them into a tile in shared memory as bf16
-//   (sm90_gather.cuh) warpgroup 2         scores: S = Q K^T, softmax along the list with a running maximum, P as bf16
-//   to shared memory warpgroups 3 and 4  O += P V, dims 0 to 255 and 256 to 511, V being the same tile as K, read by
-//   rows
+//                       (sm90_gather.cuh)
+//   warpgroup 2         scores: S = Q K^T, softmax along the list with a running maximum, P as bf16 to shared memory
+//   warpgroups 3 and 4  O += P V, dims 0 to 255 and 256 to 511, or what of these its slice has; V is the same tile as
+//                       K, read by rows
 // A tile has two parts with separate barriers, so that scores begin before all of it is decoded, and decoding of
 // the tile after next before all of its values are added.
 // The running maximum moves only if it grows by more than RESCALE_THRESHOLD, so O is hardly ever rescaled. Where blocks
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) attend(const __grid_constant__
     if (SPLIT) programmatic::trigger();
     programmatic::wait();
 
-    // Barrier 1: the mbarriers exist; barrier 2 is the scores' own.
+    // Barrier 1: the mbarriers exist; barrier 2 is the scores' own, 3 that of both warpgroups of values.
     if (threadIdx.x < NUM_PRODUCER_THREADS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp - Shape<BLOCK_N>::LOAD_WARPS;
@@ -352,7 +353,8 @@ extern "C" int launch(const void* q, const uint8_t* window, const int* window_in
         fmha::Divisor((heads + fmha::BLOCK_M - 1) / fmha::BLOCK_M), fmha::Divisor(splits), alike != 0,
     };
     if (splits == 1) return fmha::run<48, false>(p, early);
-    if (slices > 1)
+    if (slices == 2 || slices == 4)
         return entries == 32 ? fmha::run<32, true, 1>(p, early, slices) : fmha::run<48, true, 1>(p, early, slices);
+    if (slices != 1) return int(cudaErrorInvalidValue);
     return entries == 32 ? fmha::run<32, true>(p, early) : fmha::run<48, true>(p, early);
 }

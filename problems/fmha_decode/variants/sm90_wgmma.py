@@ -22,6 +22,7 @@ MOST_SPLITS = 128  # that combine.cuh takes
 ROWS = 16  # heads of a block of launch_few_heads
 MOST_FEW_HEADS = 16  # that launch_few_heads is taken for: with 32 the blocks of 64 rows are faster
 MOST_SLICES, MOST_SLICES_FEW = 2, 4  # of the dims, with more than ROWS heads and without
+SHORT_LIST = 256  # entries up to which launch_few_heads is not given up for slices: not measured
 ALIKE = 8  # queries of a call of in_model up to which the bits of one do not depend on the others
 # Cycles of a block: a tile, measured alone on its multiprocessor and with another block; all else, estimated; each
 # block to join.
@@ -87,11 +88,11 @@ def cluster_for(sizes: Sizes, fit: dict[int, int]) -> tuple[FewHeads, int]:
 
 
 def few_heads_for(sizes: Sizes, fit: dict[int, int]) -> FewHeads | None:
-    """What launch_few_heads gets. None: launch_for's launch takes fewer cycles by estimate, as it does where one
-    list has thousands of entries, heads are more than MOST_FEW_HEADS, or it has slices.
+    """What launch_few_heads gets. None: launch_for's launch takes fewer cycles, by estimate as where lists are long,
+    or as measured where it has slices; or heads are more than MOST_FEW_HEADS.
     """
     many = launch_for(sizes)
-    if sizes.heads > MOST_FEW_HEADS or many.slices > 1:
+    if sizes.heads > MOST_FEW_HEADS or (many.slices > 1 and sizes.window + sizes.compressed > SHORT_LIST):
         return None
     few, cycles = cluster_for(sizes, fit)
     tiles = -(-(sizes.window + sizes.compressed) // (many.entries * many.splits))

@@ -106,14 +106,14 @@ def accumulators(mma: cute.TiledMma, columns: int) -> tuple[cute.Tensor, cute.Te
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory. What is double is for even and odd tiles."""
+    """Shared memory. What is double is for even and odd tiles; entries and bias are triple, for the next one too."""
 
     queries: cute.Tensor  # int32 (4, HEADS x PIECES)
     entries: cute.Tensor  # int32 (4, TILE x PIECES, BUFFERS): keys, and values
     bias: cute.Tensor  # fp32 (TILE, BUFFERS): -infinity for holes
     weights: cute.Tensor  # int32 (4, HEADS x 8, 2): P
     factor: cute.Tensor  # fp32 (HEADS, 2), of O ahead of a tile
-    whole: cute.Tensor  # fp32 (HEADS,), of O at the end
+    whole: cute.Tensor  # fp32 (HEADS,), what O is multiplied by at last
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Fetcher:
     shared: Shared
     rows: cute.Tensor  # int32 (4, PIECES, rows), staged; the last one of 0
     near: Int64  # address of the token's list of the window
-    far: Int64  # and of its list of compressed entries, were WINDOW places ahead of that
+    far: Int64  # and of its compressed list, less WINDOW places, as that follows the window's
     seen: Int32  # places of both together
     first_far: Int32  # the first compressed row
     warp: Int32
@@ -332,7 +332,8 @@ def launch(tensors: tuple, sizes: tuple, near: tuple, far: tuple):
     q, starts, _, window, window_index, compressed, compressed_index, compressed_length, sink, out, lse, rows = tensors
     tokens, batch, heads, nw, nc, each, heads_outer = sizes
     count = near[2] + far[2] + 1
-    staged = cute.make_tensor(rows, cute.make_layout((4, PIECES, count), stride=(1, 4, 4 * PIECES)))
+    row = cute.assume(Int64(4 * PIECES), divby=4 * PIECES)  # 64 bits: 2^23 rows and more
+    staged = cute.make_tensor(rows, cute.make_layout((4, PIECES, count), stride=(1, 4, row)))
     stage((window.toint(), *near), (compressed.toint(), *far), staged).launch(
         grid=(cute.ceil_div(count, STAGE_ROWS), 1, 1), block=(STAGE_THREADS, 1, 1)
     )
@@ -344,8 +345,10 @@ def launch(tensors: tuple, sizes: tuple, near: tuple, far: tuple):
         cute.make_tensor(q, layout),
         staged,
         cute.make_tensor(starts, cute.make_layout(batch + 1)),
-        cute.make_tensor(window_index, cute.make_layout((nw, batch))),
-        cute.make_tensor(compressed_index, cute.make_layout((nc, cutlass.select_(each != 0, tokens, batch)))),
+        cute.make_tensor(window_index, cute.make_layout((nw, batch), stride=(1, Int64(nw)))),
+        cute.make_tensor(
+            compressed_index, cute.make_layout((nc, cutlass.select_(each != 0, tokens, batch)), stride=(1, Int64(nc)))
+        ),
         cute.make_tensor(compressed_length, cute.make_layout(tokens)),
         cute.make_tensor(sink, cute.make_layout(heads)),
         cute.make_tensor(out, layout),

@@ -20,7 +20,8 @@ namespace linear_prefill {
 
 // ---- kernels
 
-// A scale is of BLOCK_LANES lanes, each with two pieces of PIECE values, 64 apart; AT_ONCE scales are a lane's.
+// A scale is of BLOCK_LANES lanes, each with two pieces of PIECE values, 64 apart; a lane
+// takes part in AT_ONCE scales.
 constexpr int QUANTISE_THREADS = 128, PIECE = 8, BLOCK_LANES = 8, AT_ONCE = 2;
 
 __device__ __forceinline__ float value_of(const uint4& v, int i) {

@@ -41,7 +41,7 @@ struct Form {
     static constexpr uint32_t STAGE_BYTES = (BLOCK_M + BLOCK_N) * ROW_BYTES + 4 * SCALES;
     static constexpr int LEAD = VALUES == E4M3 ? 2 : 1;  // stages that the first warpgroup is ahead of the second one
     static_assert(HALVES == 1 || HALVES == 2, "sums take all registers");
-    static_assert(LEAD >= 1 && LEAD < NUM_STAGES, "a warpgroup that is no stage ahead waits for its own turn");
+    static_assert(LEAD >= 1 && LEAD < NUM_STAGES, "no lead never gives the turn, one of all stages waits for itself");
     static_assert(BLOCK_N / CLUSTER <= 256, "rows of a box");
     static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS);
 };

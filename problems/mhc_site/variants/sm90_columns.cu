@@ -11,7 +11,7 @@
 // Why: each cluster reads all of fn (1.6 MB at d = 4096), so only few tokens have one each, but their sums do not cross
 // L2: 9.1 and 9.9 us at T = 1 and 8, where blocks took 12.0 and 13.7 (H200, d = 4096). Blocks read fn once for all
 // tokens. While a group is one tile, adding up in every block saves the weights of u a second crossing; with more tiles
-// each block would read all sums of all tokens. README.md has the steps and their times, FORMS the tiles.
+// each block would read all sums of all tokens. README.md has the steps and their times.
 #include <utility>
 
 #include "launch_clusters.cuh"
@@ -21,7 +21,7 @@
 
 namespace columns {
 
-// Of a block, as Shape's.
+// Columns of a block; units of 2 bytes that the addends of a value take; tiles that out is made behind x'.
 struct Form {
     int columns, units, lag;
 };

@@ -66,7 +66,7 @@ struct Shape {
     // tokens of one copy and for all copies of two tokens, four apart.
     static constexpr int COPY = COLUMNS * 2 + 16, ROW = COPIES * COPY + 48;
     static constexpr int NUM_X_STAGES = AHEAD + LAG, NUM_Y_STAGES = AHEAD;
-    static constexpr int NUM_MIXING_STAGES = AHEAD + 1;      // others may still read the tile before
+    static constexpr int NUM_MIXING_STAGES = AHEAD + 1;      // a tile's is still read when tile + AHEAD's is asked for
     static constexpr int GROUPS = TILE / 4;                  // of four tokens whose products are made at a time
     static constexpr int PARTS = ROLE_WARPS / GROUPS;        // of the columns, for which products are summed apart
     static_assert(K_STEPS % ROLE_WARPS == 0, "multipliers have as many columns each, in steps of 16");

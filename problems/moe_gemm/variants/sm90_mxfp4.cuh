@@ -1,7 +1,7 @@
 // moe_gemm with MXFP4 weights and FP8 activations: as sm90_prefill.cuh, with products of e4m3, for any number of tokens.
 //
 //   route    as there; meanwhile x to FP8, with scales (sm90_mxfp4_gather.cuh)
-//   gather   its rows, in the order of the slots
+//   gather   x's rows, in the order of the slots
 //   experts  weights (units, sm90_mxfp4_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  as there (sm90_mxfp4_run.cuh, as the launches)
 //
@@ -11,7 +11,7 @@
 //
 // Registers are the limit: with 112 slots, a thread has 112 sums, 56 of a chunk's products of one of its two parts, and 32
 // with the chunk's weights. Two warps a scheduler would not hide their latency, so that each has products under way while
-// it decodes and adds (sm90_mxfp4_multiply.cuh).
+// it decodes (sm90_mxfp4_multiply.cuh).
 #pragma once
 
 #include "launch.cuh"
@@ -122,10 +122,10 @@ __device__ __forceinline__ void multiply(const Problem& p, float (&d)[F::PARTS][
     mma_tile<F>(d, mine.smem, stage, p.product[tile.product].chunks, first, tile.count);
 }
 
-// What becomes of its sums. alone: no warpgroup needs another one, and one may be some chunks ahead.
+// What becomes of its sums. apart: this warpgroup needs no other one, and may be some chunks ahead of it.
 template <class F>
 __device__ __forceinline__ void leave(const Problem& p, float (&d)[F::PARTS][F::SUMS], uint32_t base,
-                                      PipelineState<2>& turn, bool alone) {
+                                      PipelineState<2>& turn, bool apart) {
     const Share<F> mine(base);
     const uint32_t smem = mine.smem;
     const auto sync = [] { named_barrier_sync<F::CONSUMERS>(1); };
@@ -133,7 +133,7 @@ __device__ __forceinline__ void leave(const Problem& p, float (&d)[F::PARTS][F::
     prefill::release_tile<F>(smem, turn);
     if (mine.stores()) prefill::finish_store(p, mine.stored());  // long done: staging is free again
     cp_async_wait_all();
-    alone ? named_barrier_sync<128>(2 + mine.group) : sync();
+    apart ? named_barrier_sync<128>(2 + mine.group) : sync();
     const float factor = __uint_as_float(load_shared(mine.scale()));
     if (tile.product == FIRST) {
         stage_v<F>(d, tile.count, factor, mine.list(), smem + F::SMEM_D, smem + F::SMEM_V, smem + F::LARGEST, mine.unit,
@@ -159,12 +159,12 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     PipelineState<2> turn;
     PipelineState<F::NUM_STAGES> stage;
     int product = prefill::read_tile<F>(smem, turn).product;
-    bool alone = false;  // v of the last tile of the first product may be in staging
+    bool apart = false;  // v of the last tile of the first product may be in staging
 #pragma unroll 1
     while (product != END) {
         multiply<F>(p, d, smem, turn, stage);
-        leave<F>(p, d, smem, turn, alone);
-        alone = product == SECOND;
+        leave<F>(p, d, smem, turn, apart);
+        apart = product == SECOND;
         product = prefill::read_tile<F>(smem, turn).product;
     }
     const Share<F> last(smem);

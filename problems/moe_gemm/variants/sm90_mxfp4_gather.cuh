@@ -6,7 +6,8 @@
 
 namespace mxfp4 {
 
-constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;  // a lane of eight brings the scales of a chunk
+constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
+static_assert(GATHER_CHUNKS <= 8, "each of a row's eight lanes copies the scale of one chunk");
 constexpr int QUANTISE_AT_ONCE = 2, QUANTISE_CLUSTERS = 12;  // groups of a thread; at most, as all are to fit at once
 
 // A pair of bf16 times 2^-s as e4m3, in the low half.
@@ -79,8 +80,8 @@ __global__ void __cluster_dims__(prefill::ROUTE_BLOCKS, 1, 1) __launch_bounds__(
 // Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 128 columns: tokens' codes and scales -> those of
 // slots, as Product has them.
 __global__ void __launch_bounds__(GATHER_THREADS)
-    gather(const uint8_t* x, const float* x_scales, uint8_t* codes, float* scales, prefill::Tables tables, int slots,
-           int all_scales, int chunks) {
+    gather(const uint8_t* token_codes, const float* token_scales, uint8_t* codes, float* scales, prefill::Tables tables,
+           int slots, int all_scales, int chunks) {
     programmatic::trigger();
     programmatic::wait();
     const int many = __ldcg(tables.many.head), both = many + __ldcg(tables.few.head), index = blockIdx.x;
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(GATHER_THREADS)
         float scale = 0;
 #pragma unroll
         for (int i = 0; i < GATHER_CHUNKS; ++i)
-            if (i < left) v[i] = __ldcg(reinterpret_cast<const uint4*>(x) + (from + i) * 8 + piece);
-        if (piece < left) scale = __ldcg(x_scales + from + piece);
+            if (i < left) v[i] = __ldcg(reinterpret_cast<const uint4*>(token_codes) + (from + i) * 8 + piece);
+        if (piece < left) scale = __ldcg(token_scales + from + piece);
 #pragma unroll
         for (int i = 0; i < GATHER_CHUNKS; ++i)
             if (i < left)

@@ -116,7 +116,8 @@ __device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem
 }
 
 // The same for two parts. One is decoded, of the next chunk too, while the other's products run, and while its sums are
-// added those of the other warpgroup run. What is decoded or added then, and their scales, is loaded a step before.
+// added those of the other warpgroup run. What is decoded or added then, and scales, are loaded a step
+// before where there are registers.
 template <class F, int N>
 __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
                                            int chunks, const Chunk& first) {

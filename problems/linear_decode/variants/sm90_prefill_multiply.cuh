@@ -149,7 +149,7 @@ struct Consumer {
                 warpgroup_fence_operand(parts[(part + 1) % 2]);
                 add_up(part - 1);
             }
-            const uint4 tile = load_shared16(smem_address(&shared.scales[stage.index][TILE]));  // for the last stage
+            const uint4 tile = load_shared16(smem_address(&shared.scales[stage.index][TILE]));  // used in the last stage
             warpgroup_wait<0>();
             warpgroup_fence_operand(parts[1]);
             for (const uint4& step : a) hold(step);

@@ -116,8 +116,8 @@ __device__ __forceinline__ void mma_chunks(float (&d)[1][F::SUMS], uint32_t smem
 }
 
 // The same for two parts. One is decoded, of the next chunk too, while the other's products run, and while its sums are
-// added those of the other warpgroup run. What is decoded or added then, and scales, are loaded a step
-// before where there are registers.
+// added those of the other warpgroup run. What is decoded or added then, and scales, are loaded a step before where
+// there are registers.
 template <class F, int N>
 __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem, PipelineState<F::NUM_STAGES>& stage,
                                            int chunks, const Chunk& first) {
@@ -160,8 +160,8 @@ __device__ __forceinline__ void mma_chunks(float (&d)[2][F::SUMS], uint32_t smem
     }
 }
 
-// d[q] += part q of this warp's, times `count` slots, over all chunks of a tile: for each number of eights from LEAST on
-// that an item of the form can have, a loop of its own.
+// d[q] += part q of this warp's, times `count` slots, over all chunks of a tile. Each number of eights that an item of
+// the form can have, from LEAST on, has a separate loop.
 template <class F, int LEAST = F::LEAST_EIGHTS>
 __device__ __forceinline__ void mma_tile(float (&d)[F::PARTS][F::SUMS], uint32_t smem,
                                          PipelineState<F::NUM_STAGES>& stage, int chunks, const Chunk& first, int count) {

@@ -11,15 +11,25 @@ namespace ptx {
 template <int N>
 __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b);
 
-#define WGMMA_FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define WGMMA_PRODUCT(N, D, A0, A1, A2, A3, B, ...)                                                             \
+// d (64, N) = a (64, 32) b (N, 32)^T in e4m3, or with ADDS +=. As wgmma, but that lane l has of a columns 4 c to
+// 4 c + 3 in a[0] and a[1], columns 4 c + 16 and on in a[2] and a[3].
+template <int N, bool ADDS>
+__device__ __forceinline__ void wgmma_e4m3(float* d, const uint32_t (&a)[4], uint64_t b);
+
+// REST: of the operands. Behind these, the function's name.
+#define WGMMA_ONE(N, KIND, ADDS, REST, A0, A1, A2, A3, B, ...)                                                  \
     template <>                                                                                                 \
-    __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t (&a)[4], uint64_t b) {                    \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N            \
-                     "k16.f32.bf16.bf16 {" D "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0;\n}\n"     \
-                     : __VA_ARGS__                                                                              \
+    __device__ __forceinline__ void __VA_ARGS__(float* d, const uint32_t (&a)[4], uint64_t b) {                 \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, " ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N KIND \
+                     " {" WGMMA_D##N "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, " REST ";\n}\n"             \
+                     : WGMMA_F##N                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
     }
+#define WGMMA(N, ...)                                                                                           \
+    WGMMA_ONE(N, "k16.f32.bf16.bf16", "1", "1, 1, 0", __VA_ARGS__, wgmma<N>)                                    \
+    WGMMA_ONE(N, "k32.f32.e4m3.e4m3", "0", "1, 1", __VA_ARGS__, wgmma_e4m3<N, false>)                           \
+    WGMMA_ONE(N, "k32.f32.e4m3.e4m3", "1", "1, 1", __VA_ARGS__, wgmma_e4m3<N, true>)
+#define WGMMA_FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_D8 "%0, %1, %2, %3"
 #define WGMMA_D16 WGMMA_D8 ", %4, %5, %6, %7"
 #define WGMMA_D24 WGMMA_D16 ", %8, %9, %10, %11"
@@ -52,51 +62,22 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t
 #define WGMMA_F112 WGMMA_F104, WGMMA_FOUR(52)
 #define WGMMA_F120 WGMMA_F112, WGMMA_FOUR(56)
 #define WGMMA_F128 WGMMA_F120, WGMMA_FOUR(60)
-WGMMA_PRODUCT(8, WGMMA_D8, "%4", "%5", "%6", "%7", "%8", WGMMA_F8)
-WGMMA_PRODUCT(16, WGMMA_D16, "%8", "%9", "%10", "%11", "%12", WGMMA_F16)
-WGMMA_PRODUCT(24, WGMMA_D24, "%12", "%13", "%14", "%15", "%16", WGMMA_F24)
-WGMMA_PRODUCT(32, WGMMA_D32, "%16", "%17", "%18", "%19", "%20", WGMMA_F32)
-WGMMA_PRODUCT(40, WGMMA_D40, "%20", "%21", "%22", "%23", "%24", WGMMA_F40)
-WGMMA_PRODUCT(48, WGMMA_D48, "%24", "%25", "%26", "%27", "%28", WGMMA_F48)
-WGMMA_PRODUCT(56, WGMMA_D56, "%28", "%29", "%30", "%31", "%32", WGMMA_F56)
-WGMMA_PRODUCT(64, WGMMA_D64, "%32", "%33", "%34", "%35", "%36", WGMMA_F64)
-WGMMA_PRODUCT(72, WGMMA_D72, "%36", "%37", "%38", "%39", "%40", WGMMA_F72)
-WGMMA_PRODUCT(80, WGMMA_D80, "%40", "%41", "%42", "%43", "%44", WGMMA_F80)
-WGMMA_PRODUCT(88, WGMMA_D88, "%44", "%45", "%46", "%47", "%48", WGMMA_F88)
-WGMMA_PRODUCT(96, WGMMA_D96, "%48", "%49", "%50", "%51", "%52", WGMMA_F96)
-WGMMA_PRODUCT(104, WGMMA_D104, "%52", "%53", "%54", "%55", "%56", WGMMA_F104)
-WGMMA_PRODUCT(112, WGMMA_D112, "%56", "%57", "%58", "%59", "%60", WGMMA_F112)
-WGMMA_PRODUCT(120, WGMMA_D120, "%60", "%61", "%62", "%63", "%64", WGMMA_F120)
-WGMMA_PRODUCT(128, WGMMA_D128, "%64", "%65", "%66", "%67", "%68", WGMMA_F128)
-
-// d (64, N) = a (64, 32) b (N, 32)^T in e4m3, or with ADDS +=, for 8 to 112 columns; as wgmma, but that lane l has of a
-// columns 4 c to 4 c + 3 in a[0] and a[1], columns 4 c + 16 and on in a[2] and a[3].
-template <int N, bool ADDS>
-__device__ __forceinline__ void wgmma_e4m3(float* d, const uint32_t (&a)[4], uint64_t b);
-
-#define WGMMA_E4M3_ONE(N, ADDS, A0, A1, A2, A3, B)                                                              \
-    template <>                                                                                                 \
-    __device__ __forceinline__ void wgmma_e4m3<N, ADDS>(float* d, const uint32_t (&a)[4], uint64_t b) {         \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, " #ADDS ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N    \
-                     "k32.f32.e4m3.e4m3 {" WGMMA_D##N "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1;\n}\n" \
-                     : WGMMA_F##N                                                                               \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
-    }
-#define WGMMA_E4M3(N, ...) WGMMA_E4M3_ONE(N, 0, __VA_ARGS__) WGMMA_E4M3_ONE(N, 1, __VA_ARGS__)
-WGMMA_E4M3(8, "%4", "%5", "%6", "%7", "%8")
-WGMMA_E4M3(16, "%8", "%9", "%10", "%11", "%12")
-WGMMA_E4M3(24, "%12", "%13", "%14", "%15", "%16")
-WGMMA_E4M3(32, "%16", "%17", "%18", "%19", "%20")
-WGMMA_E4M3(40, "%20", "%21", "%22", "%23", "%24")
-WGMMA_E4M3(48, "%24", "%25", "%26", "%27", "%28")
-WGMMA_E4M3(56, "%28", "%29", "%30", "%31", "%32")
-WGMMA_E4M3(64, "%32", "%33", "%34", "%35", "%36")
-WGMMA_E4M3(72, "%36", "%37", "%38", "%39", "%40")
-WGMMA_E4M3(80, "%40", "%41", "%42", "%43", "%44")
-WGMMA_E4M3(88, "%44", "%45", "%46", "%47", "%48")
-WGMMA_E4M3(96, "%48", "%49", "%50", "%51", "%52")
-WGMMA_E4M3(104, "%52", "%53", "%54", "%55", "%56")
-WGMMA_E4M3(112, "%56", "%57", "%58", "%59", "%60")
+WGMMA(8, "%4", "%5", "%6", "%7", "%8")
+WGMMA(16, "%8", "%9", "%10", "%11", "%12")
+WGMMA(24, "%12", "%13", "%14", "%15", "%16")
+WGMMA(32, "%16", "%17", "%18", "%19", "%20")
+WGMMA(40, "%20", "%21", "%22", "%23", "%24")
+WGMMA(48, "%24", "%25", "%26", "%27", "%28")
+WGMMA(56, "%28", "%29", "%30", "%31", "%32")
+WGMMA(64, "%32", "%33", "%34", "%35", "%36")
+WGMMA(72, "%36", "%37", "%38", "%39", "%40")
+WGMMA(80, "%40", "%41", "%42", "%43", "%44")
+WGMMA(88, "%44", "%45", "%46", "%47", "%48")
+WGMMA(96, "%48", "%49", "%50", "%51", "%52")
+WGMMA(104, "%52", "%53", "%54", "%55", "%56")
+WGMMA(112, "%56", "%57", "%58", "%59", "%60")
+WGMMA(120, "%60", "%61", "%62", "%63", "%64")
+WGMMA(128, "%64", "%65", "%66", "%67", "%68")
 
 // Keeps a fragment where it is up to here: wgmma reads it long after it is issued.
 __device__ __forceinline__ void hold(const uint32_t (&a)[4]) {

@@ -36,7 +36,7 @@ SPILLS = {
         LONGER_FP8: 108,
         TILES_FP8: 68,
         TILES: 36,
-        "mxfp47expertsINS_4FormILi2E": 8,  # where an address is, once a chunk
+        "expertsIN5mxfp44FormILi2E": 8,  # where an address is, once a chunk
     },
     ("moe_gemm", "sm90_grouped", "sm100"): {LONG_FP8: 8, LONGER_FP8: 52, TILES_FP8: 128},
 }

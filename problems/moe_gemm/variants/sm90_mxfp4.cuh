@@ -5,6 +5,8 @@
 //   experts  weights (units, sm90_mxfp4_units.cuh) times an item's slots, of w13 and then of w2; once for each list
 //   combine  as there (sm90_mxfp4_run.cuh, as the launches)
 //
+// The kernel is prefill::experts, which calls this file's init_tables, producer and consumer.
+//
 // A chunk is 128 columns: of weights four blocks of 32, whose scales go into their e4m3 exactly, and of activations one
 // group, so that a chunk's sums are multiplied with its slots' scales and added in fp32. All warps of a block have a tile
 // of 256 rows together: after the first product that is a whole group of 128 channels of v.
@@ -171,27 +173,12 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     if (last.stores()) prefill::finish_store(p, last.stored());
 }
 
-// ---- kernel
+// ---- before both
 
+// The tables of e4m3 that scales choose from.
 template <class F>
-__global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_constant__ Problem p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only Hopper has wgmma
-    extern __shared__ uint8_t raw[];
-    // From lane 0, or else it would be computed again for each use.
-    const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
-    prefill::init_barriers<F>(smem);
+__device__ __forceinline__ void init_tables(const Problem&, uint32_t smem) {
     if (threadIdx.x < TABLES) store_shared1(smem + F::TABLE + threadIdx.x, table_byte(threadIdx.x));
-    programmatic::trigger();
-    __syncthreads();
-    programmatic::wait();
-    if (threadIdx.x < 128) {
-        warpgroup_reg_dealloc<F::PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) producer<F>(p, smem);
-    } else {
-        warpgroup_reg_alloc<F::CONSUMER_REGISTERS>();
-        consumer<F>(p, smem);
-    }
-#endif
 }
 
 }  // namespace mxfp4

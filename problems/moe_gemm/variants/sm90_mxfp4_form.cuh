@@ -19,6 +19,7 @@ struct Form {
     static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = CONSUMER_REGISTERS_,
                          LAUNCH_REGISTERS = LAUNCH_REGISTERS_;
     static constexpr int CONSUMERS = 128 * GROUPS, NUM_THREADS = 128 + CONSUMERS;
+    static constexpr int UNITS = BLOCK_UNITS;  // of a tile
     static constexpr int EIGHTS = BLOCK_N / 8, SUMS = BLOCK_N / 2;  // sums of a thread, for each 16 of its warp's rows
     // Fewest eights of an item: Many cuts what is more than Few's 64 into items of up to BLOCK_N, as even as eights allow.
     static constexpr int LEAST_EIGHTS = PARTS == 1 ? 1 : (EIGHTS + 1) / 2;

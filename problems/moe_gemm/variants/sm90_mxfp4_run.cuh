@@ -23,34 +23,17 @@ struct Workspace : prefill::Workspace {
     }
 };
 
-template <class F>
-inline int launch_experts(Problem& problem, const prefill::List& list, int processors) {
-    constexpr int bytes = F::BYTES + 1024;
-    if (const cudaError_t error =
-            cudaFuncSetAttribute(experts<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-        return error;
-    problem.list = list;
-    return programmatic::launch(experts<F>, processors, F::NUM_THREADS, bytes, problem);
-}
-
-inline cudaError_t launch_route(const int* ids, const float* weights, const Workspace& space, int slots, int topk,
-                                int experts, const bf16* x, int groups, int hidden) {
-    const size_t bytes = prefill::route_shared_bytes(experts);
-    if (const cudaError_t error = cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
-        return error;
+// Clusters that are to quantise.
+inline int quantising(int groups) {
     constexpr int EACH = QUANTISE_AT_ONCE * prefill::ROUTE_BLOCKS * prefill::ROUTE_THREADS / 8;  // groups of a cluster
     const int wanted = (groups + EACH - 1) / EACH;
-    const int blocks = prefill::ROUTE_BLOCKS * (1 + (wanted < QUANTISE_CLUSTERS ? wanted : QUANTISE_CLUSTERS));
-    route<<<blocks, prefill::ROUTE_THREADS, bytes>>>(ids, weights, space.tables, slots, topk, experts, Few::BLOCK_N,
-                                                     Many::BLOCK_N, x, space.quantised, space.quantised_scales, groups,
-                                                     hidden);
-    return cudaGetLastError();
+    return wanted < QUANTISE_CLUSTERS ? wanted : QUANTISE_CLUSTERS;
 }
 
 // A product of rows by columns.
 inline Product product_of(const uint8_t* units, const float* scale, int rows, int columns, const uint8_t* codes,
                           const float* scales) {
-    return {units, scale, rows / ROWS, (columns + COLUMNS - 1) / COLUMNS, (rows + 255) / 256, codes, scales};
+    return {units, scale, rows / ROWS, (columns + COLUMNS - 1) / COLUMNS, 0, codes, scales};
 }
 
 // T tokens, E experts of k for each; H, I multiples of 64. w13, w2: units; g13, g2 fp32 (E,), 2^(m - 6) with 2^m the
@@ -61,10 +44,6 @@ inline int run(const uint8_t* w13, const float* g13, const uint8_t* w2, const fl
     const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
     if (experts > prefill::ROUTE_EXPERTS || slots >= prefill::ROUTE_SLOTS || pieces >= int64_t(1) << 31)
         return cudaErrorInvalidValue;
-    int device, processors;
-    if (const cudaError_t error = cudaGetDevice(&device)) return error;
-    if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
-        return error;
     const Workspace space(workspace, tokens, topk, experts, hidden, inner);
     const auto x_codes = reinterpret_cast<uint8_t*>(space.x), v_codes = reinterpret_cast<uint8_t*>(space.inner);
     Problem problem{{product_of(w13, g13, 2 * inner, hidden, x_codes, space.x_scales),
@@ -76,7 +55,9 @@ inline int run(const uint8_t* w13, const float* g13, const uint8_t* w2, const fl
                     scale_slots(int(slots), experts),
                     hidden};
     const int chunks = problem.product[FIRST].chunks, groups = tokens * chunks;
-    if (const cudaError_t error = launch_route(ids, topk_weights, space, int(slots), topk, experts, x, groups, hidden))
+    if (const cudaError_t error = prefill::launch_route(
+            route, 1 + quantising(groups), experts, ids, topk_weights, space.tables, int(slots), topk, experts,
+            Few::BLOCK_N, Many::BLOCK_N, x, space.quantised, space.quantised_scales, groups, hidden))
         return error;
     const dim3 grid(unsigned(prefill::most_items(slots, experts, Many::BLOCK_N)),
                     (chunks + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
@@ -84,11 +65,7 @@ inline int run(const uint8_t* w13, const float* g13, const uint8_t* w2, const fl
             programmatic::launch(gather, grid, GATHER_THREADS, 0, space.quantised, space.quantised_scales, x_codes,
                                  space.x_scales, space.tables, int(slots), problem.scale_slots, chunks))
         return error;
-
-    // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.
-    if (const int error = launch_experts<Many>(problem, space.tables.many, processors)) return error;
-    if (const int error = launch_experts<Few>(problem, space.tables.few, processors)) return error;
-    return prefill::launch_combine(space.parts, ids, out, pieces, topk, experts, hidden);
+    return prefill::launch_products<Few, Many>(problem, ids, out, pieces, topk, experts);
 }
 
 }  // namespace mxfp4

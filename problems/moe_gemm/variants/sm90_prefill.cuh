@@ -141,13 +141,19 @@ __device__ __forceinline__ void init_barriers(uint32_t smem) {
     }
 }
 
+// What a block writes to shared memory at its start besides barriers: nothing here.
 template <class F>
-__global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_constant__ Problem p) {
+__device__ __forceinline__ void init_tables(const Problem&, uint32_t) {}
+
+// init_tables, producer and consumer are those of P's namespace: this one, or mxfp4.
+template <class F, class P>
+__global__ void __launch_bounds__(F::NUM_THREADS, 1) experts(const __grid_constant__ P p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // only Hopper has wgmma
     extern __shared__ uint8_t raw[];
     // From lane 0, or else it would be computed again for each use.
     const uint32_t smem = __shfl_sync(~0u, (uint32_t(__cvta_generic_to_shared(raw)) + 1023) / 1024 * 1024, 0);
     init_barriers<F>(smem);
+    init_tables<F>(p, smem);
     programmatic::trigger();
     __syncthreads();
     programmatic::wait();

@@ -84,30 +84,39 @@ inline size_t workspace(int tokens, int topk, int experts, int hidden, int inner
     return Workspace(nullptr, tokens, topk, experts, hidden, inner_size).bytes;
 }
 
-template <class F>
-inline int launch_experts(Problem& problem, const List& list, int processors) {
-    constexpr int bytes = F::BYTES + 1024;
-    if (const cudaError_t error =
-            cudaFuncSetAttribute(experts<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-        return error;
-    problem.list = list;
-    for (Product& product : problem.product) product.blocks = (product.rows + F::UNITS - 1) / F::UNITS;
-    return programmatic::launch(experts<F>, processors, F::NUM_THREADS, bytes, problem);
-}
-
-inline cudaError_t launch_route(const int* ids, const float* weights, const Tables& tables, int slots, int topk,
-                                int experts, int few, int many) {
+// A kernel whose first cluster sorts.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_route(void (*kernel)(Parameters...), int clusters, int experts, Arguments... args) {
     const size_t bytes = route_shared_bytes(experts);
-    if (const cudaError_t error = cudaFuncSetAttribute(route, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
         return error;
-    route<<<ROUTE_BLOCKS, ROUTE_THREADS, bytes>>>(ids, weights, tables, slots, topk, experts, few, many);
+    kernel<<<clusters * ROUTE_BLOCKS, ROUTE_THREADS, bytes>>>(args...);
     return cudaGetLastError();
 }
 
-inline cudaError_t launch_combine(const bf16* parts, const int* ids, bf16* out, int64_t pieces, int topk, int experts,
-                                  int hidden) {
+template <class F, class P>
+cudaError_t launch_experts(P& problem, const List& list, int processors) {
+    constexpr int bytes = F::BYTES + 1024;
+    const auto kernel = experts<F, P>;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+        return error;
+    problem.list = list;
+    for (auto& product : problem.product) product.blocks = (product.rows + F::UNITS - 1) / F::UNITS;
+    return programmatic::launch(kernel, processors, F::NUM_THREADS, bytes, problem);
+}
+
+// Both products of both lists, and the sums. Each launch waits for the whole one ahead, hence for all before. The small
+// items come last: a shorter end.
+template <class Few, class Many, class P>
+cudaError_t launch_products(P& problem, const int* ids, bf16* out, int64_t pieces, int topk, int experts) {
+    int device, processors;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
+        return error;
+    if (const cudaError_t error = launch_experts<Many>(problem, problem.tables.many, processors)) return error;
+    if (const cudaError_t error = launch_experts<Few>(problem, problem.tables.few, processors)) return error;
     return programmatic::launch(combine, unsigned((pieces + COMBINE_THREADS - 1) / COMBINE_THREADS), COMBINE_THREADS, 0,
-                                parts, ids, out, pieces, topk, experts, hidden);
+                                problem.parts, ids, out, pieces, topk, experts, problem.hidden);
 }
 
 // T tokens, E experts of k for each; H, I multiples of 64. w13: units (E, 2 I / 32, H / 64), w2: (E, H / 32, I / 64),
@@ -124,10 +133,6 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
     // What a stage's barrier waits for is that many bytes.
     for (const tma::Tensor& w : {w13, w2})
         if (w.rank != 3 || w.box[0] != WORDS || w.box[1] != BOX || w.box[2] != 1) return cudaErrorInvalidValue;
-    int device, processors;
-    if (const cudaError_t error = cudaGetDevice(&device)) return error;
-    if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
-        return error;
     const Workspace space(workspace, tokens, topk, experts, hidden, inner_size);
 
     Problem problem{{{{}, g13, in13, 2 * inner_size / units::ROWS, hidden / units::COLUMNS, 0},
@@ -145,8 +150,8 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
         !tma::encode_map(encode, w2, &problem.product[SECOND].units))
         return cudaErrorInvalidValue;
 
-    if (const cudaError_t error = launch_route(ids, topk_weights, space.tables, int(slots), topk, experts, Few::BLOCK_N,
-                                               Many::BLOCK_N))
+    if (const cudaError_t error = launch_route(route, 1, experts, ids, topk_weights, space.tables, int(slots), topk,
+                                               experts, Few::BLOCK_N, Many::BLOCK_N))
         return error;
     const auto items = unsigned(most_items(slots, experts, Many::BLOCK_N));
     const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
@@ -154,11 +159,7 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
             programmatic::launch(gather<ACTIVATION>, grid, GATHER_THREADS, 0, x, in13, space.x, space.tables,
                                  int(slots), hidden))
         return error;
-
-    // Each launch waits for the whole one ahead, hence for all before. The small items come last: a shorter end.
-    if (const int error = launch_experts<Many>(problem, space.tables.many, processors)) return error;
-    if (const int error = launch_experts<Few>(problem, space.tables.few, processors)) return error;
-    return launch_combine(space.parts, ids, out, pieces, topk, experts, hidden);
+    return launch_products<Few, Many>(problem, ids, out, pieces, topk, experts);
 }
 
 }  // namespace prefill

@@ -13,32 +13,8 @@ __device__ __forceinline__ uint32_t turn_bytes(uint32_t own) {
     return __byte_perm(first, __shfl_xor_sync(~0u, first, 8), g & 2 ? 0x3276 : 0x5410);
 }
 
-// silu(gate) * up * weight of all sums, as pairs of bf16, two neighbouring slots, in d[q][4 i]. most: of slots 2 c and
-// 2 c + 1 of the eights g, g + 8, ..., the largest magnitudes that this warp has.
-template <class F>
-__device__ __forceinline__ void activate_all(float (&d)[F::PARTS][F::SUMS], uint32_t (&most)[F::LARGEST_WORDS],
-                                             int count, float factor, uint32_t weights) {
-    const int g = thread_index() % 32 / 4, c = thread_index() % 4;
-#pragma unroll
-    for (int i = 0; i < F::EIGHTS; ++i) {
-        if (8 * i >= count) break;
-        const float2 weight = load_shared_pair(weights + 4 * (8 * i + 2 * c));
-        uint32_t larger = 0;
-#pragma unroll
-        for (int q = 0; q < F::PARTS; ++q) {
-            const float a = prefill::activate(d[q][4 * i] * factor, d[q][4 * i + 2] * factor, weight.x);
-            const float b = prefill::activate(d[q][4 * i + 1] * factor, d[q][4 * i + 3] * factor, weight.y);
-            const uint32_t own = pack_bf16x2(a, b);
-            d[q][4 * i] = __uint_as_float(own);
-            larger = decode::larger(larger, own);
-        }
-        larger = prefill::largest_of_eight<4>(larger, ~0u);
-        if (g == i % 8) most[i / 8] = larger;
-    }
-}
-
-// Pairs in d[q][4 i] -> rows of v in staging, 128 bytes a slot. least: of activate_all's slots, as decode::least_normal
-// gives it. unit: of the block's eight, and part of it, which the warp has first.
+// Pairs in d[q][4 i] -> rows of v in staging, 128 bytes a slot. least: of the slots that prefill::activate_all says, as
+// decode::least_normal gives it. unit: of the block's eight, and part of it, which the warp has first.
 template <class F>
 __device__ __forceinline__ void stage_codes(const float (&d)[F::PARTS][F::SUMS],
                                             const uint32_t (&least)[F::LARGEST_WORDS], int count, uint32_t staging,
@@ -72,7 +48,7 @@ __device__ __forceinline__ void stage_v(float (&d)[F::PARTS][F::SUMS], int count
                                         Sync sync) {
     const int g = thread_index() % 32 / 4, c = thread_index() % 4;
     uint32_t block[F::LARGEST_WORDS] = {};
-    activate_all<F>(d, block, count, factor, weights);
+    prefill::activate_all(d, block, count, factor, weights, thread_index() % 32 / 4, thread_index() % 4);
     prefill::share_blocks<F>(block, decode::InputScale(0), largest, sync);
     stage_codes<F>(d, block, count, staging, unit, part);
     if (thread_index() / 32 == 4)

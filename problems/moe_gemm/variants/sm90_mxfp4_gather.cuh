@@ -6,7 +6,7 @@
 
 namespace mxfp4 {
 
-constexpr int GATHER_THREADS = 256, GATHER_CHUNKS = 8;
+using prefill::GATHER_CHUNKS, prefill::GATHER_THREADS;
 static_assert(GATHER_CHUNKS <= 8, "each of a row's eight lanes copies the scale of one chunk");
 constexpr int QUANTISE_AT_ONCE = 2, QUANTISE_CLUSTERS = 12;  // groups of a thread; at most, as all are to fit at once
 
@@ -28,8 +28,7 @@ __device__ __forceinline__ void load_piece(uint2 (&v)[4], const bf16* chunk, int
 // -> the piece; scale: of the group. eight: lanes of the row.
 __device__ __forceinline__ uint4 quantise_piece(const uint2 (&v)[4], uint32_t eight, float& scale) {
     const uint32_t pairs[8] = {v[0].x, v[0].y, v[1].x, v[1].y, v[2].x, v[2].y, v[3].x, v[3].y};
-    const uint32_t most = prefill::largest_of_eight<1>(decode::largest(pairs), eight);
-    const uint32_t least = decode::least_normal(decode::larger(most, most >> 16));
+    const uint32_t least = prefill::least_of_eight(pairs, eight);
     const float inverse = inverse_of(least);
     uint32_t words[4];
 #pragma unroll
@@ -42,7 +41,7 @@ __device__ __forceinline__ uint4 quantise_piece(const uint2 (&v)[4], uint32_t ei
 // Groups of 128 columns of all tokens -> [T][chunks] of codes, 128 bytes, and of scales. Eight threads have a group.
 __device__ __forceinline__ void quantise(const bf16* x, uint8_t* codes, float* scales, int groups, int hidden,
                                          int block, int blocks) {
-    const int piece = threadIdx.x % 8, chunks = (hidden + COLUMNS - 1) / COLUMNS;
+    const int piece = threadIdx.x % 8, chunks = chunks_of(hidden);
     const int apart = blocks * (prefill::ROUTE_THREADS / 8);
     const uint32_t eight = 0xFFu << threadIdx.x % 32 / 8 * 8;
 #pragma unroll 1

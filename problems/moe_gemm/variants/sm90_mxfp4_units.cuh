@@ -32,6 +32,8 @@ constexpr int BLOCK_UNITS = 8, BLOCK_BYTES = BLOCK_UNITS * BYTES;     // of a bl
 constexpr int SPAN = 14, TABLES = (SPAN + 1) * 8;                     // bytes of the tables, by scale byte
 static_assert(SCALES == ROWS * COLUMNS / 2 && BYTES == SCALES + ROWS * COLUMNS / 32 && BLOCK_BYTES % 1024 == 0);
 
+__host__ __device__ inline int chunks_of(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
+
 // Byte `index` of the tables: magnitude index % 8 times 2^(index / 8 - 8) as e4m3.
 __device__ __forceinline__ uint32_t table_byte(int index) {
     const int code = index % 8, exponent = code / 2 - 1;
@@ -59,7 +61,7 @@ static __global__ void repack_kernel(const uint8_t* packed, const uint8_t* scale
                                      int64_t lanes, int rows, int columns, int blocks, bool interleaved) {
     const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
     if (i >= lanes) return;
-    const int lane = i & 31, chunks = (columns + COLUMNS - 1) / COLUMNS;
+    const int lane = i & 31, chunks = chunks_of(columns);
     const int64_t unit = i >> 5;
     const int64_t expert = unit / BLOCK_UNITS / chunks / blocks;
     const int unit_row = int(unit / BLOCK_UNITS / chunks % blocks * BLOCK_UNITS + unit % BLOCK_UNITS);
@@ -86,8 +88,7 @@ static __global__ void repack_kernel(const uint8_t* packed, const uint8_t* scale
 inline cudaError_t repack(const uint8_t* packed, const uint8_t* scales, const uint8_t* largest, uint8_t* to, int matrices,
                           int rows, int columns, int interleaved) {
     const int blocks = (rows + BLOCK_UNITS * ROWS - 1) / (BLOCK_UNITS * ROWS);
-    const int64_t chunks = (columns + COLUMNS - 1) / COLUMNS;
-    const int64_t lanes = matrices * blocks * chunks * BLOCK_UNITS * 32;
+    const int64_t lanes = int64_t(matrices) * blocks * chunks_of(columns) * BLOCK_UNITS * 32;
     repack_kernel<<<static_cast<unsigned>((lanes + 255) / 256), 256>>>(packed, scales, largest, to, lanes, rows, columns,
                                                                        blocks, interleaved != 0);
     return cudaGetLastError();

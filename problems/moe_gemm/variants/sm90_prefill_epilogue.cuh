@@ -58,36 +58,52 @@ __device__ __forceinline__ void share_blocks(uint32_t (&block)[F::LARGEST_WORDS]
                        : pack_bf16x2(scale(block[k] << 16 & 0x7FFF0000u), scale(block[k] & 0x7FFF0000u));
 }
 
+// silu(gate) * up * weight as a pair of bf16, of the two slots, 2 c and 2 c + 1, that lane 4 g + c has of eight `i`.
+template <int SUMS>
+__device__ __forceinline__ uint32_t activated(const float (&d)[SUMS], int i, float factor, float2 weight) {
+    return pack_bf16x2(activate(d[4 * i] * factor, d[4 * i + 2] * factor, weight.x),
+                       activate(d[4 * i + 1] * factor, d[4 * i + 3] * factor, weight.y));
+}
+
+// The same of all sums, to d[q][4 i]. most: of slots 2 c and 2 c + 1 of the eights g, g + 8, ..., the largest
+// magnitudes that this warp has.
+template <int PARTS, int SUMS, int LARGEST_WORDS>
+__device__ __forceinline__ void activate_all(float (&d)[PARTS][SUMS], uint32_t (&most)[LARGEST_WORDS], int count,
+                                             float factor, uint32_t weights, int g, int c) {
+#pragma unroll
+    for (int i = 0; i < SUMS / 4; ++i) {
+        if (8 * i >= count) break;
+        const float2 weight = load_shared_pair(weights + 4 * (8 * i + 2 * c));
+        uint32_t larger = 0;
+#pragma unroll
+        for (int q = 0; q < PARTS; ++q) {
+            const uint32_t own = activated(d[q], i, factor, weight);
+            d[q][4 * i] = __uint_as_float(own), larger = decode::larger(larger, own);
+        }
+        larger = largest_of_eight<4>(larger, ~0u);
+        if (g == i % 8) most[i / 8] = larger;
+    }
+}
+
 // d of the first product -> rows of `inner` in staging, or into d as bf16 pairs and then there, quantised. weights: of
 // the item's slots, in shared memory. in_scale: of NVFP4. For the others see InnerRows and share_blocks.
 template <class F, int PARTS, int SUMS, class Sync>
 __device__ __forceinline__ void stage_inner(float (&d)[PARTS][SUMS], int count, float factor, uint32_t weights,
                                             uint32_t staging, int unit, int part, float in_scale, uint32_t largest,
                                             Sync sync) {
-    constexpr bool QUANTISED = F::ACTIVATION != BF16;
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const InnerRows<PARTS> rows(staging, unit, part);
-    // Of slots 2 c and 2 c + 1 of the eights g, g + 8, ...: largest magnitudes, and then what all of a block share.
-    uint32_t block[F::LARGEST_WORDS] = {};
+    if constexpr (F::ACTIVATION == BF16) {
 #pragma unroll
-    for (int i = 0; i < SUMS / 4; ++i) {
-        if (8 * i >= count) break;
-        const float2 weight = load_shared_pair(weights + 4 * (8 * i + 2 * c));
-        uint32_t most = 0;
+        for (int i = 0; i < SUMS / 4; ++i) {
+            if (8 * i >= count) break;
+            const float2 weight = load_shared_pair(weights + 4 * (8 * i + 2 * c));
 #pragma unroll
-        for (int q = 0; q < PARTS; ++q) {
-            const float a = activate(d[q][4 * i] * factor, d[q][4 * i + 2] * factor, weight.x);
-            const float b = activate(d[q][4 * i + 1] * factor, d[q][4 * i + 3] * factor, weight.y);
-            const uint32_t own = pack_bf16x2(a, b);
-            if (QUANTISED)
-                d[q][4 * i] = __uint_as_float(own), most = decode::larger(most, own);
-            else
-                rows.leave(i, q, own);
+            for (int q = 0; q < PARTS; ++q) rows.leave(i, q, activated(d[q], i, factor, weight));
         }
-        if (QUANTISED) most = largest_of_eight<4>(most, ~0u);
-        if (g == i % 8) block[i / 8] = most;
-    }
-    if constexpr (QUANTISED) {
+    } else {
+        uint32_t block[F::LARGEST_WORDS] = {};
+        activate_all(d, block, count, factor, weights, g, c);
         const decode::InputScale by(in_scale);
         share_blocks<F>(block, by, largest, sync);
 #pragma unroll

@@ -186,6 +186,12 @@ __device__ __forceinline__ uint32_t largest_of_eight(uint32_t pair, uint32_t lan
     return pair;
 }
 
+// Of a group of 128 values, which these lanes have as eight pairs each, decode::least_normal.
+__device__ __forceinline__ uint32_t least_of_eight(const uint32_t (&pairs)[8], uint32_t lanes) {
+    const uint32_t most = largest_of_eight<1>(decode::largest(pairs), lanes);
+    return decode::least_normal(decode::larger(most, most >> 16));
+}
+
 // Of item blockIdx.x, those of `many` first, GATHER_CHUNKS chunks of 64 columns: x's rows -> [chunks][slots in their
 // order][64]. Of 64 columns position 16 j + 8 s + 2 c + h gets column 16 c + 4 j + 2 s + h: pairs of columns are the
 // words of a matrix 4 by 8, transposed. 16-byte piece c of the item's row r is at c ^ r % 8, as in shared memory.
@@ -237,8 +243,7 @@ __global__ void __launch_bounds__(GATHER_THREADS)
 #pragma unroll
         for (int i = 0; i < GATHER_CHUNKS && ACTIVATION == FP8; i += 2) {
             uint32_t pairs[8] = {v[i].x, v[i].y, v[i].z, v[i].w, v[i + 1].x, v[i + 1].y, v[i + 1].z, v[i + 1].w};
-            const uint32_t most = largest_of_eight<1>(decode::largest(pairs), eight);
-            const uint32_t least = decode::least_normal(decode::larger(most, most >> 16));
+            const uint32_t least = least_of_eight(pairs, eight);
 #pragma unroll
             for (uint32_t& pair : pairs) pair = decode::nearest_e4m3(pair, least);
             v[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);

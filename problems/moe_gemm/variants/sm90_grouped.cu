@@ -6,6 +6,8 @@
 #include "sm90_mxfp4_run.cuh"
 #include "sm90_prefill_run.cuh"
 
+static int kib(size_t bytes) { return static_cast<int>((bytes + 1023) / 1024); }
+
 extern "C" {
 
 int repack_units(const uint8_t* packed, const uint8_t* scales, uint8_t* to, int experts, int rows, int columns,
@@ -29,7 +31,7 @@ int decode_experts(const uint8_t* w13, const float* g13, const float* in13, cons
 
 // Bytes that prefill_experts needs, in KiB.
 int prefill_workspace(int tokens, int topk, int experts, int hidden, int inner) {
-    return static_cast<int>((prefill::workspace(tokens, topk, experts, hidden, inner) + 1023) / 1024);
+    return kib(prefill::Workspace(nullptr, tokens, topk, experts, hidden, inner).bytes);
 }
 
 // form: as decode_experts.
@@ -45,7 +47,7 @@ int prefill_experts(const tma::Tensor* w13, const float* g13, const tma::Tensor*
 
 // As above, for one expert, with up to some hundreds of tokens.
 int dense_workspace(int tokens, int hidden, int inner) {
-    return static_cast<int>((dense::workspace(tokens, hidden, inner) + 1023) / 1024);
+    return kib(dense::workspace(tokens, hidden, inner));
 }
 
 int dense_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, const float* g2, const __nv_bfloat16* x,
@@ -62,7 +64,7 @@ int repack_mxfp4(const uint8_t* packed, const uint8_t* scales, const uint8_t* la
 
 // As above, for these and FP8 activations, with any number of tokens.
 int mxfp4_workspace(int tokens, int topk, int experts, int hidden, int inner) {
-    return static_cast<int>((mxfp4::Workspace(nullptr, tokens, topk, experts, hidden, inner).bytes + 1023) / 1024);
+    return kib(mxfp4::Workspace(nullptr, tokens, topk, experts, hidden, inner).bytes);
 }
 
 int mxfp4_experts(const uint8_t* w13, const float* g13, const uint8_t* w2, const float* g2, const __nv_bfloat16* x,

@@ -14,12 +14,10 @@ struct Workspace : prefill::Workspace {
     float *quantised_scales, *x_scales, *v_scales;
     Workspace(void* memory, int tokens, int topk, int experts, int hidden, int inner)
         : prefill::Workspace(memory, tokens, topk, experts, hidden, inner, Many::BLOCK_N) {
-        const size_t scales = scale_slots(tokens * topk, experts) * sizeof(float);
-        const size_t groups = size_t(tokens) * ((hidden + COLUMNS - 1) / COLUMNS);
-        quantised = take(groups * COLUMNS);
-        quantised_scales = reinterpret_cast<float*>(take(groups * sizeof(float)));
-        x_scales = reinterpret_cast<float*>(take((hidden + COLUMNS - 1) / COLUMNS * scales));
-        v_scales = reinterpret_cast<float*>(take((inner + COLUMNS - 1) / COLUMNS * scales));
+        const size_t scales = scale_slots(tokens * topk, experts);
+        const size_t groups = size_t(tokens) * chunks_of(hidden);
+        take(quantised, groups * COLUMNS), take(quantised_scales, groups);
+        take(x_scales, chunks_of(hidden) * scales), take(v_scales, chunks_of(inner) * scales);
     }
 };
 
@@ -33,7 +31,7 @@ inline int quantising(int groups) {
 // A product of rows by columns.
 inline Product product_of(const uint8_t* units, const float* scale, int rows, int columns, const uint8_t* codes,
                           const float* scales) {
-    return {units, scale, rows / ROWS, (columns + COLUMNS - 1) / COLUMNS, 0, codes, scales};
+    return {units, scale, rows / ROWS, chunks_of(columns), 0, codes, scales};
 }
 
 // T tokens, E experts of k for each; H, I multiples of 64. w13, w2: units; g13, g2 fp32 (E,), 2^(m - 6) with 2^m the
@@ -41,9 +39,8 @@ inline Product product_of(const uint8_t* units, const float* scale, int rows, in
 inline int run(const uint8_t* w13, const float* g13, const uint8_t* w2, const float* g2, const bf16* x, const int* ids,
                const float* topk_weights, bf16* out, void* workspace, int tokens, int topk, int experts, int hidden,
                int inner) {
-    const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
-    if (experts > prefill::ROUTE_EXPERTS || slots >= prefill::ROUTE_SLOTS || pieces >= int64_t(1) << 31)
-        return cudaErrorInvalidValue;
+    if (!prefill::within_limits(tokens, topk, experts, hidden)) return cudaErrorInvalidValue;
+    const int slots = tokens * topk;
     const Workspace space(workspace, tokens, topk, experts, hidden, inner);
     const auto x_codes = reinterpret_cast<uint8_t*>(space.x), v_codes = reinterpret_cast<uint8_t*>(space.inner);
     Problem problem{{product_of(w13, g13, 2 * inner, hidden, x_codes, space.x_scales),
@@ -51,21 +48,21 @@ inline int run(const uint8_t* w13, const float* g13, const uint8_t* w2, const fl
                     space.parts,
                     space.tables,
                     {},
-                    int(slots),
-                    scale_slots(int(slots), experts),
+                    slots,
+                    scale_slots(slots, experts),
                     hidden};
     const int chunks = problem.product[FIRST].chunks, groups = tokens * chunks;
     if (const cudaError_t error = prefill::launch_route(
-            route, 1 + quantising(groups), experts, ids, topk_weights, space.tables, int(slots), topk, experts,
+            route, 1 + quantising(groups), experts, ids, topk_weights, space.tables, slots, topk, experts,
             Few::BLOCK_N, Many::BLOCK_N, x, space.quantised, space.quantised_scales, groups, hidden))
         return error;
     const dim3 grid(unsigned(prefill::most_items(slots, experts, Many::BLOCK_N)),
                     (chunks + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
     if (const cudaError_t error =
             programmatic::launch(gather, grid, GATHER_THREADS, 0, space.quantised, space.quantised_scales, x_codes,
-                                 space.x_scales, space.tables, int(slots), problem.scale_slots, chunks))
+                                 space.x_scales, space.tables, slots, problem.scale_slots, chunks))
         return error;
-    return prefill::launch_products<Few, Many>(problem, ids, out, pieces, topk, experts);
+    return prefill::launch_products<Few, Many>(problem, ids, out, tokens, topk, experts);
 }
 
 }  // namespace mxfp4

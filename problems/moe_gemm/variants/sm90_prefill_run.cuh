@@ -50,38 +50,31 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
 
 // ---- launches
 
-// What is kept while a call runs, one after the other in memory.
+// What is kept while a call runs, one after the other in memory, at a multiple of 256. Its content may be anything.
 struct Workspace {
     bf16 *x, *inner, *parts;  // of Problem
     Tables tables;
     size_t bytes;
     uint8_t* base;
-    uint8_t* take(size_t size) {
-        const size_t at = bytes;
-        bytes += (size + 255) / 256 * 256;
-        return base + at;
+    template <class T>
+    void take(T*& part, size_t count) {
+        part = reinterpret_cast<T*>(base + bytes);
+        bytes += (count * sizeof(T) + 255) / 256 * 256;
     }
     Workspace(void* memory, int tokens, int topk, int experts, int hidden, int inner_size, int most = Many<>::BLOCK_N)
         : bytes(0), base(static_cast<uint8_t*>(memory)) {
         const size_t slots = size_t(tokens) * topk;
         const size_t items = most_items(slots, experts, most);
-        x = reinterpret_cast<bf16*>(take(2 * slots * hidden));
-        inner = reinterpret_cast<bf16*>(take(2 * slots * inner_size));
-        parts = reinterpret_cast<bf16*>(take(2 * slots * hidden));
-        tables.slot = reinterpret_cast<int*>(take(4 * slots));
-        tables.token = reinterpret_cast<int*>(take(4 * slots));
-        tables.weight = reinterpret_cast<float*>(take(4 * slots));
-        for (List* const list : {&tables.few, &tables.many}) {
-            list->items = reinterpret_cast<int4*>(take(16 * items));
-            list->ready = reinterpret_cast<int*>(take(4 * items));
-            list->head = reinterpret_cast<int*>(take(8));
-        }
+        take(x, slots * hidden), take(inner, slots * inner_size), take(parts, slots * hidden);
+        take(tables.slot, slots), take(tables.token, slots), take(tables.weight, slots);
+        for (List* const list : {&tables.few, &tables.many})
+            take(list->items, items), take(list->ready, items), take(list->head, 2);
     }
 };
 
-// Bytes that run() needs, at a multiple of 256. Their content may be anything.
-inline size_t workspace(int tokens, int topk, int experts, int hidden, int inner_size) {
-    return Workspace(nullptr, tokens, topk, experts, hidden, inner_size).bytes;
+// What kernels count with.
+inline bool within_limits(int tokens, int topk, int experts, int hidden) {
+    return experts <= ROUTE_EXPERTS && int64_t(tokens) * topk < ROUTE_SLOTS && int64_t(tokens) * hidden / 8 < 1LL << 31;
 }
 
 // A kernel whose first cluster sorts.
@@ -108,7 +101,8 @@ cudaError_t launch_experts(P& problem, const List& list, int processors) {
 // Both products of both lists, and the sums. Each launch waits for the whole one ahead, hence for all before. The small
 // items come last: a shorter end.
 template <class Few, class Many, class P>
-cudaError_t launch_products(P& problem, const int* ids, bf16* out, int64_t pieces, int topk, int experts) {
+cudaError_t launch_products(P& problem, const int* ids, bf16* out, int tokens, int topk, int experts) {
+    const int64_t pieces = int64_t(tokens) * problem.hidden / 8;
     int device, processors;
     if (const cudaError_t error = cudaGetDevice(&device)) return error;
     if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
@@ -128,8 +122,8 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
         int tokens, int topk, int experts, int hidden, int inner_size) {
     using Few = Few<ACTIVATION>;
     using Many = Many<ACTIVATION>;
-    const int64_t slots = int64_t(tokens) * topk, pieces = int64_t(tokens) * hidden / 8;
-    if (experts > ROUTE_EXPERTS || slots >= ROUTE_SLOTS || pieces >= int64_t(1) << 31) return cudaErrorInvalidValue;
+    if (!within_limits(tokens, topk, experts, hidden)) return cudaErrorInvalidValue;
+    const int slots = tokens * topk;
     // What a stage's barrier waits for is that many bytes.
     for (const tma::Tensor& w : {w13, w2})
         if (w.rank != 3 || w.box[0] != WORDS || w.box[1] != BOX || w.box[2] != 1) return cudaErrorInvalidValue;
@@ -142,7 +136,7 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
                     space.parts,
                     space.tables,
                     {},
-                    int(slots),
+                    slots,
                     hidden};
     tma::Encode encode;
     if (const cudaError_t error = tma::find_encode(&encode)) return error;
@@ -150,16 +144,16 @@ int run(const tma::Tensor& w13, const float* g13, const float* in13, const tma::
         !tma::encode_map(encode, w2, &problem.product[SECOND].units))
         return cudaErrorInvalidValue;
 
-    if (const cudaError_t error = launch_route(route, 1, experts, ids, topk_weights, space.tables, int(slots), topk,
+    if (const cudaError_t error = launch_route(route, 1, experts, ids, topk_weights, space.tables, slots, topk,
                                                experts, Few::BLOCK_N, Many::BLOCK_N))
         return error;
     const auto items = unsigned(most_items(slots, experts, Many::BLOCK_N));
     const dim3 grid(items, (hidden / 64 + GATHER_CHUNKS - 1) / GATHER_CHUNKS);
     if (const cudaError_t error =
-            programmatic::launch(gather<ACTIVATION>, grid, GATHER_THREADS, 0, x, in13, space.x, space.tables,
-                                 int(slots), hidden))
+            programmatic::launch(gather<ACTIVATION>, grid, GATHER_THREADS, 0, x, in13, space.x, space.tables, slots,
+                                 hidden))
         return error;
-    return launch_products<Few, Many>(problem, ids, out, pieces, topk, experts);
+    return launch_products<Few, Many>(problem, ids, out, tokens, topk, experts);
 }
 
 }  // namespace prefill

@@ -16,7 +16,6 @@
 // it decodes (sm90_mxfp4_multiply.cuh).
 #pragma once
 
-#include "launch.cuh"
 #include "sm90_mxfp4_epilogue.cuh"
 #include "sm90_mxfp4_multiply.cuh"
 #include "sm90_prefill.cuh"
@@ -173,7 +172,7 @@ __device__ __forceinline__ void consumer(const Problem& p, uint32_t smem) {
     if (last.stores()) prefill::finish_store(p, last.stored());
 }
 
-// ---- before both
+// ---- the start of a block
 
 // The tables of e4m3 that scales choose from.
 template <class F>

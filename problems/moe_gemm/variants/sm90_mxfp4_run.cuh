@@ -1,5 +1,5 @@
-// The call with MXFP4 weights and FP8 activations: its memory, and the launches of sm90_routing.cuh, sm90_mxfp4.cuh and
-// sm90_prefill_run.cuh's last one behind the other.
+// The call with MXFP4 weights and FP8 activations: its memory, and its launches one behind the other, those that are not
+// sm90_mxfp4_gather.cuh's by sm90_prefill_run.cuh.
 #pragma once
 
 #include "launch.cuh"

@@ -100,7 +100,8 @@ def test_fp8_paged_mqa_logits_are_the_indexers_scores(device):
 
 @pytest.mark.gpu
 def test_public_kernels_compute_the_same(capsys, monkeypatch):
-    pytest.importorskip("flash_mla"), pytest.importorskip("deep_gemm")
+    pytest.importorskip("flash_mla")
+    pytest.importorskip("deep_gemm")
     monkeypatch.setattr(compare, "REPLAYS", 10)
     compare.main()
     found = re.findall(r"^(\w+),.* apart (\S+)", capsys.readouterr().out, re.MULTILINE)
@@ -119,7 +120,8 @@ def flashmla(monkeypatch):
 
 
 def test_vllms_function_is_replaced_and_keeps_what_is_not_served(flashmla, caplog):
-    vllm.register(), vllm.register()
+    vllm.register()
+    vllm.register()
     data, arguments = decode_call("cpu")
     out, lse = flashmla.flash_mla_with_kvcache(**arguments)
     assert cases.reference("fmha_decode").check_implementation(data, (out, lse.transpose(1, 2))) == (True, "")

@@ -255,11 +255,11 @@ def _scores(data: Any, entries: int, per_page: int) -> torch.Tensor:
 
 
 def _call(operator: Callable[..., Any], names: dict[str, str], *given: torch.Tensor) -> Any:
-    """operator(*given). A ValueError about a tensor has the name that the caller knows."""
+    """operator(*given). A ValueError that says what a tensor must be has the name that the caller knows."""
     try:
         return operator(*given)
     except ValueError as error:
-        raise ValueError(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
+        raise ValueError(re.sub(r"\w+(?=.* must )", lambda word: names.get(word[0], word[0]), str(error))) from None
 
 
 def _demand(name: str, wanted: object, fits: bool, got: object) -> None:

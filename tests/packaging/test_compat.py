@@ -72,6 +72,18 @@ def test_flash_mla_with_kvcache_refuses():
             compat.flash_mla_with_kvcache(**arguments | {name: value})
 
 
+def test_errors_of_operators_name_the_callers_tensors_where_they_are_the_subject():
+    def refuse(said):
+        raise ValueError(said)
+
+    for said, wanted in (
+        ("q and window_index must not be empty, as a window is", "q and indices must not be empty, as a window is"),
+        ("no winner computes keys", "no winner computes keys"),
+    ):
+        with pytest.raises(ValueError, match=f"^{wanted}$"):
+            compat._call(refuse, compat.NAMES, said)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_flash_mla_sparse_fwd_attends_to_rows_of_fp8_values(device):
     data, call = sparse_call(device)

@@ -7,20 +7,21 @@ call left them, replayed from CUDA graphs where both can be recorded. Needs the 
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT)]
-    sys.path.append(str(ROOT / "packaging"))  # last: an installed wheel is compared, if there is one
+    sys.path[:] = [str(ROOT), *sys.path[1:], str(ROOT / "packaging")]  # last: an installed wheel is before it
 
 from dsv4_kernels import compat, operators  # noqa: E402
 from problems.common import load  # noqa: E402
 
 REPLAYS = 100
-Call = Callable[[], tuple[torch.Tensor, ...]]
+Call = Callable[[], Any]  # -> a tensor, of torch or with DLPack, or several
 
 
 def main() -> None:
@@ -29,39 +30,43 @@ def main() -> None:
     import flash_mla
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {compat.__file__}")
+    peer = load.variant("fmha_decode", "peer_flashmla")
     for batch, heads, named in ((1, 64, 512), (32, 64, 512), (128, 64, 512), (32, 128, 1024), (32, 16, 512)):
-        call, padded = decode(batch, heads, named)
-        schedule = {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]}
+        form = {"queries": 1, "window": 128, "page_window": 64, "page_compressed": 64, "pool": 4096, "order": "random"}
+        data = inputs("fmha_decode", batch=batch, heads=heads, compressed=named, **form)
         row(
             f"flash_mla_with_kvcache, B={batch} H={heads} n=128+{named}",
-            lambda call=call: compat.flash_mla_with_kvcache(**call)[:1],
-            lambda padded=padded, schedule=schedule, heads=heads: (
-                flash_mla.flash_mla_with_kvcache(**padded | schedule)[0][:, :, :heads],
-            ),
+            partial(compat.flash_mla_with_kvcache, **decode_call(data)),
+            partial(flash_mla.flash_mla_with_kvcache, **peer.setup(data).arguments),
         )
     for tokens, heads in ((512, 64), (4096, 64)):
-        call = sparse(tokens, heads)
+        call = sparse_call(tokens, heads)
         row(
             f"flash_mla_sparse_fwd, T={tokens} H={heads} n=640 (not recorded)",
-            lambda call=call: compat.flash_mla_sparse_fwd(**call)[:1],
-            lambda call=call: flash_mla.flash_mla_sparse_fwd(**call)[:1],
+            partial(compat.flash_mla_sparse_fwd, **call),
+            partial(flash_mla.flash_mla_sparse_fwd, **call),
             recorded=False,
         )
     count = torch.cuda.get_device_properties("cuda").multi_processor_count
     for batch, entries in ((1, 8192), (1, 32768), (32, 32768)):
-        call = logits(batch, entries)
+        form = {"queries": 1, "heads": 64, "topk": 1, "kind": "fp8", "per_page": 64}
+        data = inputs("indexer", batch=batch, entries=entries, **form)
+        call = logits_call(data._replace(table=data.table[:, : entries // 64].contiguous()), entries)
         call["schedule_meta"] = deep_gemm.get_paged_mqa_logits_metadata(call["context_lens"], 64, count)
         row(
             f"fp8_paged_mqa_logits, B={batch} n={entries}",
-            lambda call=call: (compat.fp8_paged_mqa_logits(**call),),
-            lambda call=call: (torch.from_dlpack(deep_gemm.fp8_paged_mqa_logits(*call.values())),),
+            partial(compat.fp8_paged_mqa_logits, **call),
+            partial(deep_gemm.fp8_paged_mqa_logits, *call.values()),
         )
 
 
 def row(name: str, ours: Call, theirs: Call, recorded: bool = True) -> None:
-    (a,), (b,) = ours(), theirs()
+    """Print a line. Of several results the first is compared; theirs may have more heads, those that were padded."""
+    made = ours(), theirs()
+    a, b = (torch.from_dlpack(part if hasattr(part, "__dlpack__") else part[0]) for part in made)
+    far = apart(a, b[tuple(map(slice, a.shape))])
     times = [median_us(call, recorded) for call in (ours, theirs)]
-    print(f"{name:50} apart {apart(a, b):.1e}   ours {times[0]:8.1f} us   theirs {times[1]:8.1f} us", flush=True)
+    print(f"{name:50} apart {far:.1e}   ours {times[0]:8.1f} us   theirs {times[1]:8.1f} us", flush=True)
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -89,18 +94,8 @@ def median_us(call: Call, recorded: bool) -> float:
 
 def inputs(problem: str, **case: object) -> tuple:
     """Data of a case on the GPU."""
-    return load.module(load.PROBLEMS / problem, "reference").generate_input(
-        **case, content="plain", seed=1, device="cuda"
-    )
-
-
-def decode(batch: int, heads: int, named: int) -> tuple[dict, dict]:
-    """A call, and the same with heads padded to 64, which FlashMLA wants."""
-    pages = {"page_window": 64, "page_compressed": 64, "pool": 4096, "order": "random"}
-    data = inputs("fmha_decode", batch=batch, queries=1, heads=heads, window=128, compressed=named, **pages)
-    call, more = decode_call(data), max(64 - heads, 0)
-    pad = torch.nn.functional.pad
-    return call, call | {"q": pad(data.q, (0, 0, 0, more)), "attn_sink": pad(data.sink, (0, more))}
+    reference = load.module(load.PROBLEMS / problem, "reference")
+    return reference.generate_input(**case, content="plain", seed=1, device="cuda")
 
 
 def decode_call(data: tuple) -> dict:
@@ -110,33 +105,46 @@ def decode_call(data: tuple) -> dict:
     for pages, count in ((data.window, sizes.page_window), (data.compressed, sizes.page_compressed)):
         strides = (pages.shape[1], 584, 584, 1)
         views.append(pages.view(torch.float8_e4m3fn).as_strided((len(pages), count, 1, 584), strides))
-    call = {"q": data.q, "k_cache": views[0], "block_table": None, "cache_seqlens": None, "head_dim_v": 512}
-    call |= {"tile_scheduler_metadata": None, "is_fp8_kvcache": True, "indices": data.window_index}
-    call |= {"attn_sink": data.sink, "extra_k_cache": views[1], "extra_indices_in_kvcache": data.compressed_index}
-    return call | {"topk_length": data.window_length, "extra_topk_length": data.compressed_length}
+    unread = dict.fromkeys(("block_table", "cache_seqlens", "tile_scheduler_metadata"))
+    return unread | {
+        "q": data.q,
+        "k_cache": views[0],
+        "head_dim_v": 512,
+        "is_fp8_kvcache": True,
+        "indices": data.window_index,
+        "topk_length": data.window_length,
+        "attn_sink": data.sink,
+        "extra_k_cache": views[1],
+        "extra_indices_in_kvcache": data.compressed_index,
+        "extra_topk_length": data.compressed_length,
+    }
 
 
-def sparse(tokens: int, heads: int, rows: int = 16384, named: int = 640) -> dict:
-    """A call with values that FP8 caches hold."""
+def sparse_call(tokens: int, heads: int, rows: int = 16384, named: int = 640) -> dict:
+    """What flash_mla_sparse_fwd takes, with values that FP8 caches hold."""
     kv = torch.randn(rows, 1, 512, device="cuda")
     kv[:, :, :448] = kv[:, :, :448].to(torch.float8_e4m3fn).float()
-    index = torch.randint(rows, (tokens, 1, named), dtype=torch.int32, device="cuda")
-    call = {"q": torch.randn(tokens, heads, 512, device="cuda").bfloat16(), "kv": kv.bfloat16(), "indices": index}
-    return call | {"sm_scale": 512**-0.5, "attn_sink": torch.randn(heads, device="cuda")}
-
-
-def logits(batch: int, entries: int) -> dict:
-    """A call, in the order of DeepGEMM's arguments."""
-    form = {"queries": 1, "heads": 64, "topk": 1, "kind": "fp8", "per_page": 64}
-    data = inputs("indexer", batch=batch, entries=entries, **form)
-    return logits_call(data._replace(table=data.table[:, : entries // 64].contiguous()), entries)
+    return {
+        "q": torch.randn(tokens, heads, 512, device="cuda").bfloat16(),
+        "kv": kv.bfloat16(),
+        "indices": torch.randint(rows, (tokens, 1, named), dtype=torch.int32, device="cuda"),
+        "sm_scale": 512**-0.5,
+        "attn_sink": torch.randn(heads, device="cuda"),
+    }
 
 
 def logits_call(data: tuple, entries: int) -> dict:
-    """What fp8_paged_mqa_logits takes of indexer's data with FP8 keys in pages of 64, in its order."""
-    call = {"q": data.q.to(torch.float8_e4m3fn), "kv_cache": data.keys.view(-1, 64, 1, 132)}
-    call |= {"weights": data.weights.view(-1, 64), "context_lens": data.visible, "block_table": data.table}
-    return call | {"schedule_meta": None, "max_context_len": entries, "clean_logits": False}
+    """What fp8_paged_mqa_logits takes of indexer's data with FP8 keys in pages of 64, in DeepGEMM's order."""
+    return {
+        "q": data.q.to(torch.float8_e4m3fn),
+        "kv_cache": data.keys.view(-1, 64, 1, 132),
+        "weights": data.weights.view(-1, 64),
+        "context_lens": data.visible,
+        "block_table": data.table,
+        "schedule_meta": None,
+        "max_context_len": entries,
+        "clean_logits": False,
+    }
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT)]
-    sys.path.append(str(ROOT / "packaging"))  # last: an installed wheel is compared, if there is one
+    sys.path[:] = [str(ROOT), *sys.path[1:], str(ROOT / "packaging")]  # last: an installed wheel is before it
 
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache  # noqa: E402
 
@@ -25,10 +24,14 @@ from dsv4_kernels import transformers as ours  # noqa: E402
 TOKENS, ROUNDS, SECONDS = 20, 9, 50
 SEED = 1106  # of the prompt: of the tiny model's first tokens each is ahead of all others by more than roundings
 OWN = ("grouped_mm", "eager", False, "bf16")  # experts, attention, norms of ours, weights of our experts
-PARTS = {"transformers": OWN, "transformers, experts one by one": ("eager", "eager", False, "bf16")}  # its own two
-PARTS |= {"experts": (ours.NAME, "eager", False, "bf16"), "experts, norms": (ours.NAME, "eager", True, "bf16")}
-PARTS |= {"experts, norms, attention": (ours.NAME, ours.NAME, True, "bf16")}
-PARTS |= {"experts in NVFP4, norms, attention": (ours.NAME, ours.NAME, True, "nvfp4")}
+PARTS = {
+    "transformers": OWN,
+    "transformers, experts one by one": ("eager", "eager", False, "bf16"),  # its own other way
+    "experts": (ours.NAME, "eager", False, "bf16"),
+    "experts, norms": (ours.NAME, "eager", True, "bf16"),
+    "experts, norms, attention": (ours.NAME, ours.NAME, True, "bf16"),
+    "experts in NVFP4, norms, attention": (ours.NAME, ours.NAME, True, "nvfp4"),
+}
 YARN = {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
 SLICE = {"compress_ratios": [0, 0, 4, 128], "num_hidden_layers": 4, "rope_parameters": YARN, "eos_token_id": None}
 TINY = {"vocab_size": 96, "hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 64}
@@ -102,6 +105,7 @@ def decode(model: DeepseekV4ForCausalLM, prompt: torch.Tensor, given: torch.Tens
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--tiny"]) or not (sys.argv[1:] or torch.cuda.is_available()):
+    tiny = sys.argv[1:] == ["--tiny"]
+    if not tiny and (sys.argv[1:] or not torch.cuda.is_available()):
         sys.exit("compare_transformers.py: needs an NVIDIA GPU that torch can use, or --tiny")
-    main("cpu", TINY) if sys.argv[1:] else main("cuda", {})
+    main("cpu" if tiny else "cuda", TINY if tiny else {})

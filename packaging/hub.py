@@ -43,8 +43,14 @@ def write(folder: Path, backends: list[str]) -> None:
         if backend == "cuda":
             staging.add_shared_objects(package)
         (package / staging.build.PREBUILT.name / "README.md").write_text("Shared objects for GPUs, if any.\n")
-        metadata = {"id": name, "name": PROJECT["name"], "version": 1, "license": PROJECT["license"]}
-        metadata |= {"python-depends": [], "backend": BACKENDS[backend]}
+        metadata = {
+            "id": name,
+            "name": PROJECT["name"],
+            "version": 1,
+            "license": PROJECT["license"],
+            "python-depends": [],
+            "backend": BACKENDS[backend],
+        }
         (package / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 

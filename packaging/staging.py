@@ -23,12 +23,14 @@ from problems.common import build, load  # noqa: E402  neither imports torch
 PLATFORM = "manylinux_2_28_x86_64"
 # The newest versions of symbols that this platform has: of glibc 2.28, and of the C++ library of GCC 8.
 NEWEST = {"GLIBC_2.": 28, "GLIBCXX_3.4.": 24}
-TEST_CASES = "allpairspy"  # only test cases need it
 # What transformers.py needs of the composed model, and its CUDA.
 MODEL = ROOT / "problems/dsv4_forward"
-FORWARD = ("cache/pages", "weights/formats", "weights/linear")
-FORWARD += ("torch_ops/experts", "torch_ops/linear", "torch_ops/norm")
-FORWARD += ("kernels/arguments", "kernels/experts", "kernels/norm")
+FORWARD = {
+    "cache": ("pages",),
+    "weights": ("formats", "linear"),
+    "torch_ops": ("experts", "linear", "norm"),
+    "kernels": ("arguments", "experts", "norm"),
+}
 KERNELS = [MODEL / "kernels/experts.cu", MODEL / "kernels/norm.cu"]
 
 
@@ -72,29 +74,25 @@ def complete(package: Path, name: str) -> None:
     shutil.copy(ROOT / "LICENSE", package)
     (package / build.PREBUILT.name).mkdir()
     for file in package.rglob("*.py"):
-        file.write_text(renamed(without(file.read_text(), TEST_CASES), name))
+        file.write_text(renamed(without(file.read_text(), "allpairspy"), name))  # which only test cases need
 
 
 def winning() -> dict[str, dict[str, tuple[str, ...]]]:
     """Return by problem the winners of each target. What is composed of other problems' winners is left out."""
-    folders = sorted(file.parent for file in (ROOT / "problems").glob("*/submission.py"))
-    return {
-        folder.name: load.winners(folder)
-        for folder in folders
-        if not load.constants(folder / "submission.py", "COMPOSES")
-    }
+    files = sorted((ROOT / "problems").glob("*/submission.py"))
+    return {file.parent.name: load.winners(file.parent) for file in files if not load.constants(file, "COMPOSES")}
 
 
 def copy_winners(to: Path) -> None:
     """Copy problems/, with the winners and parts of the model only, into the folder `to`."""
     files = [ROOT / "problems/__init__.py", *(ROOT / "problems/common").iterdir()]
-    files += [*(MODEL / f"{name}.py" for name in FORWARD), *build.closure(*KERNELS)]
+    files += [MODEL / f"{folder}/{name}.py" for folder, names in FORWARD.items() for name in names]
+    files += build.closure(*KERNELS)
     for problem, targets in winning().items():
         folder = ROOT / "problems" / problem
         files += [folder / "task.py", folder / "submission.py"]
         for name in {name for names in targets.values() for name in names}:
-            written = (folder / f"variants/{name}.py", *sources(folder, name))
-            files += [file for source in written for file in build.closure(source)]
+            files += build.closure(folder / f"variants/{name}.py", *sources(folder, name))
     for file in filter(Path.is_file, files):
         place = to / file.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -161,14 +159,13 @@ def old_libraries(folder: Path) -> list[Path]:
     """
     libc = subprocess.check_output(["g++", "-print-file-name=libc.so.6"], text=True).strip()
     listed = subprocess.check_output(["nm", "-D", "--defined-only", libc], text=True)
-    versions: dict[str, list[int | str]] = {}
+    versions: dict[str, str] = {}
     newer = set()
     for name, default, version in re.findall(r" [TWi] (\w+)(@@?)GLIBC_([\d.]+)$", listed, re.MULTILINE):
-        if int(version.split(".")[1]) > NEWEST["GLIBC_2."]:
-            if default == "@@":
-                newer.add(name)
-        else:
+        if int(version.split(".")[1]) <= NEWEST["GLIBC_2."]:
             versions[name] = version
+        elif default == "@@":
+            newer.add(name)
     libraries: dict[str, dict[str, list[str]]] = {}
     for name in sorted(newer & set(versions)):
         library = "libdl.so.2" if name.startswith("dl") else "librt.so.1" if "shm_" in name else "libpthread.so.0"

@@ -8,8 +8,7 @@ They ask where tensors lie, which torch.compile does not trace: there, call torc
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from dsv4_kernels import operators
 from problems.common import fp8, index_pages, kv_pages
 
 _decode, _index = operators.task("fmha_decode"), operators.task("indexer")
-HEAD_DIM, NOPE, ROPE, ENTRY, SCALE = (getattr(_decode, name) for name in ("HEAD_DIM", "NOPE", "ROPE", "ENTRY", "SCALE"))
+HEAD_DIM, NOPE, ROPE = _decode.HEAD_DIM, _decode.NOPE, _decode.ROPE
+ENTRY, SCALE = _decode.ENTRY, _decode.SCALE
 WINDOW = operators.task("fmha_prefill").WINDOW  # positions
 BASE = 256  # bytes; tensors begin at multiples of it
 PAGE = 64  # keys of a page of DeepGEMM's, and entries of one that flash_mla_sparse_fwd makes
@@ -107,8 +107,8 @@ def flash_mla_with_kvcache(
     lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
     first = window, _based(indices), _lengths(topk_length, batch, indices)
     second = extra, _based(extra_indices), _lengths(extra_topk_length, batch, extra_indices)
-    with _named(NAMES):
-        operators.fmha_decode(_based(q), *first, *second, _sink(attn_sink, heads, q.device), out, lse)
+    sink = _sink(attn_sink, heads, q.device)
+    _call(operators.fmha_decode, NAMES, _based(q), *first, *second, sink, out, lse)
     return out, lse.transpose(1, 2)
 
 
@@ -154,10 +154,8 @@ def flash_mla_sparse_fwd(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     none = torch.full((1, WINDOW - 1 + tokens), -1, dtype=torch.int32, device=q.device)  # all are in the other list
     sink = _sink(attn_sink, heads, q.device)
-    with _named(NAMES_OF_ROWS):
-        operators.fmha_prefill(
-            _based(q), numbers[:2], numbers[2:].clone(), pages, none, pages, rows, length, sink, out, lse
-        )
+    lists = pages, none, pages, rows, length
+    _call(operators.fmha_prefill, NAMES_OF_ROWS, _based(q), numbers[:2], numbers[2:].clone(), *lists, sink, out, lse)
     return out, None, lse
 
 
@@ -200,8 +198,7 @@ def fp8_paged_mqa_logits(
     keys = kv_cache.view(len(kv_cache), PAGE * KEY)
     table = _based(block_table[:, :blocks])
     weights = _based(weights.view(batch, queries, heads))
-    with _named(NAMES):
-        scores = indexer_scores(q.to(torch.bfloat16), weights, keys, table, _based(context_lens))
+    scores = _call(indexer_scores, NAMES, q.to(torch.bfloat16), weights, keys, table, _based(context_lens))
     logits = scores[:, :max_context_len]
     if clean_logits:
         logits.masked_fill_(torch.arange(max_context_len, device=q.device) >= context_lens.view(-1, 1), -math.inf)
@@ -257,13 +254,12 @@ def _scores(data: Any, entries: int, per_page: int) -> torch.Tensor:
     return out
 
 
-@contextmanager
-def _named(names: dict[str, str]) -> Iterator[None]:
-    """Within: a ValueError about a tensor has the name that the caller knows."""
+def _call(operator: Callable[..., Any], names: dict[str, str], *given: torch.Tensor) -> Any:
+    """operator(*given). A ValueError that says what a tensor must be has the name that the caller knows."""
     try:
-        yield
+        return operator(*given)
     except ValueError as error:
-        raise ValueError(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
+        raise ValueError(re.sub(r"\w+(?=.* must )", lambda word: names.get(word[0], word[0]), str(error))) from None
 
 
 def _demand(name: str, wanted: object, fits: bool, got: object) -> None:

@@ -9,7 +9,6 @@ On a GPU it works in torch's current stream and can be recorded in a CUDA graph.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from string import ascii_lowercase
 from types import ModuleType
 from typing import Any
 
@@ -59,9 +58,8 @@ def _operator(
     winner gets in its place, or None; held: the first argument is the name of weights.
     """
     inputs, written = names[:-outputs], names[-outputs:]
-    letters = zip(ascii_lowercase, written, strict=False)
     arguments = ["str name"] * held + [f"Tensor {name}" for name in inputs]
-    arguments += [f"Tensor({letter}!) {name}" for letter, name in letters]
+    arguments += [f"Tensor(a{i}!) {name}" for i, name in enumerate(written)]
 
     def checked(*given: Any) -> tuple:
         for name, tensor in zip(names, given[held:], strict=True):

@@ -30,7 +30,8 @@ from problems.dsv4_forward.torch_ops import experts as cpu_experts
 from problems.dsv4_forward.torch_ops import norm as cpu_norm
 from problems.dsv4_forward.weights.linear import Linear
 
-NAME, KINDS = "dsv4_kernels", ("bf16", "nvfp4")  # in transformers' registries; of experts
+NAME = "dsv4_kernels"  # in transformers' registries
+KINDS = ("bf16", "nvfp4")  # of experts
 _moe = operators.task("moe_gemm")
 
 

@@ -1,7 +1,6 @@
 """Let vLLM call fmha_decode's winner where it calls FlashMLA: the entry point vllm.general_plugins.
 
-Tested with a stub of vLLM's module; not run inside vLLM. vLLM loads its plugins before it imports its models, which
-take the function from the module that is changed here. A VLLM_PLUGINS without the name dsv4_kernels leaves it out.
+vLLM loads its plugins before it imports its models, which take the function from the module that is changed here.
 """
 
 import functools
@@ -17,7 +16,6 @@ from dsv4_kernels import compat
 MODULE, NAME = "vllm.v1.attention.ops.flashmla", "flash_mla_with_kvcache"
 _ARGUMENTS = tuple(inspect.signature(compat.flash_mla_with_kvcache).parameters)
 KNOWN = (_ARGUMENTS, _ARGUMENTS[:-1])  # vLLM's FlashMLA, and DeepSeek's, which has no `out`
-_log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -53,4 +51,4 @@ def register() -> None:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    _log.warning(text)
+    logging.getLogger(__name__).warning(text)

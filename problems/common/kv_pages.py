@@ -70,6 +70,27 @@ def read(
     return codes.view(torch.float8_e4m3fn), scales, rest.contiguous().view(torch.bfloat16)
 
 
+def magnitudes(
+    count: int, nope: int, rope: int, gen: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw codes, scales and rope of `count` entries, as write takes them, for tests: every code but NaN, at sizes of
+    2^-20 to 2 by group; a quarter of the groups only subnormal codes, of the same sizes; an eighth with a scale byte of
+    3 to 99, which nothing comes through from but garbage.
+    """
+    device = gen.device
+    codes = torch.randint(256, (count, nope // GROUP, GROUP), generator=gen, device=device)
+    codes -= (codes & 0x7F == 0x7F).int()  # NaN becomes the largest number
+    size = torch.randint(-20, 2, codes.shape[:2], generator=gen, device=device)
+    kind = torch.randint(8, size.shape, generator=gen, device=device)
+    subnormal = kind < 2
+    codes = torch.where(subnormal.unsqueeze(2), codes & 0x87, codes)
+    scales = torch.where(subnormal, size + 133, size + 120)  # 7 * 2^-9 and 448 times that are near 2^size
+    scales = torch.where(kind == 2, torch.randint(3, 100, size.shape, generator=gen, device=device), scales)
+    values = torch.randn(count, rope, generator=gen, device=device)
+    values *= torch.randint(-20, 2, (count, 1), generator=gen, device=device).exp2()
+    return codes.flatten(1).byte().view(torch.float8_e4m3fn), scales.byte(), values.bfloat16()
+
+
 def _views(pages: torch.Tensor, per_page: int, nope: int, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of all pages as rows of one payload and as rows of one entry's scales."""
     stride = page_bytes(per_page, nope, rope)

@@ -17,9 +17,6 @@
 
 namespace nvfp4 {
 
-constexpr int kBlock = 16;            // elements that share a scale
-constexpr uint32_t kScaleMax = 0x7E;  // the largest scale byte, 448; 0x7F is NaN, 0x80 and over negative or NaN
-
 // ---- bits ----
 
 NVFP4_FN float float_from_bits(uint32_t bits) {
@@ -78,7 +75,6 @@ NVFP4_FN uint16_t float_to_half_bits(float value) {
 
 NVFP4_FN uint32_t low_code(uint32_t byte) { return byte & 15; }
 NVFP4_FN uint32_t high_code(uint32_t byte) { return byte >> 4 & 15; }
-NVFP4_FN uint8_t pack(uint32_t low, uint32_t high) { return static_cast<uint8_t>((low & 15) | (high & 15) << 4); }
 
 // Twice the value of a code, an integer in -12..12; both zeros give 0.
 NVFP4_FN int e2m1_doubled(uint32_t code) {
@@ -101,12 +97,6 @@ NVFP4_FN float e4m3_to_float(uint32_t byte) {
     return float_from_bits(sign | (exponent + 120) << 23 | mantissa << 20);  // bias 7 becomes 127
 }
 
-// Value of a code under a scale byte, exact: at most 6 significant bits.
-NVFP4_FN float scaled(uint32_t code, uint32_t scale) { return e2m1_to_float(code) * e4m3_to_float(scale); }
-
-// Product of two scale bytes, exact: at most 8 significant bits, 2^-18 to 448 * 448.
-NVFP4_FN float scale_product(uint32_t a, uint32_t b) { return e4m3_to_float(a) * e4m3_to_float(b); }
-
 // Byte offset of the scale of (row, block) in one batch of the 128x4 layout of nvfp4.permute_scales, the same for A and
 // b; rest_k = ceil(k / 64). Blocks of 512 bytes, 4 neighbouring scales of a row in one aligned word.
 NVFP4_FN int64_t permuted_scale_offset(int64_t row, int64_t block, int64_t rest_k) {
@@ -115,28 +105,11 @@ NVFP4_FN int64_t permuted_scale_offset(int64_t row, int64_t block, int64_t rest_
 
 // ---- several at once ----
 
-// 4 codes, bits 0 to 15 of `codes`, doubled as int8: element i in byte i. Three prmt.
-NVFP4_FN uint32_t doubled4(uint32_t codes) {
-    const uint32_t selector = codes & 0x7777;
-    const uint32_t plus = byte_perm(0x03020100, 0x0C080604, selector);
-    const uint32_t minus = byte_perm(0xFDFEFF00, 0xF4F8FAFC, selector);
-    const uint32_t negative = byte_perm(0x0000FF00, 0, codes >> 3 & 0x1111);  // 0xFF where the sign is set
-    return (plus & ~negative) | (minus & negative);
-}
-
-struct Int8x8 {
-    uint32_t first, second;  // elements 0 to 3 and 4 to 7, one a byte
-};
-
-// 8 codes doubled as int8, in order: what dp4a and int8 MMA take.
-NVFP4_FN Int8x8 doubled8(uint32_t codes) { return {doubled4(codes), doubled4(codes >> 16)}; }
-
 struct Half2x4 {
     uint32_t pair[4];
 };
 
 constexpr float kPlacedE2m1 = 0x1p14f;  // value = half * this, for placed8
-constexpr float kPlacedE4m3 = 0x1p8f;   // value = half * this, for placed_scale*
 
 // 8 codes as half2 of their value * 2^-14, exact: the fields of a code fall on those of fp16, whose bias is 14 more.
 // pair[i] holds elements i and i + 4. 0.5 becomes the subnormal 2^-15, which fp16 arithmetic keeps.
@@ -148,12 +121,6 @@ NVFP4_FN Half2x4 placed8(uint32_t codes) {
     }
     return result;
 }
-
-// A scale byte of 0x00 to 0x7E as the half of its value * 2^-8, exact, subnormals too. Other bytes: not what they mean.
-NVFP4_FN uint16_t placed_scale(uint32_t byte) { return static_cast<uint16_t>((byte & 0xFF) << 7); }
-
-// Two of them, bits 0 to 15 of `bytes`, as a half2.
-NVFP4_FN uint32_t placed_scale2(uint32_t bytes) { return (bytes & 0xFF) << 7 | (bytes & 0xFF00) << 15; }
 
 // The half of a code's value, exact. Its high byte alone is not zero.
 NVFP4_FN uint16_t e2m1_to_half_bits(uint32_t code) {

@@ -228,14 +228,30 @@ __device__ __forceinline__ void store_shared16(uint32_t to, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-// Four 8x8 matrices of 16-bit values, as a warp holds them in an accumulator; lane i gives the address of row i % 8 of
-// matrix i / 8.
+// Four 8x8 matrices of 16-bit values, as a warp holds them in a factor or an accumulator; lane i gives the address of
+// row i % 8 of matrix i / 8.
+__device__ __forceinline__ uint4 ldmatrix_x4(uint32_t from) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
 }
-// The same, each stored transposed: lane i gives the address of what becomes row i % 8 of matrix i / 8.
+// The same, each transposed on its way: the rows are those in shared memory.
+__device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                  "r"(c), "r"(d)

@@ -174,31 +174,13 @@ def _cache(
 def _values(where: torch.Tensor, content: str, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """where: fp32 (E,), an entry's place in its sequence, 0 to 1 -> codes, scales and rope of E entries."""
     if content == "magnitudes":
-        return _magnitudes(len(where), gen)
+        return kv_pages.magnitudes(len(where), NOPE, ROPE, gen)
     x = torch.randn(len(where), HEAD_DIM, generator=gen, device=where.device)
     if content == "maxima":
         x[:, NOPE], x[:, NOPE + 1], x[:, NOPE + 2] = 1, where, where - 1
     elif content == "cancelling":
         x[1::2] = -x[: len(x) // 2 * 2 : 2]  # where all entries are named, neighbours of the sequence
     return *fp8.quantise_groups(x[:, :NOPE], kv_pages.GROUP), x[:, NOPE:].bfloat16()
-
-
-def _magnitudes(count: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every code but NaN, at sizes of 2^-20 to 2 by group; a quarter of the groups only subnormal codes, of the same
-    sizes; an eighth with a scale byte of 3 to 99, which nothing comes through from but garbage.
-    """
-    device = gen.device
-    codes = torch.randint(256, (count, NOPE // kv_pages.GROUP, kv_pages.GROUP), generator=gen, device=device)
-    codes -= (codes & 0x7F == 0x7F).int()  # NaN becomes the largest number
-    size = torch.randint(-20, 2, codes.shape[:2], generator=gen, device=device)
-    kind = torch.randint(8, size.shape, generator=gen, device=device)
-    subnormal = kind < 2
-    codes = torch.where(subnormal.unsqueeze(2), codes & 0x87, codes)
-    scales = torch.where(subnormal, size + 133, size + 120)  # 7 * 2^-9 and 448 times that are near 2^size
-    scales = torch.where(kind == 2, torch.randint(3, 100, size.shape, generator=gen, device=device), scales)
-    rope = torch.randn(count, ROPE, generator=gen, device=device)
-    rope *= torch.randint(-20, 2, (count, 1), generator=gen, device=device).exp2()
-    return codes.flatten(1).byte().view(torch.float8_e4m3fn), scales.byte(), rope.bfloat16()
 
 
 def rows(data: input_t, index: torch.Tensor) -> input_t:

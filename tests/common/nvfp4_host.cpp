@@ -2,32 +2,25 @@
 #include "nvfp4.cuh"
 
 struct Tables {  // tests/common/test_nvfp4.py reads its fields
-    float e2m1[16], e4m3[256], scaled[16][256], scale_product[65536];
-    uint32_t e2m1x2_half2[256], e4m3x2_half2[65536], placed_scale2[65536], byte_perm[65536];
-    uint32_t doubled8[65536][2], placed8[65536][4];  // of the codes i in the low 16 bits, those of 0x9E37 * i above
-    uint16_t e2m1_half[16], placed_scale[256];
-    uint8_t pack[256], low_code[256], high_code[256];
+    float e2m1[16], e4m3[256];
+    uint32_t e2m1x2_half2[256], e4m3x2_half2[65536], byte_perm[65536];
+    uint32_t placed8[65536][4];  // of the codes i in the low 16 bits, those of 0x9E37 * i above
+    uint16_t e2m1_half[16];
+    uint8_t low_code[256], high_code[256];
     int8_t e2m1_doubled[16];
 };
 
 NVFP4_FN void fill(Tables& t, uint32_t i) {  // i < 65536
     const uint32_t codes = i | 0x9E37u * i << 16;
-    const nvfp4::Int8x8 doubled = nvfp4::doubled8(codes);
     const nvfp4::Half2x4 placed = nvfp4::placed8(codes);
-    t.doubled8[i][0] = doubled.first, t.doubled8[i][1] = doubled.second;
     for (int j = 0; j < 4; j++) t.placed8[i][j] = placed.pair[j];
     t.e4m3x2_half2[i] = nvfp4::e4m3x2_to_half2_bits(i);
-    t.placed_scale2[i] = nvfp4::placed_scale2(i);
-    t.scale_product[i] = nvfp4::scale_product(i & 255, i >> 8);
     t.byte_perm[i] = nvfp4::byte_perm(0x33221100, 0x77665544, i);
-    if (i < 4096) t.scaled[i >> 8][i & 255] = nvfp4::scaled(i >> 8, i & 255);
     if (i < 256) {
         t.e4m3[i] = nvfp4::e4m3_to_float(i);
-        t.placed_scale[i] = nvfp4::placed_scale(i);
         t.e2m1x2_half2[i] = nvfp4::e2m1x2_to_half2_bits(i);
         t.low_code[i] = static_cast<uint8_t>(nvfp4::low_code(i));
         t.high_code[i] = static_cast<uint8_t>(nvfp4::high_code(i));
-        t.pack[i] = nvfp4::pack(i & 15, i >> 4);
     }
     if (i < 16) {
         t.e2m1[i] = nvfp4::e2m1_to_float(i);

@@ -72,6 +72,18 @@ def test_flash_mla_with_kvcache_refuses():
             compat.flash_mla_with_kvcache(**arguments | {name: value})
 
 
+def test_errors_of_operators_name_the_callers_tensors_where_they_are_the_subject():
+    def refuse(said):
+        raise ValueError(said)
+
+    for said, wanted in (
+        ("q and window_index must not be empty, as a window is", "q and indices must not be empty, as a window is"),
+        ("no winner computes keys", "no winner computes keys"),
+    ):
+        with pytest.raises(ValueError, match=f"^{wanted}$"):
+            compat._call(refuse, compat.NAMES, said)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_flash_mla_sparse_fwd_attends_to_rows_of_fp8_values(device):
     data, call = sparse_call(device)
@@ -100,7 +112,8 @@ def test_fp8_paged_mqa_logits_are_the_indexers_scores(device):
 
 @pytest.mark.gpu
 def test_public_kernels_compute_the_same(capsys, monkeypatch):
-    pytest.importorskip("flash_mla"), pytest.importorskip("deep_gemm")
+    pytest.importorskip("flash_mla")
+    pytest.importorskip("deep_gemm")
     monkeypatch.setattr(compare, "REPLAYS", 10)
     compare.main()
     found = re.findall(r"^(\w+),.* apart (\S+)", capsys.readouterr().out, re.MULTILINE)
@@ -119,7 +132,8 @@ def flashmla(monkeypatch):
 
 
 def test_vllms_function_is_replaced_and_keeps_what_is_not_served(flashmla, caplog):
-    vllm.register(), vllm.register()
+    vllm.register()
+    vllm.register()
     data, arguments = decode_call("cpu")
     out, lse = flashmla.flash_mla_with_kvcache(**arguments)
     assert cases.reference("fmha_decode").check_implementation(data, (out, lse.transpose(1, 2))) == (True, "")

@@ -23,8 +23,11 @@ ALL = compare.PARTS["experts, norms, attention"]
 @torch.no_grad()
 def test_logits_and_tokens_in_fp32_are_transformers(name, caplog, monkeypatch):
     model = copy.deepcopy(oracle.hf_model(name))
-    tokens, mask = torch.randint(model.config.vocab_size, (2, 40)), (torch.arange(80).view(2, 40) % 40 > 6).long()
-    mask[0], found, eager = 1, [], ours.theirs.eager_attention_forward
+    tokens = torch.randint(model.config.vocab_size, (2, 40))
+    mask = (torch.arange(80).view(2, 40) % 40 > 6).long()
+    mask[0] = 1
+    eager = ours.theirs.eager_attention_forward
+    found = []
     for parts in (compare.OWN, ALL):
         compare.switch(model, parts)
         found.append(model(tokens, attention_mask=mask).logits[mask == 1])
@@ -51,11 +54,12 @@ def test_tokens_in_bf16_are_transformers_and_the_comparison_says_so(device, monk
 @torch.no_grad()
 def test_weights_in_nvfp4_are_held_until_they_change_or_die():
     gc.collect()  # models of other tests
-    module, found = compare.made("cpu", torch.bfloat16, compare.TINY).model.layers[3].mlp.experts, []
+    module = compare.made("cpu", torch.bfloat16, compare.TINY).model.layers[3].mlp.experts
     zero = torch.nn.Parameter(torch.zeros_like(module.gate_up_proj))
     given = torch.randn(2, 128).bfloat16(), torch.tensor([[0, 1], [7, 2]]), torch.ones(2, 2)
     want, rounded = (ours.compute_experts(module, *given, kind=kind).float() for kind in ours.KINDS)
     assert 0.05 < float((rounded - want).norm() / want.norm()) < 0.25
+    found = []
     for change in (int, int, lambda: module.down_proj.mul_(2), lambda: setattr(module, "gate_up_proj", zero)):
         change()
         out = ours.compute_experts(module, given[0], given[1] + 6, given[2], kind="nvfp4")  # from 8 on: no expert
@@ -69,8 +73,11 @@ def test_what_is_not_served_is_computed_by_transformers_or_refused(caplog, monke
     ours._warn_once.cache_clear()
     compare.made("cpu", torch.bfloat16, compare.TINY).save_pretrained(tmp_path)
     model = compare.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    [part.bfloat16() for name, part in model.named_modules() if name.endswith("norm")]  # as packaging/README.md says
-    tokens, found = torch.randint(96, (1, 9)), []
+    for name, part in model.named_modules():
+        if name.endswith("norm"):
+            part.bfloat16()  # as packaging/README.md says
+    tokens = torch.randint(96, (1, 9))
+    found = []
     monkeypatch.setattr(ours, "_ops", lambda device: {"experts": lambda *given: NotImplemented})
     for parts, grad in ((compare.OWN, True), (ALL, True), (compare.PARTS["experts"], False)):
         compare.switch(model, parts)

@@ -5,16 +5,6 @@
 
 namespace fmha::few {
 
-// Four 8x8 matrices of 16-bit values, each transposed; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t from) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
-
 // Of a lane's two rows, lane / 4 and 8 below. Every warp of the block has the same.
 struct Softmax {
     float top[2] = {-INFINITY, -INFINITY};  // running maximum, up to RESCALE_THRESHOLD too small; -inf: no entry so far

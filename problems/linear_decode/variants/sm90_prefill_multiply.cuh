@@ -35,16 +35,6 @@ __device__ __forceinline__ void wgmma(float (&d)[SUMS], const uint4& a, uint64_t
 #undef SIXTEEN
 #undef FOUR
 
-// Four matrices of 8 rows of 16 bytes, as a warp holds them in a factor; lane i gives the address of row i % 8 of matrix
-// i / 8.
-__device__ __forceinline__ uint4 ldmatrix_x4(uint32_t from) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
 // Keeps a factor in its registers up to here: wgmma reads it long after it is issued.
 __device__ __forceinline__ void hold(const uint4& a) {
     asm volatile("" ::"r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w) : "memory");

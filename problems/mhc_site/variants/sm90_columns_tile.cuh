@@ -264,13 +264,6 @@ struct FnFragments {
     }
 };
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&a)[4], uint32_t from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(from)
-                 : "memory");
-}
-
 // The tile's tokens times this warp's columns of fn.
 template <class S>
 __device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int count, int tile,
@@ -284,8 +277,8 @@ __device__ __forceinline__ void multiply_by_fn(const FnFragments<S>& fn, int cou
 #pragma unroll
         for (int s = 0; s < S::STEPS; ++s) {
             const int k = warp * S::STEPS + s;
-            uint32_t a[4];
-            ldmatrix_x4(a, row + k / IN_COPY * S::COPY + k % IN_COPY * 32);
+            const uint4 v = ptx::ldmatrix_x4(row + k / IN_COPY * S::COPY + k % IN_COPY * 32);
+            const uint32_t a[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int t = 0; t < ROW_TILES; ++t) ptx::mma_bf16(sum[t], a, fn.low[s][t]);
 #pragma unroll
@@ -313,10 +306,9 @@ __device__ __forceinline__ void multiply_copies(int tile, typename S::Shared& sh
     float low[4] = {}, high[4] = {};  // of the first two tokens, of the others
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
-        uint32_t a[4];
-        ldmatrix_x4(a, row + 32 * s);
-        ptx::mma_bf16(low, a, {a[0], a[2]});
-        ptx::mma_bf16(high, a, {a[1], a[3]});
+        const uint4 a = ptx::ldmatrix_x4(row + 32 * s);
+        ptx::mma_bf16(low, a.x, a.y, a.z, a.w, a.x, a.z);
+        ptx::mma_bf16(high, a.x, a.y, a.z, a.w, a.y, a.w);
     }
     // Element (r, c) of a block of eight: lane 4 r + c / 2. Copy j of token r / 4 times copy k of token c / 4.
     const int r = lane / 4, c = lane % 4 * 2, j = r % COPIES;

@@ -36,8 +36,9 @@ def test_kernels_chosen_in_inference_mode_work_outside(model):
 def test_every_op_has_a_reference_and_a_line_of_winners():
     assert set(ops.WINNERS) == set(ops.NAMES) >= {*ops.FUSED, *ops.ASKED_FOR}
     assert all(callable(value) for value in vars(ops.REFERENCE).values())
-    composes = load.constants(load.PROBLEMS / "dsv4_forward" / "submission.py", "COMPOSES")["COMPOSES"]
-    assert {one for several in ops.WINNERS.values() for one in several} - {ops.OWN} <= set(composes)
+    for file in ("submission.py", "variants/composed.py"):
+        composes = load.constants(load.PROBLEMS / "dsv4_forward" / file, "COMPOSES")["COMPOSES"]
+        assert {one for several in ops.WINNERS.values() for one in several} - {ops.OWN} <= set(composes), file
     with pytest.raises(dataclasses.FrozenInstanceError):
         ops.REFERENCE.linear = None
 

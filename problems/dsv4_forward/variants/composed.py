@@ -5,7 +5,7 @@ from task import Weights, input_t, output_t
 from problems.dsv4_forward import judged_call
 
 TARGETS = ("cpu", "sm90", "sm100")
-COMPOSES = ("nvfp4_gemv", "fmha_decode", "indexer", "moe_gemm", "linear_decode", "mhc_site")
+COMPOSES = ("nvfp4_gemv", "fmha_decode", "fmha_prefill", "indexer", "moe_gemm", "linear_decode", "mhc_site")
 
 
 def compile_for(target: str) -> list:

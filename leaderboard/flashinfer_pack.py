@@ -153,8 +153,10 @@ def write(problem: Problem, variant: Submission, target: str, packed: str, folde
     groups: dict[str, list[Call]] = {}
     cases = {str(case): case for case in (*problem.tests, *problem.timed(target)) if has_words(str(case), words)}
     for case in cases.values():
-        if max(case.bytes or 0, case.weight_bytes) > MOST_BYTES:
-            output.say(f"left out, since it takes more than {MOST_BYTES // 2**20} MiB: {case}")
+        is_large = max(case.bytes or 0, case.weight_bytes) > MOST_BYTES
+        if is_large or not variant.serves(case):
+            why = f"it takes more than {MOST_BYTES // 2**20} MiB" if is_large else f"{variant.name} {variant.limits}"
+            output.say(f"left out, since {why}: {case}")
             continue
         call = _call(problem, case)
         texts = [value for value in call.values.values() if isinstance(value, str)]

@@ -40,14 +40,15 @@ def run(address: str, args: Options, stdout: TextIO) -> int:
     except ImportError:
         raise UsageError("cluster needs the Python package ray: run `make setup-system`") from None
     except Exception as error:  # Ray has no common class for what may go wrong here
-        reason = text.line(error, 300)
-        raise UsageError(f"no cluster at {address!r}: {reason} (local starts one, auto is this node's)") from None
+        raise UsageError(f"no cluster at {address!r}: {text.line(error, 300)} (local starts one)") from None
     codes, lines = [], []
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        if not nodes:
+            raise UsageError(f"cluster: no worker with processors has joined {address!r} yet: try again when one has")
         device = args.device or ("cuda" if any(node.get("GPU") for node in nodes) else "cpu")
         # All processors of a node, since a variant uses all; of the smallest node, so that every node can serve.
-        smallest = min(int(node["CPU"]) for node in nodes if node.get("CPU"))
+        smallest = min(int(node["CPU"]) for node in nodes)
         resources = {"num_gpus": 1} if device.startswith("cuda") else {"num_cpus": smallest}
         jobs = _jobs(args, device)
         if not jobs:
@@ -55,7 +56,6 @@ def run(address: str, args: Options, stdout: TextIO) -> int:
         with remote.copied(path for request in jobs.values() for path in request.files) as copy:
             packed = subprocess.run(["tar", "-C", copy, "-cz", "."], check=True, capture_output=True).stdout
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no such module
-        # A lost node or process is tried again; what the job itself raises is not.
         judge = ray.remote(_judge).options(max_retries=RETRIES, scheduling_strategy="SPREAD", **resources)
         files, env = ray.put(packed), remote.commit()
         pending = {judge.remote(files, request.arguments, env): name for name, request in jobs.items()}

@@ -95,7 +95,8 @@ def _bring_up(stages: list[str], options: argparse.Namespace) -> int:
         found["variants"] = bringup_variants.variants()
         bringup_variants.take(found["variants"], gpu and "cuda", not options.no_judge, keep)
         print(bringup_variants.table(found["variants"]))
-    print(f"wrote {options.out}: send this file back")
+    ending = ": send this file back" if gpu else "; nothing ran on a GPU, so there is nothing to send back"
+    print(f"wrote {options.out}{ending}")
     right = all(one["model"]["status"] == "equal" for one in found["stages"])
     steps = [one.get(step) for one in found["variants"] for step in ("compiled", "test", "judged")]
     right &= not any(map(bringup_variants.is_fault, filter(None, steps)))

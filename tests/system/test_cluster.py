@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -62,16 +61,10 @@ def judges_of(node) -> list[int]:
 
 
 def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
-    made, (_, lost) = cluster
+    made, (kept, lost) = cluster
     command = [checkout / ".venv/bin/python", "-m", "harness", "cluster", made.address, "tiny", "--all"]
-    driver = subprocess.Popen(
-        [*command, "--device", "cpu", "--json", "-"],
-        cwd=checkout,
-        env=os.environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"cwd": checkout, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    driver = subprocess.Popen([*command, "--device", "cpu", "--json", "-"], **pipes)
     comes(lambda: judges_of(lost) or driver.poll() is not None, LIMIT_S)
     assert (judging := judges_of(lost)), driver.communicate()
     made.remove_node(lost, allow_graceful=False)
@@ -85,3 +78,6 @@ def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
     assert found == sorted((variant, *case) for variant in VARIANTS for case in cases), err
     files = checkout.glob("leaderboard/results/*/tiny/*.jsonl")
     assert {file.stem for file in files} == {one["run_id"] for one in records}, err
+    made.remove_node(kept, allow_graceful=False)
+    alone = subprocess.run(command, **pipes)
+    assert alone.returncode == 2 and "no worker with processors has joined" in alone.stderr, alone

@@ -17,13 +17,13 @@ from harness.problem.folders import Case, Problem, Submission, UsageError
 from harness.results import schema, text
 from harness.sandbox import process
 
-TARGETS = ("sm100", "sm90")  # a variant for both is checked as the first
+TARGETS = ("sm90", "sm100")  # a variant for both is checked as what it names first
 
 
 def target_of(submission: Submission) -> str:
     """Return the target that the model stands for. UsageError: `submission` is nothing that the model can execute."""
     name, wanted = submission.name, " or ".join(TARGETS)
-    targets = [target for target in TARGETS if target in submission.targets]
+    targets = [target for target in submission.targets if target in TARGETS]
     missing = [package for package in submission.requires if importlib.util.find_spec(package) is None]
     for refused, why in (
         (not submission.ours, "runs variants of this checkout: move the file to problems/PROBLEM/variants"),
@@ -54,7 +54,7 @@ def run(
             for line in _lines(child.stdout, timeout_s):
                 reached = line["case"]
                 status, order, message = (line[key] for key in ("status", "order", "said"))
-                say(f"{submission.name:20} model  {cases[reached]}  {order:16}  {status}  {message}")
+                say(f"{submission.name:20} {place[-1]} model  {cases[reached]}  {order:16}  {status}  {message}")
                 outcomes[reached] = Outcome(status, f"{order}: {message}")  # a fault is the last word of its case
                 reached += line["last"]
             status = child.wait()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import hub  # packaging/hub.py
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 from dsv4_kernels import operators
 from tests.problems import cases
@@ -119,11 +118,10 @@ def test_weights_are_held_as_the_winner_prepares_them(call, name, monkeypatch):
     assert bool((data.outputs.out == 3).all())
     with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
         operator("other", *arguments[1:])
-    wrong = data.weights._replace(**{data.weights._fields[0]: torch.zeros(3)})
-    off = pytree.tree_map_only(torch.Tensor, lambda part: moved(part, part.element_size()), data.weights)
-    for weights, said in ((wrong, "must be"), (off, r"^(w13|links\[0\]\[0\].codes) must begin at")):
-        with pytest.raises(ValueError, match=said):
-            HELD[name]("test", weights)
+    place, _ = next(cases.leaves(data.weights))
+    for change, said in ((lambda t: t[:0], "be "), (lambda t: moved(t, t.element_size()), "begin at")):
+        with pytest.raises(ValueError, match=rf"(w13|codes)\S* must {said}"):
+            HELD[name]("test", cases.changed(data.weights, place, change))
         operator(*arguments)  # those before are held
     HELD[name]("test", None)
     with pytest.raises(ValueError, match=r"name must be one of \[\]"):

@@ -119,7 +119,7 @@ def test_weights_are_held_as_the_winner_prepares_them(call, name, monkeypatch):
     with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
         operator("other", *arguments[1:])
     place, _ = next(cases.leaves(data.weights))
-    for change, said in ((lambda t: t[:0], "be "), (lambda t: moved(t, t.element_size()), "begin at")):
+    for change, said in ((torch.Tensor.double, "be "), (lambda t: moved(t, t.element_size()), "begin at")):
         with pytest.raises(ValueError, match=rf"(w13|codes)\S* must {said}"):
             HELD[name]("test", cases.changed(data.weights, place, change))
         operator(*arguments)  # those before are held

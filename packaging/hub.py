@@ -38,23 +38,16 @@ def write(folder: Path, backends: list[str]) -> None:
         for file in (package / "operators.py", package / "compat.py"):
             file.write_text(file.read_text().replace('"dsv4::', f'"{name}::'))
         first = package / "__init__.py"
-        docstring, code = first.read_text().split('"""\n', 1)
-        first.write_text(f'{docstring}"""\n{INIT}{code}\nfrom {name} import compat, layers\n')
+        first.write_text(first.read_text().replace('"""\n', f'"""\n{INIT}', 1))  # behind the docstring
         if backend == "cuda":
             staging.add_shared_objects(package)
         (package / staging.build.PREBUILT.name / "README.md").write_text("Shared objects for GPUs, if any.\n")
-        metadata = {
-            "id": name,
-            "name": PROJECT["name"],
-            "version": 1,
-            "license": PROJECT["license"],
-            "python-depends": [],
-            "backend": BACKENDS[backend],
-        }
+        metadata = {"id": name, "name": PROJECT["name"], "version": 1, "license": PROJECT["license"]}
+        metadata |= {"python-depends": [], "backend": BACKENDS[backend]}
         (package / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(BACKENDS):
-        sys.exit(__doc__)
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-") or not set(sys.argv[2:]) <= set(BACKENDS):
+        sys.exit("usage: python packaging/hub.py FOLDER [cuda] [cpu]")
     write(Path(sys.argv[1]), sys.argv[2:] or list(BACKENDS))

@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
-from setuptools.command.sdist import sdist
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_py import build_py
+    from setuptools.command.sdist import sdist
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error}: pip install "setuptools>=77"') from None
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "problems").is_dir() else HERE.parent  # a source archive holds problems/ itself
@@ -144,6 +147,7 @@ def add_shared_objects(package: Path) -> None:
         for source in [*KERNELS, *(source for folder, name in names for source in sources(folder, name))]:
             if source.suffix != ".cu":
                 continue
+            print(f"compiling {source.relative_to(ROOT)} for {target}", flush=True)
             made = build.cuda(source, target, options).path
             check_versions(made)
             name_there = build.prebuilt(source, target, build.cuda_flags(target)).name
@@ -188,6 +192,4 @@ def check_versions(library: Path) -> None:
     for prefix, newest in NEWEST.items():
         found = [int(number) for number in re.findall(re.escape(prefix).encode() + rb"(\d+)", content)]
         if max(found, default=0) > newest:
-            raise RuntimeError(
-                f"{library} needs {prefix}{max(found)}, and {PLATFORM} has {prefix}{newest}: build on an older system"
-            )
+            raise RuntimeError(f"{library} needs {prefix}{max(found)}, not {newest}: build on an older system")

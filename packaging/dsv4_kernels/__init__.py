@@ -3,6 +3,7 @@
 In the wheel `dsv4_kernels.problems` is a copy of what they need of the kit that judges them; in a checkout, problems/.
 """
 
+from dsv4_kernels import compat, layers  # noqa: F401
 from dsv4_kernels.operators import (  # noqa: F401  for callers
     fmha_decode,
     fmha_prefill,

@@ -26,19 +26,11 @@ LEAST, MOST = 3, 134  # scale bytes that the kernels take
 KEY = index_pages.page_bytes(1, "fp8")  # bytes
 
 # Their names of the winners' tensors, for errors.
-NAMES = {
-    "window": "k_cache",
-    "window_index": "indices",
-    "window_length": "topk_length",
-    "compressed": "extra_k_cache",
-    "compressed_index": "extra_indices_in_kvcache",
-    "compressed_length": "extra_topk_length",
-    "sink": "attn_sink",
-    "keys": "kv_cache",
-    "table": "block_table",
-    "visible": "context_lens",
-}
-NAMES_OF_ROWS = {**NAMES, "compressed_index": "indices", "compressed_length": "topk_length"}
+NAMES_OF_ROWS = {"compressed_index": "indices", "compressed_length": "topk_length", "sink": "attn_sink"}
+NAMES = {"window": "k_cache", "window_index": "indices", "window_length": "topk_length", "sink": "attn_sink"}
+NAMES |= {"compressed": "extra_k_cache", "compressed_index": "extra_indices_in_kvcache"}
+NAMES |= {"compressed_length": "extra_topk_length"}
+NAMES_OF_KEYS = {"keys": "kv_cache", "table": "block_table", "visible": "context_lens"}
 
 
 class SchedMeta:
@@ -91,7 +83,7 @@ def flash_mla_with_kvcache(
     _demand("num_splits", "None, as in FlashMLA", num_splits is None, num_splits)
     _demand("head_dim_v", HEAD_DIM, head_dim_v == HEAD_DIM, head_dim_v)
     _demand_scale("softmax_scale", softmax_scale)
-    _demand("q", "(B, S, H, 512)", q.dim() == 4 and q.shape[3] == HEAD_DIM, tuple(q.shape))
+    _demand("q", "(B, S, H, 512)", q is not None and q.shape[3:] == (HEAD_DIM,), _form(q))
     given = [part is not None for part in (extra_k_cache, extra_indices_in_kvcache)]
     _demand("extra_k_cache", "given where its indices are, and only there", given[0] == given[1], given)
     assert indices is not None
@@ -139,7 +131,7 @@ def flash_mla_sparse_fwd(
     """
     _demand("d_v", HEAD_DIM, d_v == HEAD_DIM, d_v)
     _demand_scale("sm_scale", sm_scale)
-    _demand("q", "(T, H, 512)", q.dim() == 3 and q.shape[2] == HEAD_DIM, tuple(q.shape))
+    _demand("q", "(T, H, 512)", q is not None and q.shape[2:] == (HEAD_DIM,), _form(q))
     _demand("kv", "bf16 (N, 1, 512)", kv.shape[1:] == (1, HEAD_DIM) and kv.dtype == torch.bfloat16, _form(kv))
     tokens, heads, _ = q.shape
     _demand_lists("indices", "(s_q, h_kv, topk)", indices, tokens, 1)
@@ -183,7 +175,7 @@ def fp8_paged_mqa_logits(
     is not of sm_90, or a tensor that is not as above.
     """
     _demand("indices", "None: one number of queries for all sequences is served", indices is None, "a tensor")
-    fits = q.dim() == 4 and q.dtype == torch.float8_e4m3fn and q.shape[3] == _index.DIM
+    fits = q is not None and q.dtype == torch.float8_e4m3fn and q.shape[3:] == (_index.DIM,)
     _demand("q", "float8_e4m3fn (B, S, H, 128)", fits, _form(q))
     batch, queries, heads, _ = q.shape
     _demand("weights", f"({batch * queries}, {heads})", weights.shape == (batch * queries, heads), _form(weights))
@@ -192,13 +184,14 @@ def fp8_paged_mqa_logits(
     _demand("context_lens", f"({batch}, {queries})", context_lens.shape == (batch, queries), _form(context_lens))
     fits = kv_cache.dtype == torch.uint8 and kv_cache.shape[1:] == (PAGE, 1, KEY) and _is_based(kv_cache)
     _demand("kv_cache", f"uint8 (pages, 64, 1, 132), contiguous, from a multiple of {BASE} on", fits, _form(kv_cache))
+    _demand("max_context_len", "at least 1", max_context_len > 0, max_context_len)
     blocks = -(-max_context_len // PAGE)
-    fits = block_table.dim() == 2 and block_table.shape[1] >= blocks > 0
+    fits = block_table.dim() == 2 and block_table.shape[1] >= blocks
     _demand("block_table", f"(B, {blocks} or more) for max_context_len {max_context_len}", fits, _form(block_table))
     keys = kv_cache.view(len(kv_cache), PAGE * KEY)
     table = _based(block_table[:, :blocks])
     weights = _based(weights.view(batch, queries, heads))
-    scores = _call(indexer_scores, NAMES, q.to(torch.bfloat16), weights, keys, table, _based(context_lens))
+    scores = _call(indexer_scores, NAMES_OF_KEYS, q.to(torch.bfloat16), weights, keys, table, _based(context_lens))
     logits = scores[:, :max_context_len]
     if clean_logits:
         logits.masked_fill_(torch.arange(max_context_len, device=q.device) >= context_lens.view(-1, 1), -math.inf)
@@ -217,6 +210,7 @@ def indexer_scores(
     # The winner does not score a row that sees no more than k entries, here 1. A page always has a second entry.
     data = _index_data(q, weights, keys, table, visible + (visible == 1))
     sizes = _index.unpack(data)
+    operators.check_addresses(zip(data._fields, data, strict=True))
     entries = sizes.blocks * sizes.per_page
     if q.device.type == "cpu":
         return _scores(data, entries, sizes.per_page)
@@ -228,11 +222,9 @@ def indexer_scores(
 
 
 @indexer_scores.register_fake
-def _(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
-    sizes = _index.unpack(_index_data(q, weights, keys, table, visible))
-    return _rows(q, sizes.blocks * sizes.per_page)
+def _(*inputs: torch.Tensor) -> torch.Tensor:
+    sizes = _index.unpack(_index_data(*inputs))
+    return _rows(inputs[0], sizes.blocks * sizes.per_page)
 
 
 def _index_data(*inputs: torch.Tensor) -> Any:
@@ -277,8 +269,8 @@ def _demand_scale(name: str, scale: float | None) -> None:
     _demand(name, f"512^-0.5 = {SCALE:.6g}, which is in the kernels", fits, scale)
 
 
-def _form(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+def _form(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
 
 
 def _is_based(tensor: torch.Tensor) -> bool:
@@ -308,11 +300,9 @@ def _pages(name: str, cache: torch.Tensor) -> torch.Tensor:
     pages, per_page = cache.shape[:2]
     _demand(f"{name}: P", "a power of two", per_page & (per_page - 1) == 0, per_page)
     stride = kv_pages.page_bytes(per_page, NOPE, ROPE)
-    if cache.stride(1) != ENTRY or cache.stride(3) != 1 or (pages > 1 and cache.stride(0) != stride):
-        raise ValueError(
-            f"{name} must have strides ({stride}, {ENTRY}, {ENTRY}, 1), pages padded to a multiple of "
-            f"{kv_pages.payload_bytes(NOPE, ROPE)} bytes, got {cache.stride()}"
-        )
+    fits = cache.stride(1) == ENTRY and cache.stride(3) == 1 and (pages <= 1 or cache.stride(0) == stride)
+    padded = f"pages padded to a multiple of {kv_pages.payload_bytes(NOPE, ROPE)} bytes"
+    _demand(name, f"of strides ({stride}, {ENTRY}, {ENTRY}, 1), {padded}", fits, cache.stride())
     offset = cache.storage_offset()
     _demand(f"{name}: offset", f"a multiple of {BASE} bytes", offset % BASE == 0, offset)
     try:
@@ -329,11 +319,8 @@ def _paged(rows: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
     values = rows[:, :NOPE].float()
     codes, scales = fp8.quantise_groups(values, kv_pages.GROUP, fp8.E4M3_MAX * 2.0 ** (LEAST - 127))
     good = (fp8.dequantise_groups(codes, scales, kv_pages.GROUP) == values).all(1) & (scales <= MOST).all(1)
-    if not bool(good[named.long()].all()):
-        raise ValueError(
-            "kv must hold values of FP8 caches, e4m3 times a power of two for each 64 of the first 448, in rows that "
-            "indices name, got others: they would be rounded, and bf16 rows are not served"
-        )
+    wanted = "of values of FP8 caches, e4m3 times a power of two for each 64 of the first 448, where indices name a row"
+    _demand("kv", wanted, bool(good[named.long()].all()), "others: they would be rounded, and bf16 rows are not served")
     stride = kv_pages.page_bytes(PAGE, NOPE, ROPE)
     pages = torch.empty(max(1, -(-len(rows) // PAGE)), stride, dtype=torch.uint8, device=rows.device)
     index = torch.arange(len(rows), device=rows.device)

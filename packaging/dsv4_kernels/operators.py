@@ -1,18 +1,19 @@
 """Register the problems' winners as operators of torch (torch.ops.dsv4.*), for tracing and torch.compile.
 
 An operator takes the tensors of its problem's task.Data, writes the outputs in place and returns nothing: by the winner
-for the device of the first tensor. ValueError as task.unpack says, or where the device has no winner. Weights that a
-winner may lay out anew are held beforehand, and named: then the operator's first argument is the name.
-On a GPU it works in torch's current stream and can be recorded in a CUDA graph.
+for the device of the first tensor. ValueError as task.unpack says, or where the device has no winner, or a tensor does
+not begin at a multiple of ALIGNED bytes. Weights that a winner may lay out anew are held beforehand, and named: then
+the operator's first argument is the name. On a GPU it works in torch's current stream, and CUDA graphs can record it.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from problems.common import load
 
@@ -23,6 +24,7 @@ def winner(problem: str, device: torch.device) -> ModuleType:
     return load.variant(problem, load.winner(load.PROBLEMS / problem, load.device_target(device)))
 
 
+ALIGNED = 16  # bytes that the widest loads, stores and bulk copies of the winners take at once
 LEGACY, PER_THREAD = 0, 2  # streams of CUDA: which no graph records; the default one of the winners' launchers
 
 
@@ -43,6 +45,13 @@ def queue_of_winners(device: torch.device) -> Iterator[None]:
         with torch.cuda.stream(own):
             yield
         current.wait_stream(own)
+
+
+def check_addresses(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """ValueError, naming the tensor: one does not begin at a multiple of ALIGNED bytes. An empty one is at 0."""
+    for name, tensor in named:
+        if tensor.data_ptr() % ALIGNED:
+            raise ValueError(f"{name} must begin at a multiple of {ALIGNED} bytes, got {tensor.data_ptr():#x}")
 
 
 @functools.cache
@@ -69,6 +78,7 @@ def _operator(
 
     def call(*given: Any) -> None:
         plain, mine = checked(*given)
+        check_addresses(zip(names, given[held:], strict=True))  # here: what is fake has no address
         if held:  # elsewhere the winner does this
             task(problem).unpack(plain)
         with queue_of_winners(given[-1].device):
@@ -110,15 +120,19 @@ _held: dict[tuple[str, str], tuple[tuple, object]] = {}
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written outside it
 def _hold(problem: str, name: str, weights: Any, device_of: Callable[[Any], torch.device]) -> None:
-    _held.pop((problem, name), None)
-    if weights is not None:
-        if (fields := task(problem).Weights._fields) != getattr(weights, "_fields", None):
-            raise ValueError(f"weights must be task({problem!r}).Weights, of {fields}, got {type(weights).__name__}")
-        task(problem).unpack_weights(weights)
-        device = device_of(weights)
-        variant = winner(problem, device)
-        with queue_of_winners(device):
-            _held[problem, name] = weights, variant.prepare(weights) if hasattr(variant, "prepare") else weights
+    if weights is None:
+        _held.pop((problem, name), None)
+        return
+    if (fields := task(problem).Weights._fields) != getattr(weights, "_fields", None):
+        raise ValueError(f"weights must be task({problem!r}).Weights, of {fields}, got {type(weights).__name__}")
+    task(problem).unpack_weights(weights)
+    leaves = pytree.tree_flatten_with_path(weights)[0]
+    check_addresses((pytree.keystr(at)[1:], part) for at, part in leaves if isinstance(part, torch.Tensor))
+    device = device_of(weights)
+    variant = winner(problem, device)
+    with queue_of_winners(device):
+        _held.pop((problem, name), None)  # before there are new ones, which may need the memory
+        _held[problem, name] = weights, variant.prepare(weights) if hasattr(variant, "prepare") else weights
 
 
 def hold_moe_gemm(name: str, weights: Any) -> None:

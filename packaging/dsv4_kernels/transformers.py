@@ -17,10 +17,14 @@ import weakref
 from typing import Any
 
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+except ImportError as error:
+    raise ImportError(f"{__name__} needs transformers 5.17: {error}") from error
 
 from dsv4_kernels import operators
 from problems.common import load, nvfp4
@@ -88,7 +92,7 @@ def compute_experts(
         elif x.dtype != torch.bfloat16 or any(n % 64 for n in w2.shape[1:]) or limit != _moe.LIMIT or not len(x):
             refused = f"nvfp4 experts not for bf16 with widths in multiples of 64 and a limit of {_moe.LIMIT:g}"
         else:
-            x = x if x.data_ptr() % 256 == 0 else x.clone()
+            x, gates = (part if part.data_ptr() % operators.ALIGNED == 0 else part.clone() for part in (x, gates))
             operators.moe_gemm(_held_as(w13, w2), x, torch.where(ids < len(w2), ids, -1), gates, out)
             return out
     _warn_once(refused)

@@ -260,10 +260,8 @@ def test_a_killed_build_does_not_block_the_next(place):
 
 def test_concurrent_builds_compile_once(place):
     use_compiler(place, delay=1.5)
-    builders = [
-        subprocess.Popen([sys.executable, "-c", BUILD, place / "source.cpp"], cwd=ROOT, stdout=subprocess.PIPE)
-        for _ in range(3)
-    ]
+    command = [sys.executable, "-c", BUILD, place / "source.cpp"]
+    builders = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(3)]
     assert [builder.communicate(timeout=60)[0] for builder in builders] == [b"1\n"] * 3
     assert calls(place) == 1 and not list((place / "builds").glob("tmp-*"))
 

@@ -47,8 +47,6 @@ def test_a_shortened_option_is_unknown(words, capsys):
 
 
 def test_an_error_about_a_parameter_names_its_option():
-    said = {
-        str(terminal.of_option(ValueError(text), "--config", "--top-k"))
-        for text in ("top_k must be 0", "config must be one of a", "a slice must be whole")
-    }
+    texts = "top_k must be 0", "config must be one of a", "a slice must be whole"
+    said = {str(terminal.of_option(ValueError(text), "--config", "--top-k")) for text in texts}
     assert said == {"--top-k must be 0", "--config must be one of a", "--config: a slice must be whole"}

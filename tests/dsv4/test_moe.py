@@ -75,10 +75,8 @@ def test_weights_that_the_problem_has_not_are_left_and_named(change, reason, mod
 def test_a_table_that_repeats_an_expert_is_left():
     _, _, _, w13, w2, _ = call(1, 8, 2, 64, 64, "bf16")
     fine, twice = torch.tensor([[1, 2], [2, 1]]), torch.tensor([[1, 2], [3, 3]])
-    assert [MOE.prepare(GROUPED, w13, w2, table).reason for table in (fine, twice)] == [
-        "",
-        "its table names an expert twice for a token",
-    ]
+    reasons = [MOE.prepare(GROUPED, w13, w2, table).reason for table in (fine, twice)]
+    assert reasons == ["", "its table names an expert twice for a token"]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +194,8 @@ class Together:
 
     @staticmethod
     def prepare_with_shared(weights, shared):
-        both = [
-            torch.cat(pair) if isinstance(pair[0], torch.Tensor) else pair[0]
-            for pair in zip(weights, shared, strict=True)
-        ]
+        pairs = zip(weights, shared, strict=True)
+        both = [torch.cat(pair) if isinstance(pair[0], torch.Tensor) else pair[0] for pair in pairs]
         return weights, type(weights)(*both)
 
     @staticmethod

@@ -181,12 +181,9 @@ def test_what_cannot_be_had_is_an_error_that_says_why(text, target, message):
 
 def test_a_file_must_define_a_kernel(tmp_path):
     file = tmp_path / "mine.py"
-    for text, said in (
-        ("def rms_norm(:", "mine.py:1: not Python: "),
-        ("def norm(): ...", "mine.py must define rms_norm"),
-    ):
+    for text, said in (("def rms_norm(:", ":1: not Python: "), ("def norm(): ...", " must define rms_norm")):
         file.write_text(text)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"mine.py{said}"):
             ops.kernels(f"rms_norm={file}", "cpu")
     for text in ("def fmha(): ...", "from x import fmha", "fmha = print", "def custom_kernel(): ..."):
         file.write_text(f"TARGETS = ('cpu',)\n{text}\n")

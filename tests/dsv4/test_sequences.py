@@ -168,10 +168,7 @@ def test_states_and_batches_of_others_are_refused(model):
     for entry in (lambda: model.forward(its, state), lambda: state.commit(its)):
         unchanged(state, ValueError, r"batch of sequences \(0,\) must be planned by th", entry)
     odd = dataclasses.replace(TINY, index_topk=17)
-    for cfg, fmt, match in (
-        (TINY, "bf16", "format, fp32, got one in bf16"),
-        (odd, "fp32", "index_topk: 17 instead of"),
-    ):
+    for cfg, fmt, match in ((TINY, "bf16", "format, fp32, got one in bf16"), (odd, "fp32", "index_topk: 17 instead")):
         wrong = State(cfg, fmt, sequences=1, blocks=1)
         planned = wrong.plan({wrong.open()[0]: [1]})
         unchanged(wrong, ValueError, match, lambda wrong=wrong, planned=planned: model.forward(planned, wrong))

@@ -11,6 +11,7 @@ from dsv4_kernels import operators
 from tests.problems import cases
 from tests.support.marks import first
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HELD = {"moe_gemm": operators.hold_moe_gemm, "linear_decode": operators.hold_linear_decode}
 
 
@@ -32,6 +33,12 @@ def call():
         hold("test", None)
 
 
+def moved(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """A copy that begins `by` bytes behind what torch allocates."""
+    room = tensor.new_empty(64 + tensor.untyped_storage().nbytes() // tensor.element_size())
+    return room[by // tensor.element_size() :].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
 def check(name: str, data: object) -> None:
     """The outputs of the data are right."""
     answer = tuple(cases.outputs(name, data))
@@ -39,7 +46,7 @@ def check(name: str, data: object) -> None:
 
 
 @pytest.mark.parametrize("more", first([[], ["test_autograd_registration", "test_aot_dispatch_dynamic"]]), ids=len)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name, device, more):
     data, arguments = call(name, device)
@@ -47,6 +54,21 @@ def test_the_operator_is_the_winner_and_passes_torchs_own_checks(call, name, dev
     check(name, data)
     checks = ["test_schema", "test_faketensor", *more]
     torch.library.opcheck(getattr(operators, name), tuple(arguments), test_utils=checks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", cases.NAMES)
+def test_tensors_begin_at_multiples_of_16_bytes(call, name, device):
+    data, arguments = call(name, device)
+    operator, held = getattr(torch.ops.dsv4, name), arguments[: name in HELD]
+    near = [moved(tensor, operators.ALIGNED) for tensor in arguments[len(held) :]]
+    operator(*held, *near)
+    for output, copy in zip(reversed(cases.outputs(name, data)), reversed(near), strict=False):
+        output.copy_(copy)
+    check(name, data)
+    for i, argument in enumerate(operator.default._schema.arguments[len(held) :]):
+        with pytest.raises(ValueError, match=f"^{argument.name} must begin at a multiple of 16 bytes"):
+            operator(*held, *near[:i], moved(near[i], near[i].element_size()), *near[i + 1 :])
 
 
 @pytest.mark.gpu
@@ -96,8 +118,11 @@ def test_weights_are_held_as_the_winner_prepares_them(call, name, monkeypatch):
     assert bool((data.outputs.out == 3).all())
     with pytest.raises(ValueError, match=r"name must be one of \['test'\].*'other'"):
         operator("other", *arguments[1:])
-    with pytest.raises(ValueError, match="must be"):
-        HELD[name]("test", data.weights._replace(**{data.weights._fields[0]: torch.zeros(3)}))
+    place, _ = next(cases.leaves(data.weights))
+    for change, said in ((torch.Tensor.double, "be "), (lambda t: moved(t, t.element_size()), "begin at")):
+        with pytest.raises(ValueError, match=rf"(w13|codes)\S* must {said}"):
+            HELD[name]("test", cases.changed(data.weights, place, change))
+        operator(*arguments)  # those before are held
     HELD[name]("test", None)
     with pytest.raises(ValueError, match=r"name must be one of \[\]"):
         operator(*arguments)

@@ -120,10 +120,8 @@ def check_expert(fmt: str, tokens: int, shapes: tuple[str, str], device: str = "
     epilogue, and a token's bits are those that it has by itself.
     """
     mma, oracle = load.variant("linear_decode", "sm90_mma"), reference("linear_decode")
-    first, second = (
-        made("linear_decode", device, format=fmt, tokens=tokens, shape=shape, seed=seed)
-        for seed, shape in enumerate(shapes)
-    )
+    make = functools.partial(made, "linear_decode", device, format=fmt, tokens=tokens)
+    first, second = (make(shape=shape, seed=seed) for seed, shape in enumerate(shapes))
     gate, up = oracle.ref_kernel(first).view(tokens, -1).chunk(2, 1)
     v = torch.nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-1.0, 1.0)
     want, _ = oracle.products(first.weights.format, second.weights.links[0][0], v.bfloat16())

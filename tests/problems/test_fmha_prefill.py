@@ -65,17 +65,13 @@ def test_generated_data_is_what_the_task_says(case):
     assert bool((data.compressed_length <= (position + 1) // case.ratio).all())
     one = reference.rows(data, torch.arange(case.tokens))
     behind = torch.arange(case.compressed) >= one.compressed_length.unsqueeze(1)
-    for pages, index in (
-        (data.window, one.window_index),
-        (data.compressed, one.compressed_index.masked_fill(behind, -1)),
-    ):
+    lists = one.window_index, one.compressed_index.masked_fill(behind, -1)
+    for pages, per_page, index in zip((data.window, data.compressed), task.unpack(data)[-2:], lists, strict=True):
         ids = index[index != -1]
-        per_page = task.unpack(data)[-2 if pages is data.window else -1]
         assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < len(pages) * per_page)
         codes, scales, rope = kv_pages.read(pages, per_page, ids.unique(), task.NOPE, task.ROPE)
         assert not bool(codes.float().isnan().any()) and bool(torch.isfinite(rope.float()).all())
         assert not len(ids) or (int(scales.min()) >= 3 and int(scales.max()) <= 134)
     if "-" not in case.content and case.content in task.CONTENTS:
-        assert bool((data.window_index[~outside] >= 0).all()) and bool((counts > 0).all()) == (
-            case.tokens >= case.batch
-        )
+        assert bool((data.window_index[~outside] >= 0).all())
+        assert bool((counts > 0).all()) == (case.tokens >= case.batch)

@@ -1,7 +1,6 @@
 """Our GPU variants in the model of their GPU, on small cases under every order of asynchronous work.
 
-The cases are not square, end inside of tiles, leave experts without tokens and lists with holes, and turn a ring of
-shared memory more than once. They make up what ptx_model/README.md says was checked.
+The cases are not square, end inside of tiles, leave experts without tokens, have holes, and turn rings more than once.
 """
 
 import importlib.util
@@ -54,6 +53,7 @@ TILED = [
     # Lists without an entry, and shares without one.
     fmha(2, 20, 64, 300, "empty"),
 ]
+PREFILL, CHOSEN = task("fmha_prefill"), ("chosen", 64, 3)  # each token's list, of 64 of 67 entries
 EMPTY = {**fmha(1, 24, 64, 300, "empty"), "order": "sequential"}
 EVERY += [
     ("fmha_decode", "sm100_cute", "sm100", [{**fmha(1, 8, 1, 0), "batch": 1}]),
@@ -121,7 +121,9 @@ EVERY += [
     # A cluster for two tokens; twelve tiles of a block, so that stages of shared memory are used again.
     ("mhc_site", "sm90_columns", "sm90", [mhc(5, 128, "bf16"), mhc(705, 64, "bf16+bf16"), mhc(40, 64, "fp32+fp32")]),
     ("fmha_decode", "sm90_wgmma", "sm90", [fmha(1, heads, 37, 91, "ragged") for heads in (8, 20, 64)] + [EMPTY]),
-    ("fmha_prefill", "sm90_cute", "sm90", [vars(case) for case in task("fmha_prefill").TESTS[:2]]),
+    ("fmha_prefill", "sm90_cute", "sm90", [vars(case) for case in PREFILL.TESTS[:2]]),
+    # A block has two tokens, which share the window's tiles but for a row; six tiles turn the two stages.
+    ("fmha_prefill", "sm90_wgmma", "sm90", [vars(PREFILL.Case(2, 1, 20, 200, *CHOSEN, 64, 2, "heads", "maxima", 5))]),
     ("fmha_decode", "sm100_cute", "sm100", TILED),
     # A few tokens of 12 experts, of which some have none; units along K that are no whole step, rows no whole tile.
     (
@@ -145,17 +147,15 @@ EVERY += [
 @pytest.mark.parametrize(("problem", "variant", "target", "cases"), first(EVERY), ids=lambda one: str(one)[:12])
 def test_a_variant_is_right_in_the_model(problem, variant, target, cases):
     """In every case under every order."""
-    if "cute" in variant and not importlib.util.find_spec("cutlass"):
-        pytest.skip("needs CuTe DSL")
-    if "cute" not in variant and not shutil.which("nvcc"):
-        pytest.skip("needs nvcc")
+    cute = "cute" in variant
+    if not (importlib.util.find_spec("cutlass") if cute else shutil.which("nvcc")):
+        pytest.skip("needs CuTe DSL" if cute else "needs nvcc")
     folder = ROOT / "problems" / problem
     file, asked = folder / "variants" / f"{variant}.py", json.dumps(cases)
     ran = forked.run(["-m", "ptx_model.tools.check", folder, file, target, asked])
     replies = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [(one["case"], one["order"]) for one in replies] == [
-        (case, order.policy) for case in range(len(cases)) for order in ORDERS
-    ], ran.stderr[-2000:]
+    every = [(case, order.policy) for case in range(len(cases)) for order in ORDERS]
+    assert [(one["case"], one["order"]) for one in replies] == every, ran.stderr[-2000:]
     wrong = [one for one in replies if one["status"] != "MODEL_CHECKED"]
     assert not wrong, wrong[0]
 

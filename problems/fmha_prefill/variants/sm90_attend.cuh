@@ -13,11 +13,13 @@ using namespace ptx;
 constexpr int TILES = HEAD_DIM / 64;  // sub-tiles of 64 dims: rows of 128 bytes, swizzled as wgmma wants it
 constexpr int PARTS = 4;              // of a tile, each with separate barriers
 constexpr int Q_PARTS = PARTS;        // of the queries, the same dims, each loaded by one warp
+static_assert(PARTS == 4, "two sub-tiles a part; multiply waits for four, o has four, four warps load Q");
 
 // Sub-tiles 0 and 1 of a part: one of each half of the dims, as the two warpgroups of values have them.
 __device__ __forceinline__ constexpr int subtile(int part, int i) { return i * PARTS + part; }
 
-// BLOCK_M heads of a token by tiles of BLOCK_N entries, NUM_STAGES of them in shared memory.
+// BLOCK_M heads of a token by tiles of BLOCK_N entries, NUM_STAGES of them in shared memory. The code is written for
+// <64, 64, 2> and nothing else compiles. Free are the shares of registers, within their asserts; see the README.
 template <int BLOCK_M_, int BLOCK_N_, int NUM_STAGES_>
 struct Form {
     static constexpr int BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_, NUM_STAGES = NUM_STAGES_;
@@ -29,10 +31,17 @@ struct Form {
 
     // Warpgroups: one loads, one scores, two sum values, in this order. Registers of a thread of each.
     static constexpr int NUM_THREADS = 512, PRODUCER_REGISTERS = 56, SCORE_REGISTERS = 104, VALUE_REGISTERS = 176;
-    static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 65536 / 128);
+    static constexpr int LAUNCH_REGISTERS = 65536 / NUM_THREADS;  // of each thread, until setmaxnreg
+    static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= NUM_THREADS / 128 * LAUNCH_REGISTERS,
+                  "more than the block has, and values wait for registers for ever");
+    static_assert(PRODUCER_REGISTERS <= LAUNCH_REGISTERS && SCORE_REGISTERS <= LAUNCH_REGISTERS &&
+                      LAUNCH_REGISTERS <= VALUE_REGISTERS, "setmaxnreg.dec only goes down, setmaxnreg.inc only up");
+    static_assert((PRODUCER_REGISTERS | SCORE_REGISTERS | VALUE_REGISTERS) % 8 == 0, "setmaxnreg counts in eights");
+    static_assert(PRODUCER_REGISTERS >= 24 && SCORE_REGISTERS >= 24 && VALUE_REGISTERS <= 256, "setmaxnreg's limits");
 
     static constexpr uint32_t Q_TILE = BLOCK_M * 128, TILE = BLOCK_N * 128, STAGE_BYTES = TILES * TILE;
     static constexpr uint32_t OUT_BYTES = 2048;  // of a warp: 16 rows of 64 columns
+    static_assert(OUT_BYTES == 16 * 64 * sizeof(__nv_bfloat16), "with less, warps write over each other's");
     static __device__ __forceinline__ int tiles(int length) { return WINDOW_TILES + (length + BLOCK_N - 1) / BLOCK_N; }
 };
 

@@ -10,6 +10,8 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float TO_LOG2 = 0.04419417382415922f * LOG2E;  // 512^-0.5, for scores in powers of two
 // P may reach 2^8: sums stay far inside fp32, and bf16 is as fine there as below 1.
 constexpr float RESCALE_THRESHOLD = 8.f;
+constexpr float MOST = 1u << int(RESCALE_THRESHOLD);  // 2 to that: a sum of P up to it has no p above it
+static_assert(RESCALE_THRESHOLD == int(RESCALE_THRESHOLD), "MOST is that power of two only if it is whole");
 
 // Scores, the second warpgroup. Of a lane's two rows, 16 warp + lane / 4 and 8 on; sums of its own columns.
 struct Softmax {
@@ -59,7 +61,6 @@ struct Softmax {
                     exact[h] += a + b;
                 }
             }
-            constexpr float MOST = 256.f;  // 2 to the RESCALE_THRESHOLD
             const bool large = exact[0] > MOST || exact[1] > MOST || fminf(top[0], top[1]) == -INFINITY;
             if (sure || !__any_sync(~0u, large)) break;
             sure = true;

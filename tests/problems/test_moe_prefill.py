@@ -41,7 +41,6 @@ FP8_CASES = [
     (55, 2, 1, 256, 320, "one", "plain", True),
     (21, 3, 2, 128, 448, "uniform", "plain", True),
 ]
-
 # Of weights in MXFP4. Items of up to 64 and of up to 112, and several of an expert; last groups of 64; neighbours
 # without tokens; scales over 2^14.
 MXFP4_CASES = [
@@ -168,14 +167,15 @@ def test_the_kernel_for_few_takes_what_it_can_in_one_part(target, activation, to
 NVFP4 = [("check_nvfp4", case) for case in NVFP4_CASES]
 FP8 = [("check_fp8", case) for case in FP8_CASES]
 MXFP4 = [("check_mxfp4", case) for case in MXFP4_CASES]
-SMALL = 52, 3, 2, 64, 192, "one", "clamped"
+SMALL, LARGE = (52, 3, 2, 64, 192, "one", "clamped"), (700, 17, 3, 1088, 576, "zipf", "plain")
 BOTH = [("check_nvfp4", (*SMALL, 1)), ("check_fp8", (*SMALL, False))]
-LARGE = 700, 17, 3, 1088, 576, "zipf", "plain"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policies", "checks"), [(("eager",), NVFP4), (("eager",), FP8), (("eager",), MXFP4), (("lazy", "random:1"), BOTH)]
+    ("policies", "checks"),
+    [(("eager",), NVFP4), (("eager",), FP8), (("eager",), MXFP4), (("lazy", "random:1"), BOTH)],
+    ids=["nvfp4", "fp8", "mxfp4", "orders"],
 )
 def test_it_is_right_in_the_model_of_the_gpu(policies, checks):
     calls = [(check, {"case": case}) for check, case in checks]

@@ -25,9 +25,12 @@ struct Form {
     static constexpr int LEAST_EIGHTS = PARTS == 1 ? 1 : (EIGHTS + 1) / 2;
     static constexpr int ACTIVATION = prefill::FP8, WARPS = 4 * GROUPS;  // for prefill::share_blocks
     static_assert(GROUPS * PARTS == 4 && (PARTS == 1 || PARTS == 2), "a block of units has 16 times 16 rows");
-    static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 112, "sm90_wgmma.cuh has products with that many");
-    static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
-    static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
+    static_assert(NUM_STAGES >= 2, "a stage is freed when the next chunk has come: one would be waited for forever");
+    static_assert(BLOCK_N % 16 == 0, "scales of slots lie in sixteens");
+    static_assert(BLOCK_N % 32 == 0 || PARTS == 2, "four groups write results in two halves of sixteens");
+    static_assert((PARTS + 1) * SUMS + 24 * PARTS + 16 <= CONSUMER_REGISTERS,
+                  "sums, a part's products and weights: it spills with more slots than 112 of two groups, 64 of four");
+    static_assert(prefill::registers_fit<GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, LAUNCH_REGISTERS>());
 
     // Shared memory in bytes from a multiple of 1024.
     // In a stage: B, rows of activations; A, units of weights; S, the rows' scales. D: results of each warpgroup, or v of
@@ -48,12 +51,15 @@ struct Form {
     static constexpr uint32_t TILE_EMPTY_BARRIERS = TILE_FULL_BARRIERS + 8 * 2, BYTES = TILE_EMPTY_BARRIERS + 8 * 2;
     static_assert(GROUPS * D_BYTES >= BLOCK_N * 128, "v of all fits");
     static_assert(SMEM_A % 1024 == 0 && D_BYTES % 1024 == 0, "a swizzle repeats every 1024 bytes");
-    static_assert(BYTES + 1024 <= 227 * 1024, "with room to align the start");
+    static_assert(BYTES + 1024 <= 227 * 1024,
+                  "over 227 KB of shared memory, 1 KB of it to align the start: take fewer stages or slots");
 };
-// The legal tiles. Few: 16 warps of 16 rows by up to 64 slots; Many: 8 of 32 by up to 112.
+// The tiles in use. Few: 16 warps of 16 rows by up to 64 slots; Many: 8 of 32 by up to 112. Slots, stages and registers
+// may be changed as far as the assertions let; these registers are the most that fit.
 using Few = Form<4, 64, 7, 104, 96>;
 using Many = Form<2, 112, 6, 232, 168>;
-static_assert(Few::EIGHTS + 1 >= Many::LEAST_EIGHTS, "an expert that is one item has more than Few's");
+static_assert(Few::EIGHTS + 1 >= Many::LEAST_EIGHTS,
+              "Many multiplies items of one slot more than Few's by more eights than they have: more slots for Few");
 
 struct Product {
     const uint8_t* units;  // [experts][blocks][chunks] blocks of units

@@ -29,6 +29,18 @@ struct Scales {
 constexpr uint32_t STORED = offsetof(Scales, stored), IN_SCALES = offsetof(Scales, in_scale);
 constexpr uint32_t SECOND_IN_SCALE = offsetof(Scales, second_in_scale), TILE_BYTES = 32;  // a Tile, and nothing
 
+// Whether GROUPS warpgroups that multiply and one that loads get their registers, of a thread: a text says why not.
+template <int GROUPS, int PRODUCER, int CONSUMER, int LAUNCH>
+constexpr bool registers_fit() {
+    static_assert(PRODUCER % 8 == 0 && CONSUMER % 8 == 0 && PRODUCER >= 24 && CONSUMER <= 256,
+                  "setmaxnreg takes multiples of 8 from 24 to 256");
+    static_assert(LAUNCH == 512 / (1 + GROUPS) / 8 * 8, "launch bounds give 168 with two groups, 96 with four");
+    static_assert(PRODUCER <= LAUNCH && LAUNCH <= CONSUMER, "those that load give registers, who multiply get them");
+    static_assert(PRODUCER + GROUPS * CONSUMER <= (1 + GROUPS) * LAUNCH,
+                  "more than the launch has, and setmaxnreg would wait forever: fewer for those that multiply");
+    return true;
+}
+
 // GROUPS warpgroups multiply, a warp 16 PARTS rows, for items of at most BLOCK_N slots. Registers are a thread's, of
 // those that load, of those that multiply, and at the launch. v leaves as ACTIVATION has it: WARPS warps have a block,
 // or group of FP8, of its channels; with FP8 two teams meet where else each meets by itself.
@@ -44,9 +56,8 @@ struct Form {
     static_assert(NUM_STAGES >= 2, "a stage is freed when the next unit has come");
     static constexpr int TEAM = TEAM_UNITS / SHARE;                                                // warpgroups
     static constexpr int EIGHTS = BLOCK_N / 8, SUMS = BLOCK_N / 2;  // sums of a thread, for each 16 of its warp's rows
-    static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (1 + GROUPS) * LAUNCH_REGISTERS, "of the launch");
+    static_assert(registers_fit<GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, LAUNCH_REGISTERS>());
     static_assert(PARTS * (SUMS + 16) <= CONSUMER_REGISTERS - 32, "sums and fragments leave less than 32: it spills");
-    static_assert((1 + GROUPS) * LAUNCH_REGISTERS <= 512, "65536 for a processor");
     static_assert(PARTS == 1 || PARTS == 2, "a unit has two");
     static_assert(BLOCK_N % 32 == 0 || PARTS == 2 && BLOCK_N % 16 == 0, "results leave in two halves");
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Variables and the folders in cache/ that they name.
 CACHES = ("KERNEL_BUILD_DIR build", "TRITON_CACHE_DIR triton", "TORCH_EXTENSIONS_DIR torch_extensions")
 CACHES += ("TORCHINDUCTOR_CACHE_DIR inductor", "CUTE_DSL_CACHE_DIR cute_dsl", "XDG_CACHE_HOME xdg")
-CACHES += ("CUDA_CACHE_PATH cuda", "NUMBA_CACHE_DIR numba", "HUMMING_CACHE_DIR humming")
+CACHES += ("CUDA_CACHE_PATH cuda", "NUMBA_CACHE_DIR numba", "HUMMING_CACHE_DIR humming", "DG_JIT_CACHE_DIR dg")
 UIDS = range(60578, 61184)  # that no distribution and no systemd gives to a user or a service
 MEASURES = ("uid", "landlock", "tcp", "scope", "seccomp")  # that not every machine offers
 # Of the checkout.

@@ -177,7 +177,7 @@ class Selection:
         if not cases:
             raise UsageError(f"{name} names no {kind} cases{hint}")
         if not chosen:
-            known = "; ".join(map(str, cases))
+            known = "; ".join([*map(str, cases[:6]), *["..."] * (len(cases) > 6)])
             raise UsageError(f"--case must match a {kind} case of {name} ({known}), got {self.args.case!r}{hint}")
         return chosen
 

@@ -26,7 +26,7 @@ def target_of(submission: Submission) -> str:
     targets = [target for target in submission.targets if target in TARGETS]
     missing = [package for package in submission.requires if importlib.util.find_spec(package) is None]
     for refused, why in (
-        (not submission.ours, "runs variants of this checkout: move the file to problems/PROBLEM/variants"),
+        (not submission.ours, "is for problems of this checkout"),
         (not targets, f"needs a variant for {wanted}, this one is for {', '.join(submission.targets)}: give --variant"),
         (submission.folder and sources.is_composition(submission.folder), "checks one kernel, and no whole model"),
         ("triton" in submission.requires, "executes CUDA C++ and CuTe DSL, and no Triton"),

@@ -30,7 +30,7 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A head without processors, and two nodes with one each."""
+    """A head without processors, and no node yet."""
     system.need_package("ray")
     from ray.cluster_utils import Cluster
 
@@ -43,8 +43,7 @@ def cluster(tmp_path, monkeypatch):
     small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **small})
     try:
-        nodes = [made.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(2)]
-        yield made, nodes
+        yield made
     finally:
         made.shutdown()
 
@@ -61,13 +60,15 @@ def judges_of(node) -> list[int]:
 
 
 def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
-    made, (kept, lost) = cluster
-    command = [checkout / ".venv/bin/python", "-m", "harness", "cluster", made.address, "tiny", "--all"]
+    command = [checkout / ".venv/bin/python", "-m", "harness", "cluster", cluster.address, "tiny", "--all"]
     pipes = {"cwd": checkout, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    alone = subprocess.run(command, **pipes)
+    assert alone.returncode == 2 and "no worker with processors has joined" in alone.stderr, alone
+    _, lost = (cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(2))
     driver = subprocess.Popen([*command, "--device", "cpu", "--json", "-"], **pipes)
     comes(lambda: judges_of(lost) or driver.poll() is not None, LIMIT_S)
     assert (judging := judges_of(lost)), driver.communicate()
-    made.remove_node(lost, allow_graceful=False)
+    cluster.remove_node(lost, allow_graceful=False)
     out, err = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode in (0, 6), err  # 6: the machine was busy
     assert gone(judging, LIMIT_S), "a lost node's run goes on"
@@ -78,6 +79,3 @@ def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
     assert found == sorted((variant, *case) for variant in VARIANTS for case in cases), err
     files = checkout.glob("leaderboard/results/*/tiny/*.jsonl")
     assert {file.stem for file in files} == {one["run_id"] for one in records}, err
-    made.remove_node(kept, allow_graceful=False)
-    alone = subprocess.run(command, **pipes)
-    assert alone.returncode == 2 and "no worker with processors has joined" in alone.stderr, alone

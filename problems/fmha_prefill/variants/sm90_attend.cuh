@@ -33,7 +33,7 @@ struct Form {
     static constexpr int NUM_THREADS = 512, PRODUCER_REGISTERS = 56, SCORE_REGISTERS = 104, VALUE_REGISTERS = 176;
     static constexpr int LAUNCH_REGISTERS = 65536 / NUM_THREADS;  // of each thread, until setmaxnreg
     static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= NUM_THREADS / 128 * LAUNCH_REGISTERS,
-                  "more than the block has, and values wait for registers for ever");
+                  "more than the block has, and values wait for registers without end");
     static_assert(PRODUCER_REGISTERS <= LAUNCH_REGISTERS && SCORE_REGISTERS <= LAUNCH_REGISTERS &&
                       LAUNCH_REGISTERS <= VALUE_REGISTERS, "setmaxnreg.dec only goes down, setmaxnreg.inc only up");
     static_assert((PRODUCER_REGISTERS | SCORE_REGISTERS | VALUE_REGISTERS) % 8 == 0, "setmaxnreg counts in eights");

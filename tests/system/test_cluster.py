@@ -62,7 +62,7 @@ def judges_of(node) -> list[int]:
 def test_killed_node_loses_and_doubles_no_record(checkout, cluster):
     command = [checkout / ".venv/bin/python", "-m", "harness", "cluster", cluster.address, "tiny", "--all"]
     pipes = {"cwd": checkout, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    alone = subprocess.run(command, **pipes)
+    alone = subprocess.run(command, timeout=LIMIT_S, **pipes)
     assert alone.returncode == 2 and "no worker with processors has joined" in alone.stderr, alone
     _, lost = (cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(2))
     driver = subprocess.Popen([*command, "--device", "cpu", "--json", "-"], **pipes)

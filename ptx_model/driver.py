@@ -189,8 +189,9 @@ class Driver:
                 "set its largest dynamic shared memory first",
             )
         cluster = _cluster(attributes, count) or code.cluster or (1, 1, 1)
-        if cluster[0] * cluster[1] * cluster[2] > 8 and not host.non_portable:
-            raise Fault("bounds", f"{host.name}: a cluster of {cluster} blocks, of which 8 are portable")
+        if cluster[0] * cluster[1] * cluster[2] > (most := 16 if host.non_portable else 8):
+            portable = "" if host.non_portable else ", which is the portable size"
+            raise Fault("bounds", f"{host.name}: a cluster of {cluster} blocks, at most {most} are allowed{portable}")
         raw = bytearray(code.parameter_bytes)
         for i, (at, size) in enumerate(code.parameters.values()):
             raw[at : at + size] = ctypes.string_at(arguments[i], size)

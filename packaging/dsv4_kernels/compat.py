@@ -131,7 +131,7 @@ def flash_mla_sparse_fwd(
     """
     _demand("d_v", HEAD_DIM, d_v == HEAD_DIM, d_v)
     _demand_scale("sm_scale", sm_scale)
-    _demand("q", "(T, H, 512)", q is not None and q.shape[2:] == (HEAD_DIM,), _form(q))
+    _demand("q", "(T, H, 512), T from 1", q is not None and q.shape[2:] == (HEAD_DIM,) and len(q) > 0, _form(q))
     _demand("kv", "bf16 (N, 1, 512)", kv.shape[1:] == (1, HEAD_DIM) and kv.dtype == torch.bfloat16, _form(kv))
     tokens, heads, _ = q.shape
     _demand_lists("indices", "(s_q, h_kv, topk)", indices, tokens, 1)
@@ -175,8 +175,8 @@ def fp8_paged_mqa_logits(
     is not of sm_90, or a tensor that is not as above.
     """
     _demand("indices", "None: one number of queries for all sequences is served", indices is None, "a tensor")
-    fits = q is not None and q.dtype == torch.float8_e4m3fn and q.shape[3:] == (_index.DIM,)
-    _demand("q", "float8_e4m3fn (B, S, H, 128)", fits, _form(q))
+    fits = q is not None and q.dtype == torch.float8_e4m3fn and q.shape[2:] in ((32, _index.DIM), (64, _index.DIM))
+    _demand("q", "float8_e4m3fn (B, S, 32 or 64, 128)", fits, _form(q))
     batch, queries, heads, _ = q.shape
     _demand("weights", f"({batch * queries}, {heads})", weights.shape == (batch * queries, heads), _form(weights))
     if queries == 1 and context_lens.dim() == 1:
@@ -213,6 +213,9 @@ def indexer_scores(
     operators.check_addresses(zip(data._fields, data, strict=True))
     entries = sizes.blocks * sizes.per_page
     if q.device.type == "cpu":
+        seen = table[torch.arange(sizes.blocks) * sizes.per_page < visible.amax(1, keepdim=True)]
+        bad = seen[(seen < 0) | (seen >= len(keys))]
+        _demand("table", f"of pages 0 to {len(keys) - 1}, where a query sees them", not len(bad), bad[:4].tolist())
         return _scores(data, entries, sizes.per_page)
     variant = operators.winner("indexer", q.device)
     if not hasattr(variant, "scores"):
@@ -240,10 +243,8 @@ def _scores(data: Any, entries: int, per_page: int) -> torch.Tensor:
     entry = torch.arange(entries)
     place = data.table[:, entry // per_page].long() * per_page + entry % per_page
     keys = _index.read_keys(data.keys, place)
-    out = _rows(data.q, entries)
-    for row, (b, s) in zip(out, ((b, s) for b in range(len(keys)) for s in range(data.q.shape[1])), strict=True):
-        row.copy_(data.weights[b, s] @ (data.q[b, s].float() @ keys[b].T).relu_())
-    return out
+    products = data.q.float() @ keys.unsqueeze(1).mT
+    return _rows(data.q, entries).copy_((data.weights.unsqueeze(2) @ products.relu_()).flatten(0, 2))
 
 
 def _call(operator: Callable[..., Any], names: dict[str, str], *given: torch.Tensor) -> Any:

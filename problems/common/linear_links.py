@@ -30,7 +30,7 @@ class Links:
 
     def prepare_expert(self, w13: Any, w2: Any) -> tuple[Any, Shapes]:
         """Both matrices, as they are, with their shapes. ValueError as unpack_expert says. See
-        problems/dsv4_forward/adapters/decode.py.
+        problems/linear_decode/in_model.py.
         """
         _, shapes = self.unpack_expert(w13, w2)
         return w13._replace(links=(*w13.links, *w2.links)), shapes

@@ -90,7 +90,8 @@ def test_flash_mla_sparse_fwd_attends_to_rows_of_fp8_values(device):
     data, call = sparse_call(device)
     out, _, lse = (part if part is None else part.unsqueeze(1) for part in compat.flash_mla_sparse_fwd(**call))
     assert cases.reference("fmha_decode").check_implementation(data, (out, lse)) == (True, "")
-    for name, change, said in (("kv", torch.randn_like, "of values of FP8"), ("indices", torch.squeeze, ".*h_kv")):
+    wrong = ("kv", torch.randn_like, "of values of FP8"), ("indices", torch.squeeze, ".*h_kv")
+    for name, change, said in (*wrong, ("q", lambda q: q[:0], ".*T from")):
         with pytest.raises(ValueError, match=f"^{name} must be {said}"):
             compat.flash_mla_sparse_fwd(**call | {name: change(call[name])})
 
@@ -107,7 +108,9 @@ def test_fp8_paged_mqa_logits_are_the_indexers_scores(device):
     arguments = (*data[:4], call["context_lens"])
     torch.library.opcheck(compat.indexer_scores, arguments, test_utils=["test_schema", "test_faketensor"])
     wrong = ("q", None), ("indices", data.table), ("context_lens", call["context_lens"][0]), ("max_context_len", 0)
-    for name, value in (*wrong, ("block_table", data.table[:, :1])):
+    wrong += ("block_table", data.table[:, :1]), ("q", call["q"][:, :, :16])
+    outside = [("block_table", data.table + at) for at in (-99, 99) if device == "cpu"]  # on a GPU no kernel looks
+    for name, value in (*wrong, *outside):
         with pytest.raises(ValueError, match=f"^{name} must be"):
             compat.fp8_paged_mqa_logits(**call | {name: value})
 

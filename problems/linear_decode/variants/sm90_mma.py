@@ -1,7 +1,7 @@
 """sm90_mma: weights in units, through a ring a warp to mma.sync with tokens as columns; each is read once for 32. More
 tokens: wgmma on e4m3 or bf16 values (sm90_prefill.cu).
 
-It also has prepare_expert and expert, norms and with_norm, which problems/dsv4_forward/adapters/decode.py describes.
+It also has prepare_expert and expert, norms and with_norm, which problems/linear_decode/in_model.py describes.
 """
 
 import math
@@ -153,7 +153,8 @@ def prepare_few(weights: Weights) -> State:
     """As prepare, with no more bytes than units take: then only FP8 that quantises has more than FEW_TOKENS at once."""
     fmt, links = unpack_weights(weights)
     state = _state(fmt, *(_link(fmt, *pair) for pair in zip(weights.links, links, strict=True)))
-    return state._replace(many=weights.links if _codes(weights) else ())
+    codes = fmt == "fp8" and all(matrix.quantise for link in weights.links for matrix in link)  # are multiplied
+    return state._replace(many=weights.links if codes else ())
 
 
 def custom_kernel(data: input_t) -> output_t:
@@ -206,11 +207,6 @@ def _multiply_many(state: State, x: torch.Tensor, parts: list[list[torch.Tensor]
             build.check(run(*places, tokens, groups, n, k, stride, decoded, quantise, before), "prefill")
             before = True
         x = given[0]
-
-
-def _codes(weights: Weights) -> bool:
-    """Whether all matrices are multiplied as codes where tokens are many."""
-    return weights.format == "fp8" and all(matrix.quantise for link in weights.links for matrix in link)
 
 
 def _decoded(fmt: str, matrix: Matrix) -> Matrix:
@@ -303,8 +299,7 @@ def _state(fmt: str, *links: Link) -> State:
 
 def _launch(state: State, made: Array, out: torch.Tensor) -> None:
     chain, num_prequantised, rooms = _arrange(state, made, out.device)
-    run = build.cuda(SOURCE, load.device_target(out.device))
-    run = run.function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
+    run = build.cuda(SOURCE, load.device_target(out.device)).function("launch", c_void_p, *[c_int] * 3, c_void_p, c_int)
     counter = state.met.data_ptr() if chain else None
     code = run(addressof(made), len(made), num_prequantised, FORMATS.index(state.format), counter, early.allowed())
     del rooms  # until here
@@ -351,8 +346,7 @@ def _fill(to: _Link, link: Link, x: torch.Tensor, given: list[torch.Tensor], lim
     to.tokens, to.quantise, to.tiles, to.group_tiles = len(x), link.quantise, tiles, tiles // link.groups
     to.x_stride, to.group_stride = groups * k, k if groups > 1 else 0
     to.k_units, to.num_chunks, to.section_chunks = k // BLOCK_K, link.chunks, link.chunks // link.sections
-    to.prefetch_lines = PREFETCH_LINES
-    to.gated, to.limit = link.gated, limit
+    to.prefetch_lines, to.gated, to.limit = PREFETCH_LINES, link.gated, limit
     to.num_outputs, tile = len(given), 0
     for output, out in zip(to.outputs, given, strict=False):
         output.out, output.columns, output.first_tile = out.data_ptr(), out.shape[1], tile
@@ -367,12 +361,9 @@ def _link(fmt: str, matrices: tuple[Matrix, ...], sizes: tuple[tuple[int, int, i
         raise ValueError(f"k must be at most {MAX_SECTIONS * BLOCK_COLUMNS}, got {k}")
     tiles = sum(g * n for g, n, _ in sizes) // BLOCK_N
     units = torch.cat([_units(fmt, matrix, *size) for matrix, size in zip(matrices, sizes, strict=True)])
-    scales = (
-        torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)])
-        if (fmt == "fp8")
-        else None
-    )
-    factors, inputs, groups = None, None, sizes[0][0]
+    scales, factors, inputs, groups = None, None, None, sizes[0][0]
+    if fmt == "fp8":
+        scales = torch.cat([_tile_scales(matrix, n) for matrix, (_, n, _) in zip(matrices, sizes, strict=True)])
     if fmt == "nvfp4":
         factors = _by_tile([matrix.factor for matrix in matrices], sizes) * REST
     if fmt == "nvfp4" and matrices[0].quantise:
@@ -388,9 +379,7 @@ def _gated(link: Link) -> Link:
     tiles = link.sizes[0][1] // BLOCK_N
 
     def ordered(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        return tensor.view(2, tiles // 2, -1).transpose(0, 1).reshape(tensor.shape)
+        return None if tensor is None else tensor.view(2, tiles // 2, -1).transpose(0, 1).reshape(tensor.shape)
 
     units, scales, factors = (ordered(tensor) for tensor in (link.units, link.scales, link.factors))
     return link._replace(units=units, scales=scales, factors=factors, gated=True)

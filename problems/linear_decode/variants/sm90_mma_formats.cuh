@@ -32,6 +32,9 @@ constexpr int PIECE = 8;                   // values of the input that a lane co
 constexpr int MAX_DIRECT = 2;              // pieces of the first input that a thread may load straight to registers
 constexpr int QUANTISE_THREADS = 128;      // of a block of quantise_kernel
 
+static_assert(WARPS == 16 && MAX_OUTPUTS == 4 && MAX_LINKS == 4 && MAX_CLUSTER == 2 && MAX_SECTIONS == 8,
+              "sm90_mma.py divides work by the same numbers");
+static_assert(INPUT_PAD % 16 == 0, "rows of the input are copied and loaded by 16 bytes");
 static_assert(BLOCK_N == units::ROWS && BLOCK_K == units::COLUMNS, "a tile is a row of units");
 static_assert(BLOCK_N == 2 * 16 && BLOCK_K == 4 * 16, "two fragments of m16n8k16 below each other, four in a row");
 static_assert(SCALE_K == 2 * BLOCK_K, "a scale of fp8 belongs to two units");
@@ -89,6 +92,10 @@ struct Config {
     // a release waits for all copies that the warp has under way, and this one has none.
     static constexpr int THREADS = MATH_THREADS + 32 * CHAIN, CONTROL_WARP = CHAIN ? WARPS : 0;
 
+    static_assert(STAGE_PARTS == (FORMAT == NVFP4 ? 2 : 1) || (FORMAT == FP8 && STAGE_PARTS == 2), "as products read them");
+    static_assert(STAGES_BEFORE_INPUT <= NUM_STAGES, "more than the ring has");
+    static_assert(FRAGMENTS == 1 || FRAGMENTS == 2, "a unit has two fragments below each other");
+    static_assert(SUMS_AT_ONCE > 0 && (SUMS_AT_ONCE & SUMS_AT_ONCE - 1) == 0, "it has to divide a block's chunks");
     static_assert(BLOCK_M % MMA_M == 0 && (TOKEN_TILES & TOKEN_TILES - 1) == 0, "sums are kept by powers of two");
     static_assert(STAGE_BYTES % 128 == 0, "stages are copied in whole lines");
 };

@@ -127,7 +127,7 @@ __device__ __forceinline__ void convert_piece(const Link& link, const Geometry& 
 }
 
 // RMSNorm of the input in registers, rounded to bf16; weights: of the same pieces; squares: of warps, 32 floats. Each
-// warp has pieces of one token. Values and the order of sums are those of dsv4_forward's rms_norm (kernels/fused.cu).
+// warp has pieces of one token. Values and the order of sums are those of dsv4_forward's rms_norm (kernels/norm.cu).
 template <Format FORMAT>
 __device__ __forceinline__ void norm_pieces(const Link& link, const Pieces<FORMAT>& pieces, float* squares,
                                             uint4 (&raw)[MAX_DIRECT], const uint4 (&weights)[MAX_DIRECT]) {

@@ -16,6 +16,10 @@ constexpr int MIXER_WARPS = 4;  // besides, in pairs
 constexpr int BLOCK_BARRIER = 0, PRODUCE_BARRIER = 1, MULTIPLY_BARRIER = 2, BOTH_BARRIER = 3, MIXER_BARRIER = 4;
 // Of a thread. A launch of 20 warps has 96 for each; what mixers leave, the others take.
 constexpr int MIXER_REGISTERS = 64, ROLE_REGISTERS = 104;
+static_assert(ROLE_REGISTERS % 8 == 0 && MIXER_REGISTERS % 8 == 0 && MIXER_WARPS % 4 == 0 &&
+                  WARPS * ROLE_REGISTERS + MIXER_WARPS * MIXER_REGISTERS <=
+                      65536 / 32 / (WARPS + MIXER_WARPS) / 8 * 8 * (WARPS + MIXER_WARPS),
+              "setmaxnreg takes eights, for four warps, and waits until the launch has as many");
 constexpr int AHEAD = 3;       // tiles from asking for one to its x'
 constexpr int RING_TILES = 8;  // tiles between blocks: who writes the ninth has had the weights of the first
 constexpr int TILE_TOKENS = 16;

@@ -14,6 +14,7 @@ constexpr int TOKEN_THREADS = 2 * COPIES * QUADS, TOKEN_WARPS = TOKEN_THREADS / 
 constexpr int OUT_WARPS = QUADS / 32;  // of a token, which make out
 constexpr int VALUES = 16;             // of a thread for a token: rows, two products x'_j x'_k, two of nothing
 constexpr int SUMS = ROWS + PRODUCTS;  // of SLOTS
+static_assert(QUAD == 4 && CLUSTER <= 16 && 64 % (CLUSTER * QUAD) == 0, "a quad is a float4, a cluster 16 blocks at most");
 static_assert(HALF_ROWS + 2 <= VALUES && QUADS % 32 == 0 && TOKEN_THREADS <= 1024, "whole warps of a block");
 
 template <int PASSES, int TOKENS>

@@ -12,12 +12,14 @@ from harness.judge.judging import Judging
 from harness.judge.options import Options
 from harness.judge.selection import Selection
 from harness.judge.verdict import Recorder, Result
-from harness.problem.folders import Case, Submission, UsageError, reading
+from harness.problem.folders import Case, ProblemError, Submission, UsageError, reading
 from harness.results import environment, gpu, output, ranking, record, text
 from harness.results.ranking import Leader
 from harness.results.record import Contents
 from harness.results.run_file import RunFile
 from harness.sandbox import process
+
+NEEDS_GPU = "needs a GPU, the run is on a CPU; elsewhere: python -m harness remote HOST ..."
 
 
 class Run(Selection):
@@ -101,6 +103,9 @@ class Run(Selection):
     def _work(self) -> int:
         """Judge. What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
+        # Where the lengths of sequences are the host's, as in a whole model, no call of any length can be recorded.
+        if args.mode == "latency" or (self.problem.composition and self.device == "cuda"):
+            return self._time_steps()
         if self.recorded:
             record.see_writable(self.machine)
             self._tell_files()
@@ -140,6 +145,36 @@ class Run(Selection):
             if percent is not None and not slower:
                 console.say(f"no regression of more than {percent:g} % is shown")
         self._tell(judged)
+        return code
+
+    def _time_steps(self) -> int:
+        """Check the problem's own model and time its steps; --mode latency omits the check, test the times."""
+        from harness.tools import latency
+
+        args = self.args
+        if args.variant or args.submission or args.all or args.against:
+            raise UsageError("a model's own steps are timed: leave --variant, --submission, --all and --against out")
+        (submission,) = self.submissions()
+        cases = [] if args.mode == "test" else latency.cases(self.problem, args.case)
+        if self.device != "cuda":
+            raise UsageError(f"--mode latency {NEEDS_GPU}")
+        console.say(environment.line() + "\n")
+        code = self._check([]) if args.mode != "latency" and self._has_check() else 0
+        if code or args.mode == "test":
+            return code
+        judged = self._judged(submission)
+        record.see_writable(self.machine)
+        try:
+            with self._held():
+                fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
+        finally:  # interrupted too: each case counts by itself
+            code = verdict.exit_code([line["status"] for line in self.lines], everything=True)
+            if self.lines and not args.case and args.mode != "benchmark":
+                self._begin([judged], [], []).finish(self.lines, code)
+                console.say(f"saved as run {self.recorder.run_id}")
+        self._write_json()
+        if fault:
+            raise ProblemError(fault)
         return code
 
     def _has_check(self) -> bool:

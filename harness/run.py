@@ -65,7 +65,7 @@ def judging(args: Options, stdout: TextIO, events: Events) -> Run:
     from harness import invocation
 
     mode = "model" if args.device == "model" else args.mode
-    if mode in ("model", "profile", "latency"):
+    if mode in ("model", "profile"):
         from harness import verbs
 
         return getattr(verbs, mode.title())(args, stdout, events)

@@ -1,15 +1,13 @@
 """What is done with a problem besides judging: verbs, modes and a device, each a run and a class of its name."""
 
-from harness.invocation import Run
+from harness.invocation import NEEDS_GPU, Run
 from harness.judge import console, verdict
 from harness.judge.selection import rule_broken
 from harness.judge.verdict import Result
 from harness.lint import linter
-from harness.problem.folders import ProblemError, UsageError
+from harness.problem.folders import UsageError
 from harness.results import environment, record
-from harness.tools import latency, model_check, modes
-
-NEEDS_GPU = "needs a GPU, the run is on a CPU; elsewhere: python -m harness remote HOST ..."
+from harness.tools import model_check, modes
 
 
 class Lint(Run):
@@ -110,28 +108,3 @@ class Profile(Run):
         with self._held(), console.quiet(False):
             status = modes.profile(self.problem, self.device, self.target, submission, cases, self.args.timeout)
         return verdict.EXIT_CODES[status]
-
-
-class Latency(Run):
-    """Time the problem's own model (harness/tools/latency.py), recorded unless --case chose some of its cases."""
-
-    def _work(self) -> int:
-        (submission,) = self.submissions()
-        console.say(environment.line() + "\n")
-        cases = latency.cases(self.problem, self.args.case)
-        if self.device != "cuda":
-            raise UsageError(f"--mode latency {NEEDS_GPU}")
-        judged = self._judged(submission)
-        record.see_writable(self.machine)
-        try:
-            with self._held():
-                fault = latency.run(self.problem, self.recorder, judged, cases, self.lines)
-        finally:  # interrupted too: each case counts by itself
-            if self.lines and not self.args.case:
-                code = verdict.exit_code([line["status"] for line in self.lines], everything=True)
-                self._begin([judged], [], []).finish(self.lines, code)
-                console.say(f"saved as run {self.recorder.run_id}")
-        self._write_json()
-        if fault:
-            raise ProblemError(fault)
-        return verdict.exit_code([line["status"] for line in self.lines], everything=True)

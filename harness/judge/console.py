@@ -264,8 +264,7 @@ def places(judged: list[Result]) -> dict[str, str]:
     if len(timed) < 2:
         return {}
     ranks = ranking.ranks([(lo, hi) for (_, lo, hi), _ in timed])
-    best = timed[0][0][0]
-    words = {name: f"{rank} ({us[0] / best:.2f}x)" for rank, (us, name) in zip(ranks, timed, strict=True)}
+    words = {name: f"{rank} ({us[0] / timed[0][0][0]:.2f}x)" for rank, (us, name) in zip(ranks, timed, strict=True)}
     return words | {timed[0][1]: "1"}
 
 
@@ -393,8 +392,7 @@ def following(args: Options, problem: Problem, judged: list[Result], leader: Lea
         )
     pair = j.against_all or {}
     if pair.get("word") == "UNDECIDED":
-        count = str(_more(pair))
-        return run("narrows the interval", "--against", str(args.against), "--processes", count, *case)
+        return run("narrows the interval", "--against", str(args.against), "--processes", str(_more(pair)), *case)
     if not pair and leader and j.metric and j.metric[0] < NEAR * leader.value and leader.variant != j.submission.name:
         return run("which of the two is faster", "--against", leader.variant, *case)
     return run("where the time goes", "--mode", "profile", *case)

@@ -159,7 +159,5 @@ def _see_together(args: Options) -> None:
         raise UsageError("--resume continues a recorded run: leave --mode, --case and --device model out")
     if args.seed is not None and mode not in ("test", "leaderboard"):
         raise UsageError(f"--seed is of test cases, --mode {mode} has none: leave one of the two out")
-    if mode == "latency" and (args.variant or args.submission or args.all):
-        raise UsageError("--mode latency times the problem's own model: leave --variant, --submission and --all out")
     if mode == "profile" and args.json:
         raise UsageError("--mode profile makes no records: leave --json out")

@@ -187,8 +187,7 @@ def sol_us(case: Case, readings: ReferenceReadings, gpu: str | None) -> float:
     if case.params.get("activation") == "nvfp4":
         flops_rate = environment.FP4.get(named, flops_rate)
     flops_us = (case.flops or 0) / flops_rate * 1e6
-    bytes_us = readings.stated * readings.bytes / bytes_rate * 1e6
-    return SOL_SHARE * max(bytes_us, flops_us, readings.empty_us)
+    return SOL_SHARE * max(readings.stated * readings.bytes / bytes_rate * 1e6, flops_us, readings.empty_us)
 
 
 def ratios(first: Timing, second: Timing) -> list[list[tuple[float, float]]]:

@@ -47,7 +47,7 @@ class Selection:
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
         try:
-            if self.args.mode != "latency" or ":" in wanted:  # GPUs may share a model
+            if ":" in wanted or not (self.args.mode == "latency" or self.problem.composition):  # GPUs may share a model
                 gpu.select(int(wanted.partition(":")[2] or 0))
         except LookupError as error:
             raise UsageError(f"--device {wanted}: {error}") from None

@@ -205,8 +205,7 @@ class Trivial(Checker):
             name, content = self.names[i], values.plain(tree.tensors(self.pristine)[i])
             if content.numel() == exact.numel() and exact.dtype != values.FP4:
                 same = not self.ours and (exact.dtype, exact.shape) == (content.dtype, content.shape)
-                shaped = values.numbers(content).reshape(exact.shape)
-                copied = values.like(exact, values.cast(shaped, exact.dtype))
+                copied = values.like(exact, values.cast(values.numbers(content).reshape(exact.shape), exact.dtype))
                 candidates[f"copy of {name}"] = (PART if same else WRONG, lambda copied=copied: copied)
             candidates[f"{name} zero"] = (PART, lambda i=i: self._answer_to(f"{i} zero", [i], torch.zeros_like)[j])
             candidates[f"{name} shifted"] = (PART, lambda i=i: self._answer_to(f"{i} shifted", [i], values.shifted)[j])

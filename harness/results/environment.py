@@ -90,8 +90,7 @@ def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
     """(commit at `root`, whether more than records is uncommitted), or None. $GIT_COMMIT, $GIT_DIRTY may say it."""
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"], {"0": False, "1": True}.get(os.environ.get("GIT_DIRTY", ""))
-    status = ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"]
-    asked = (["git", "rev-parse", "HEAD"], status)
+    asked = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--", ".", ":(exclude)leaderboard/results"])
     try:
         texts = [subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout for words in asked]
     except (OSError, subprocess.CalledProcessError):

@@ -29,8 +29,7 @@ class Noting:
         self.kept = []  # the kernel finds its memory free again, as that of an answer which nothing keeps
         result = self.kernel(*arguments)
         spec, parts = told(result)
-        gaps = [is_plain(item) and tree.extent(item) > item.numel() for item in parts]
-        dense = zip(parts, gaps, strict=True)
+        dense = zip(parts, [is_plain(item) and tree.extent(item) > item.numel() for item in parts], strict=True)
         self.kept = [item.detach().resolve_conj().resolve_neg().contiguous() if gap else item for item, gap in dense]
         places = [
             (item.data_ptr(), tree.extent(item) * item.element_size()) if is_plain(item) else (0, 0)

@@ -161,8 +161,7 @@ def test_json_that_fails_at_the_end_loses_no_record(tmp_path, folder, results, c
 
     monkeypatch.setattr(output, "write_whole", fail)
     (folder / "variants" / "other.py").write_text('TARGETS = ("sm90",)\nREQUIRES = ("no_such_package",)\n')
-    arguments = [str(folder), "--variant", "other", "--device", "cpu", "--json", str(tmp_path / "x.json")]
-    assert run.main(arguments) == 2
+    assert run.main([str(folder), "--variant", "other", "--device", "cpu", "--json", str(tmp_path / "x.json")]) == 2
     said = capsys.readouterr()
     assert "No space left on device" in one_line(said.err) and "saved as run " in said.out
     assert len(list(results.rglob("*.jsonl"))) == 1

@@ -42,8 +42,7 @@ def test_ranks_are_shared_where_intervals_overlap(intervals, ranks):
 
 
 def test_board_ranks_by_geomean_and_shares_ranks():
-    records = full("slow", 2.0) + full("tied", 1.101, spread=0.02) + full("first", 1.1, spread=0.02)
-    found = one(records)
+    found = one(full("slow", 2.0) + full("tied", 1.101, spread=0.02) + full("first", 1.1, spread=0.02))
     assert list(ranks(found).items()) == [("first", 1), ("tied", 1), ("slow", 3)]
     slow = rows(found)["slow"]
     assert (slow.geomean_us, slow.roofline_share) == pytest.approx((2 * stats.geomean(ROOFS), 0.5))

@@ -19,8 +19,7 @@ def results(tmp_path):
 
 
 def said(capsys, results, *words) -> tuple[int, str, str]:
-    code = compare.main([*words, "--results", str(results)])
-    return code, *capsys.readouterr()
+    return compare.main([*words, "--results", str(results)]), *capsys.readouterr()
 
 
 def test_two_variants_are_compared_case_by_case_and_in_the_geomean(capsys, results):

@@ -53,8 +53,7 @@ def readme(tmp_path: Path, results: Path) -> list[str]:
 
 
 def said(capsys, *arguments) -> tuple[int, str, str]:
-    code = report.main([str(argument) for argument in arguments])
-    return code, *capsys.readouterr()
+    return report.main([str(argument) for argument in arguments]), *capsys.readouterr()
 
 
 SHOWN = (

@@ -46,8 +46,7 @@ def test_what_depends_on_the_batch_or_on_earlier_calls_is_found_recorded_and_sho
         task = task.replace(old, new)
     files = {f"variants/{name}.py": KERNEL.format(more=more) for name, (more, _) in PLANTED.items()}
     files |= {"task.py": task, "reference.py": (VECTOR_ADD / "reference.py").read_text() + ROWS}
-    folder = copy_of(VECTOR_ADD, tmp_path / "sums", files)
-    assert run.main([str(folder), "--all", "--device", "cpu"]) == 1
+    assert run.main([str(copy_of(VECTOR_ADD, tmp_path / "sums", files)), "--all", "--device", "cpu"]) == 1
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     table = {first: " ".join(rest) for first, *rest in filter(None, words) if {*rest[:1]} & {"equal", "differ", "-"}}
     assert all(table[name].startswith(said) for name, (_, said) in PLANTED.items()), table

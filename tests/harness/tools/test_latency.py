@@ -1,4 +1,4 @@
-"""`--mode latency`: what is recorded of a decode step, and which ops are left out of its graph."""
+"""Models on a GPU, and `--mode latency`: what is recorded of a decode step, and which ops are left out of its graph."""
 
 import contextlib
 import json
@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from harness import run, verbs
+from harness import run
+from harness.invocation import Run
 from harness.judge.events import Events
 from harness.judge.handle import ProblemError
 from harness.judge.options import Options
@@ -78,10 +79,10 @@ def test_cases_are_the_problems_and_chosen_by_their_words():
         latency.cases(folders.find(str(VECTOR_ADD)), None)
 
 
-@pytest.mark.parametrize(("more", "said"), [([], "needs a GPU"), (["--all"], "times the problem's own model")])
+@pytest.mark.parametrize(("more", "said"), [([], "--mode latency needs a GPU"), (["--all"], "own steps")])
 def test_it_needs_a_gpu_and_times_the_winners(capsys, more, said):
     assert run.main(["dsv4_forward", "--mode", "latency", "--device", "cpu", *more]) == 2
-    assert f"--mode latency {said}" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -171,29 +172,33 @@ def test_a_process_that_ends_before_its_last_case_is_a_failure(monkeypatch, judg
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_what_was_measured_before_a_failure_is_recorded(monkeypatch, judged, recorder, interrupted):
-    line = latency.line_of(recorder, judged, MEASURED)
-    recorded = []
+@pytest.mark.parametrize("mode", ["latency", "leaderboard", "test", "benchmark"])
+def test_a_model_on_a_gpu_is_checked_and_its_steps_are_timed(monkeypatch, judged, recorder, mode):
+    """What was measured before a failure is recorded too."""
+    line, check, recorded = latency.line_of(recorder, judged, MEASURED), Mock(return_value=0), []
 
     def run(*given) -> str:
         given[-1].append(line)
-        if interrupted:
+        if mode == "latency":
             raise KeyboardInterrupt
         return "it ended with status 1"
 
     monkeypatch.setattr(latency, "run", run)
     begun = SimpleNamespace(finish=lambda lines, code: recorded.extend(lines))
     monkeypatch.setattr(record, "see_writable", lambda machine: None)
-    made = verbs.Latency(Options(problem="dsv4_forward", mode="latency"), sys.stdout, Events(None))
+    made = Run(Options(problem="dsv4_forward", mode=mode), sys.stdout, Events(None))
     vars(made).update(device="cuda", target="sm90", problem=MODEL, recorder=recorder, machine="box")
     monkeypatch.setattr(made, "submissions", lambda: [judged.submission])
-    monkeypatch.setattr(made, "_begin", lambda *_: begun)
-    monkeypatch.setattr(made, "_judged", lambda _: judged)
-    monkeypatch.setattr(made, "_held", contextlib.nullcontext)
-    with pytest.raises(KeyboardInterrupt if interrupted else ProblemError):
-        made._work()
-    assert recorded == [line]
+    fakes = {"_begin": lambda *_: begun, "_judged": lambda _: judged, "_held": contextlib.nullcontext, "_check": check}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(made, name, fake)
+    if mode == "test":
+        assert made._work() == 0
+    else:
+        with pytest.raises((KeyboardInterrupt, ProblemError)):
+            made._work()
+    assert check.called == (mode in ("leaderboard", "test"))
+    assert recorded == [line] * (mode in ("latency", "leaderboard"))
 
 
 def test_a_case_without_room_is_unsupported_and_the_others_go_on(judged, recorder):
@@ -205,10 +210,11 @@ def test_a_case_without_room_is_unsupported_and_the_others_go_on(judged, recorde
 
 
 @pytest.mark.gpu
-def test_a_decode_step_is_timed_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("mode", ["latency", "benchmark"])
+def test_a_decode_step_is_timed_on_a_gpu(tmp_path, mode):
     found = tmp_path / "found.jsonl"
     chosen = ["--case", "config=tiny-k format=bf16 batch=1", "--json", str(found)]
-    assert run.main(["dsv4_forward", "--mode", "latency", *chosen]) == 0
+    assert run.main(["dsv4_forward", "--mode", mode, *chosen]) == 0
     (one,) = json_lines(found)
     assert record.checked(one) and one["status"] == "PASSED" and 0 < one["sol_us"] < one["median_us"] < one["eager_us"]
 

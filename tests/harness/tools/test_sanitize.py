@@ -26,8 +26,7 @@ def sanitized(tmp_path, monkeypatch, capsys):
     def run(text: str) -> tuple[list[str], str]:
         script(tmp_path / "compute-sanitizer", text)
         judged = [Result(submission(found, file), "sm90")]
-        faults = modes.sanitize(found, judged, list(found.tests), "sm90", lambda _: None)
-        return faults, capsys.readouterr().out
+        return modes.sanitize(found, judged, list(found.tests), "sm90", lambda _: None), capsys.readouterr().out
 
     return run
 

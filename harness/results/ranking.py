@@ -106,13 +106,14 @@ def board_clock(of_base: Iterable[dict]) -> str:
 
 
 def base_run(records: Iterable[dict], wanted: Sequence[str] | None) -> str | None:
-    """The run whose times the board compares. wanted: the labels of its cases; None: those of each run itself."""
+    """The newest run with two complete variants, else with one. wanted: labels of its cases; None: the run's own."""
     best, best_grade = None, -1
     for run_id, run in _runs(timed(records)).items():
         cases: dict[str, set[str]] = {}
         for record in run:
             of_variant = cases.setdefault(record["variant"], set())
-            of_variant |= {case_label(record["case"])} if record["status"] == "PASSED" else set()
+            served = record["status"] == "PASSED" or (record.get("baseline") and record["status"] == "UNSUPPORTED")
+            of_variant |= {case_label(record["case"])} if served else set()
         labels = {case_label(record["case"]) for record in run} if wanted is None else set(wanted)
         complete = sum(labels <= its for its in cases.values())
         of_two = any(record.get("against") for record in run) and len(cases) <= 2

@@ -85,8 +85,7 @@ def _trimmed(levels: np.ndarray) -> Ratio:
     """Return the ratio of levels, the logarithm of one for each process, without the fifth of them at each end."""
     count, cut = len(levels), len(levels) // 5
     inner = np.sort(levels)[cut : count - cut]
-    winsorised = np.clip(levels, inner[0], inner[-1])
-    error = winsorised.std(ddof=1) * ((count - 1) / len(inner) / (len(inner) - 1)) ** 0.5
+    error = np.clip(levels, inner[0], inner[-1]).std(ddof=1) * ((count - 1) / len(inner) / (len(inner) - 1)) ** 0.5
     halves = [_students_t(len(inner) - 1, level) * error for level in LEVELS]
     return _between(inner.mean(), [(-half, half) for half in halves], count)
 

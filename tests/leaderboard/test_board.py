@@ -150,6 +150,8 @@ def test_newest_run_of_several_variants_is_the_board(records):
     found = one(records)
     assert found.run["run_id"] == "r2" and found.run["time"] == "2026-01-02 03:05:00 UTC"
     assert list(rows(found)) == ["b", "a"]
+    gap = [*NEWER[:5], NEWER[5] | {"status": "UNSUPPORTED", "baseline": True}]  # a baseline's is none
+    assert one(full("a", 1.0) + full("b", 1.5) + gap).run["run_id"] == "r2"
 
 
 def test_variant_from_another_run_is_shown_and_not_ranked():
@@ -284,8 +286,7 @@ def test_targets_and_problems_have_boards_of_their_own():
     kernels = [{"target": target, "registers": n, "spill_bytes": 0} for target, n in (("sm90", 40), ("sm100", 50))]
     boards = board.build([line("compile", "b", case=None, status="COMPILED", resources=kernels)], "box", {})
     assert {b.target: b.standing.iloc[0].registers for b in boards} == {"sm90": 40, "sm100": 50}
-    records = full("a", 1.1) + full("a", 9.0, target="cpu") + full("a", 2.0, problem="other")
-    boards = board.build(records, "box", {})
+    boards = board.build(full("a", 1.1) + full("a", 9.0, target="cpu") + full("a", 2.0, problem="other"), "box", {})
     assert board.build([], "box", EXPECTED) == []
     assert [(b.problem, b.target) for b in boards] == [("nvfp4_gemv", "cpu"), ("nvfp4_gemv", "sm90"), ("other", "sm90")]
     assert all(b.standing.iloc[0]["rank"] == 1 for b in boards)

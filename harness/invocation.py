@@ -103,7 +103,7 @@ class Run(Selection):
     def _work(self) -> int:
         """Judge. What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
-        # Where the lengths of sequences are the host's, as in a whole model, no call of any length can be recorded.
+        # A composition's lengths of sequences are the host's: on a GPU a recorded call would hold for these alone.
         if args.mode == "latency" or (self.problem.composition and self.device == "cuda"):
             return self._time_steps()
         if self.recorded:

@@ -56,12 +56,14 @@ def custom_kernel(data: input_t) -> output_t:
     return out.copy_(total)
 """
 RIGHT, BY_STEPS = HEAD + EXPERTS, HEAD + OWN + EXPERTS
-# Of cases in MXFP4 and FP8.
+# Of cases in MXFP4 and FP8; right in the others.
 OF_FP8 = """
 from problems.common import fp8
 
 
 def matrix(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    if scales.dtype == torch.float8_e4m3fn:
+        return nvfp4.dequantise(packed, scales)
     value = nvfp4.decode(packed).unflatten(-1, (-1, 32)) * fp8.decode_ue8m0(scales).unsqueeze(-1)
     return value.flatten(-2)
 
@@ -70,7 +72,8 @@ def quantised_as_fp8(x: torch.Tensor) -> torch.Tensor:
     codes, scales = fp8.quantise_groups(x, 128)
     return fp8.dequantise_groups(codes, scales, 128)
 """
-TAKEN, V_TAKEN = "y = quantised_as_fp8(x[rows].float())", "v = quantised_as_fp8(v.bfloat16().float())"
+IF_FP8 = 'quantised_as_fp8({0}.float()) if sizes.activation == "fp8" else {0}.float()'
+TAKEN, V_TAKEN = f"y = {IF_FP8.format('x[rows]')}", f"v = {IF_FP8.format('v.bfloat16()')}"
 FP8 = HEAD + OF_FP8 + EXPERTS.replace("nvfp4.dequantise", "matrix").replace("y = x[rows].float()", TAKEN)
 FP8 = FP8.replace("v = v.bfloat16().float()", V_TAKEN)
 NEW = "\n        "  # a line of the loop over the experts

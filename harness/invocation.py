@@ -103,8 +103,7 @@ class Run(Selection):
     def _work(self) -> int:
         """Judge. What is wrong with the chosen cases and submissions is said before the check, which takes long."""
         args = self.args
-        # A composition's lengths of sequences are the host's: on a GPU a recorded call would hold for these alone.
-        if args.mode == "latency" or (self.problem.composition and self.device == "cuda"):
+        if args.mode == "latency" or (self.times_steps and self.device == "cuda"):
             return self._time_steps()
         if self.recorded:
             record.see_writable(self.machine)
@@ -154,7 +153,6 @@ class Run(Selection):
         args = self.args
         if args.variant or args.submission or args.all or args.against:
             raise UsageError("a model's own steps are timed: leave --variant, --submission, --all and --against out")
-        (submission,) = self.submissions()
         cases = [] if args.mode == "test" else latency.cases(self.problem, args.case)
         if self.device != "cuda":
             raise UsageError(f"--mode latency {NEEDS_GPU}")
@@ -162,7 +160,7 @@ class Run(Selection):
         code = self._check([]) if args.mode != "latency" and self._has_check() else 0
         if code or args.mode == "test":
             return code
-        judged = self._judged(submission)
+        judged = self._judged(*self.submissions())
         record.see_writable(self.machine)
         try:
             with self._held():
@@ -244,8 +242,7 @@ class Run(Selection):
 
     def _enter(self, submission: Submission) -> Result | None:
         """Return a submission that the arguments do not name; None if it may not, or cannot, run here."""
-        judged = self._judged(submission)
-        return judged if self.admit(judged) else None
+        return judged if self.admit(judged := self._judged(submission)) else None
 
     def _compile(self, judged: list[Result]) -> None:
         """Compile submissions for other targets, without their device, if their compiler is installed."""

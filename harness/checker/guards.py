@@ -49,6 +49,5 @@ def _gaps(named: list[tuple[dict, str]], size: int) -> list[Gap]:
     """Return what these tensors leave free of a memory of so many bytes."""
     spans = sorted((spec["offset"], spec["offset"] + spec.get("most", spec["nbytes"]), name) for spec, name in named)
     ends = [(0, []), *((end, [f"behind {name}"]) for _, end, name in spans)]
-    starts = [*((start, [f"before {name}"]) for start, _, name in spans), (size, [])]
-    pairs = zip(ends, starts, strict=True)
+    pairs = zip(ends, [*((start, [f"before {name}"]) for start, _, name in spans), (size, [])], strict=True)
     return [Gap(end, start, " and ".join(behind + before)) for (end, behind), (start, before) in pairs if start > end]

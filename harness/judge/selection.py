@@ -38,6 +38,11 @@ class Selection:
             raise UsageError(f"PROBLEM: the folder must have a plain name, got {problem.name!r}: rename it")
         return problem
 
+    @property
+    def times_steps(self) -> bool:
+        """Whether steps are timed on a GPU, not calls; those of a model are planned on the host, none is recorded."""
+        return self.args.mode == "latency" or (self.problem.ours and (self.problem.folder / "timed_steps.py").is_file())
+
     @functools.cached_property
     def device(self) -> str:
         """The kind of device. Of several GPUs, the named one becomes the only visible one."""
@@ -47,7 +52,7 @@ class Selection:
         if not gpu.present():
             raise UsageError(f"--device {wanted} needs an NVIDIA GPU and its driver, found none")
         try:
-            if ":" in wanted or not (self.args.mode == "latency" or self.problem.composition):  # GPUs may share a model
+            if ":" in wanted or not self.times_steps:  # GPUs may share a model
                 gpu.select(int(wanted.partition(":")[2] or 0))
         except LookupError as error:
             raise UsageError(f"--device {wanted}: {error}") from None

@@ -176,8 +176,7 @@ def _medians(groups: Groups, processes: np.ndarray, rng: np.random.Generator, na
         row[: len(group)] = group
     chosen = (processes[:, : len(values)] * len(values)).astype(int)  # (RESAMPLES, processes)
     size = sizes[chosen][..., None]
-    sample = (rng.random((*chosen.shape, table.shape[1])) * size).astype(int)
-    drawn = table[chosen[..., None], sample]
+    drawn = table[chosen[..., None], (rng.random((*chosen.shape, table.shape[1])) * size).astype(int)]
     if (sizes == sizes[0]).all():
         return np.median(drawn.reshape(RESAMPLES, -1), axis=1)
     drawn[np.arange(table.shape[1]) >= size] = np.nan  # a process counts with as many samples as it has
